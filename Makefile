@@ -1,0 +1,80 @@
+# Everything a contributor types. `make` alone lists it.
+# Needs Python 3.11 to 3.13 with venv, and make; the rest is installed into .venv on first use.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+LOCK   := deploy/locks/dev.txt
+CPU    := service/convgrad_service/backends/cpu
+# PyTorch is measured against, never depended on, so it stays outside the environment.
+PEER   := build/peer
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
+        bench-cpu bench-wire readme lock kernels clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): $(LOCK) pyproject.toml service/hatch_build.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "convgrad needs Python 3.11 to 3.13; %s is %d.%d. Try: make PYTHON=python3.12" % ((sys.executable,) + v))'
+	@echo "Setting up $(VENV) (once; about a minute)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r $(LOCK)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+kernels: $(READY) ## compile the CPU kernels that changed
+	@$(PY) $(CPU)/compile.py
+
+demo: kernels ## train a small network through a running server, check every operation
+	@$(PY) -m convgrad demo
+
+serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
+	@$(PY) -m convgrad serve
+
+test: kernels ## every test that needs neither a GPU nor much time
+	@$(PY) -m pytest -m "not slow and not gpu"
+
+test-slow: kernels ## the larger random sweeps
+	@$(PY) -m pytest -m "slow and not gpu"
+
+test-torch: kernels $(PEER) ## PyTorch's answers beside ours
+	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/kernels/test_second_opinion_torch.py
+
+fuzz: kernels ## 10,000 malformed bodies against a real server
+	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py --fuzz-examples=10000 --timeout=1800
+
+check: lint type ## lint and types
+
+lint: $(READY) ## ruff: rules and format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+type: $(READY) ## mypy, strict
+	@$(PY) -m mypy
+
+format: $(READY) ## let ruff format and mend what it can
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+$(PEER):
+	@$(PY) -m pip install --quiet --disable-pip-version-check --target $(PEER) torch==2.13.0
+
+bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
+	@PYTHONPATH=$(PEER) $(PY) tests/perf/bench_cpu.py
+
+bench-wire: kernels ## decoding and encoding, stage by stage
+	@$(PY) tests/perf/bench_wire.py
+
+readme: $(READY) ## write the README's tables again from the stored results
+	@$(PY) tests/perf/readme_tables.py
+
+lock: $(READY) ## resolve the dependencies again, with hashes, for every supported Python
+	@$(PY) -m pip install --quiet --disable-pip-version-check uv
+	@$(PY) -m uv pip compile pyproject.toml --extra demo --group dev --universal \
+	    --python-version 3.11 --generate-hashes --upgrade --quiet --output-file $(LOCK)
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist demo-output $(CPU)/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis

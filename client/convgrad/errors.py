@@ -1,0 +1,275 @@
+"""Every error convgrad raises or answers with, in one table and one tree.
+
+::
+
+    ConvgradError
+    ├── ServiceError                  has a code of the table below
+    │   ├── MalformedRequest          malformed-request      400
+    │   ├── InvalidProblem            invalid-problem        400
+    │   ├── Unauthenticated           unauthenticated        401
+    │   ├── NotFound                  not-found              404
+    │   ├── MethodNotAllowed          method-not-allowed     405
+    │   ├── NotAcceptable             not-acceptable         406
+    │   ├── RequestTimeout            request-timeout        408  retryable
+    │   ├── PayloadTooLarge           payload-too-large      413
+    │   ├── ProblemTooLarge           problem-too-large      413
+    │   ├── UnsupportedMediaType      unsupported-media-type 415
+    │   ├── UnsupportedProblem        unsupported-problem    422
+    │   ├── Overloaded                overloaded             429  retryable
+    │   ├── Internal                  internal               500
+    │   ├── DeviceOutOfMemory         device-out-of-memory   503  retryable
+    │   ├── DeviceUnavailable         device-unavailable     503  retryable
+    │   └── DeadlineExceeded          deadline-exceeded      504
+    └── ClientError                   raised by the SDK alone; no server said it
+        ├── ConnectionFailed          no connection, or it broke        retryable
+        ├── ClientTimeout             the server did not answer in time
+        └── InvalidAnswer             the answer was not convgrad's
+
+The service raises ServiceErrors and knows no transport; each transport, and the SDK, reads
+`CODES` to turn one into a status and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = [
+    "CODES",
+    "ClientError",
+    "ClientTimeout",
+    "ConnectionFailed",
+    "ConvgradError",
+    "DeadlineExceeded",
+    "DeviceOutOfMemory",
+    "DeviceUnavailable",
+    "ErrorCode",
+    "Internal",
+    "InvalidAnswer",
+    "InvalidProblem",
+    "MalformedRequest",
+    "MethodNotAllowed",
+    "NotAcceptable",
+    "NotFound",
+    "Overloaded",
+    "PayloadTooLarge",
+    "ProblemTooLarge",
+    "RequestTimeout",
+    "ServiceError",
+    "Unauthenticated",
+    "UnsupportedMediaType",
+    "UnsupportedProblem",
+    "service_error",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCode:
+    """One row of the error table.
+
+    ``grpc_status`` is None for errors that HTTP alone can make. ``retryable`` says whether the
+    same request may succeed later without the caller changing it.
+    """
+
+    code: str
+    title: str
+    http_status: int
+    grpc_status: str | None
+    retryable: bool
+
+
+CODES: dict[str, ErrorCode] = {
+    row.code: row
+    for row in (
+        ErrorCode("malformed-request", "Malformed request", 400, "INVALID_ARGUMENT", False),
+        ErrorCode("invalid-problem", "Invalid problem", 400, "INVALID_ARGUMENT", False),
+        ErrorCode("unauthenticated", "Unauthenticated", 401, "UNAUTHENTICATED", False),
+        ErrorCode("not-found", "Not found", 404, "NOT_FOUND", False),
+        ErrorCode("method-not-allowed", "Method not allowed", 405, None, False),
+        ErrorCode("not-acceptable", "Not acceptable", 406, None, False),
+        ErrorCode("request-timeout", "Request timeout", 408, None, True),
+        ErrorCode("payload-too-large", "Payload too large", 413, "RESOURCE_EXHAUSTED", False),
+        ErrorCode("problem-too-large", "Problem too large", 413, "RESOURCE_EXHAUSTED", False),
+        ErrorCode("unsupported-media-type", "Unsupported media type", 415, "INVALID_ARGUMENT", False),
+        ErrorCode("unsupported-problem", "Unsupported problem", 422, "UNIMPLEMENTED", False),
+        ErrorCode("overloaded", "Overloaded", 429, "UNAVAILABLE", True),
+        ErrorCode("internal", "Internal error", 500, "INTERNAL", False),
+        ErrorCode("device-out-of-memory", "Device out of memory", 503, "UNAVAILABLE", True),
+        ErrorCode("device-unavailable", "Device unavailable", 503, "UNAVAILABLE", True),
+        ErrorCode("deadline-exceeded", "Deadline exceeded", 504, "DEADLINE_EXCEEDED", False),
+    )
+}
+
+
+class ConvgradError(Exception):
+    """The root of every error here.
+
+    ``detail`` is one sentence for the reader; ``request_id`` names the request at the server,
+    where one is known.
+    """
+
+    def __init__(self, detail: str, *, request_id: str | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.request_id = request_id
+
+    @property
+    def retryable(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        if self.request_id is None:
+            return self.detail
+        return f"{self.detail} (request {self.request_id})"
+
+
+class ServiceError(ConvgradError):
+    """An error with a code of `CODES`: what a server answers, and what core code raises."""
+
+    code: ClassVar[str]
+
+    def __init__(
+        self, detail: str, *, request_id: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(detail, request_id=request_id)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def row(self) -> ErrorCode:
+        """This error's row of the table."""
+        return CODES[self.code]
+
+    @property
+    def retryable(self) -> bool:
+        return self.row.retryable
+
+
+class MalformedRequest(ServiceError):
+    """The bytes or the fields of the request cannot be read."""
+
+    code = "malformed-request"
+
+
+class InvalidProblem(ServiceError):
+    """The request can be read, but its sizes or values contradict each other."""
+
+    code = "invalid-problem"
+
+
+class Unauthenticated(ServiceError):
+    """No key, or an unknown one."""
+
+    code = "unauthenticated"
+
+
+class NotFound(ServiceError):
+    """No such operation, path or stored tensor."""
+
+    code = "not-found"
+
+
+class MethodNotAllowed(ServiceError):
+    """The path exists, but not for this HTTP method."""
+
+    code = "method-not-allowed"
+
+
+class NotAcceptable(ServiceError):
+    """The server cannot answer in a form that Accept allows."""
+
+    code = "not-acceptable"
+
+
+class RequestTimeout(ServiceError):
+    """The request's body did not arrive in time."""
+
+    code = "request-timeout"
+
+
+class PayloadTooLarge(ServiceError):
+    """The body has more bytes than the server accepts."""
+
+    code = "payload-too-large"
+
+
+class ProblemTooLarge(ServiceError):
+    """The problem needs more memory or more FLOPs than the server allows."""
+
+    code = "problem-too-large"
+
+
+class UnsupportedMediaType(ServiceError):
+    """The Content-Type is none that the server reads."""
+
+    code = "unsupported-media-type"
+
+
+class UnsupportedProblem(ServiceError):
+    """A valid problem that no kernel of this server computes; detail says why, for each."""
+
+    code = "unsupported-problem"
+
+
+class Overloaded(ServiceError):
+    """More work than may wait; ``retry_after_s`` says when to come again."""
+
+    code = "overloaded"
+
+
+class Internal(ServiceError):
+    """A fault of the server's own."""
+
+    code = "internal"
+
+
+class DeviceOutOfMemory(ServiceError):
+    """The device has not enough free memory now."""
+
+    code = "device-out-of-memory"
+
+
+class DeviceUnavailable(ServiceError):
+    """No device works at the moment."""
+
+    code = "device-unavailable"
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's deadline passed before its answer was ready."""
+
+    code = "deadline-exceeded"
+
+
+class ClientError(ConvgradError):
+    """Raised by the SDK alone: no server answered with it."""
+
+
+class ConnectionFailed(ClientError):
+    """No connection could be made, or it broke before the answer was whole."""
+
+    @property
+    def retryable(self) -> bool:
+        return True
+
+
+class ClientTimeout(ClientError):
+    """The server did not answer within the client's own timeout."""
+
+
+class InvalidAnswer(ClientError):
+    """The answer is not one that a convgrad server gives."""
+
+
+_BY_CODE: dict[str, type[ServiceError]] = {
+    error.code: error for error in ServiceError.__subclasses__()
+}
+
+
+def service_error(
+    code: str, detail: str, *, request_id: str | None = None, retry_after_s: float | None = None
+) -> ServiceError:
+    """The error for a code of the table; an unknown code gives `Internal` and names it."""
+    error = _BY_CODE.get(code)
+    if error is None:
+        return Internal(f"{detail} (unknown code {code!r})", request_id=request_id)
+    return error(detail, request_id=request_id, retry_after_s=retry_after_s)
