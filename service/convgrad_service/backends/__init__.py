@@ -1,0 +1,1 @@
+"""What runs plans: one package per kind of device."""

@@ -1,0 +1,94 @@
+"""The structures that the kernels receive: ``kernels/conv_args.hpp`` mirrored for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+
+__all__ = ["DTYPE_CODES", "Control", "ConvArgs", "View", "spatial3", "view_of"]
+
+DTYPE_CODES = {DType.FLOAT16: 0, DType.BFLOAT16: 1, DType.FLOAT32: 2, DType.FLOAT64: 3}
+PHASES = 6
+
+
+class View(ctypes.Structure):
+    """A strided view of at most six dimensions; strides count elements. Null where absent."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6))
+
+
+class ConvArgs(ctypes.Structure):
+    """One convolution for the kernels; the C++ header says what each field means."""
+
+    _fields_ = (
+        ("x", View),
+        ("w", View),
+        ("y", View),
+        ("accumulate", View),
+        ("bias", View),
+        ("batch", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("in_channels", ctypes.c_int64),
+        ("out_channels", ctypes.c_int64),
+        ("input", ctypes.c_int64 * 3),
+        ("kernel", ctypes.c_int64 * 3),
+        ("output", ctypes.c_int64 * 3),
+        ("stride", ctypes.c_int64 * 3),
+        ("dilation", ctypes.c_int64 * 3),
+        ("pad", ctypes.c_int64 * 3),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("dtype", ctypes.c_int32),
+        ("result_dtype", ctypes.c_int32),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+        ("scratch_bytes", ctypes.c_int64),
+        ("block", ctypes.c_int64 * 8),
+    )
+
+
+class Control(ctypes.Structure):
+    """The task counters of one launch, zero when made; see ``kernels/conv_args.hpp``."""
+
+    _fields_ = (
+        ("cancelled", ctypes.c_int64),
+        ("error", ctypes.c_int64),
+        ("next", ctypes.c_int64 * PHASES),
+        ("done", ctypes.c_int64 * PHASES),
+    )
+
+
+def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
+    """The view of an array; ``lead`` dimensions at the front stay, spatial ones move to the back.
+
+    An array with fewer than ``lead`` + 3 dimensions gets leading spatial extents of 1, so that
+    every convolution has three spatial dimensions. The array must outlive the launch.
+    """
+    view = View()
+    if array is None:
+        return view
+    strides = [stride // array.itemsize for stride in array.strides]
+    if lead:
+        strides[lead:lead] = [0] * (lead + 3 - len(strides))
+    view.data = array.ctypes.data
+    view.stride[: len(strides)] = strides
+    return view
+
+
+def spatial3(values: Sequence[int], missing: int) -> tuple[int, int, int]:
+    """Spatial values of one to three dimensions as three, the missing leading ones filled."""
+    first, second, third = (*(missing,) * (3 - len(values)), *values)
+    return first, second, third
+
+
+def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised bytes that start on a 64-byte boundary, as vector stores like them."""
+    raw = np.empty(size_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size_bytes]
