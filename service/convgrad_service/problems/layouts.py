@@ -1,0 +1,219 @@
+"""How a tensor's dimensions are ordered, and one canonical view for whoever computes.
+
+=================  ===========================  ========================
+layout             activations                  weights
+=================  ===========================  ========================
+NCHW (default)     (N, C, H, W)                 KCRS (K, C/G, R, S)
+NHWC               (N, H, W, C)                 KRSC (K, R, S, C/G)
+NGCHW              (N, G, C/G, H, W)            GKCRS (G, K/G, C/G, R, S)
+NHWGC              (N, H, W, G, C/G)            GKRSC (G, K/G, R, S, C/G)
+GNHWC              (G, N, H, W, C/G)            GKRSC
+=================  ===========================  ========================
+
+and the same in 1D (NCW, NWC, NGCW, NWGC, GNWC) and 3D (NCDHW, NDHWC, NGCDHW, NDHWGC, GNDHWC).
+Where a layout has no G, channel c belongs to group c // (C/G).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import InvalidProblem
+from convgrad_service.problems.sizes import Size, show, tuple_text
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "activation_shape",
+    "activation_view",
+    "weight_shape",
+    "weight_view",
+]
+
+_SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
+_KERNEL = {1: "S", 2: "RS", 3: "TRS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of dimensions of a request's tensors.
+
+    ``activation`` and ``weight`` name the dimensions in order, one letter each; the weight's
+    input channels are C, those of one group.
+    """
+
+    name: str
+    ndim: int
+    activation: str
+    weight: str
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the groups are a dimension of their own."""
+        return "G" in self.activation
+
+    @property
+    def channels_last(self) -> bool:
+        return self.activation.endswith("C")
+
+    @property
+    def rank(self) -> int:
+        """Dimensions of an activation, and of a weight: both have as many."""
+        return len(self.activation)
+
+    def axis(self, letter: str) -> int:
+        """The position of an activation's dimension, e.g. ``axis("N")``."""
+        return self.activation.index(letter)
+
+    def spatial_axis(self, index: int) -> int:
+        """The position in an activation of spatial dimension `index` (0 is the outermost)."""
+        return self.activation.index(_SPATIAL[self.ndim][index])
+
+    @classmethod
+    def parse(cls, name: str | None, ndim: int) -> Layout:
+        """The layout called `name`, or channels first in `ndim` dimensions.
+
+        Raises:
+            InvalidProblem: no such layout, or not one of `ndim` spatial dimensions.
+        """
+        if name is None:
+            if ndim not in _SPATIAL:
+                raise InvalidProblem(
+                    f"there are {show(ndim)} spatial dimensions; expected 1, 2 or 3"
+                )
+            return LAYOUTS[f"NC{_SPATIAL[ndim]}"]
+        layout = cls.named(name)
+        if layout.ndim != ndim:
+            raise InvalidProblem(
+                f"layout {name} has {layout.ndim} spatial dimensions; expected {ndim}"
+            )
+        return layout
+
+    @classmethod
+    def named(cls, name: str) -> Layout:
+        """The layout called `name`.
+
+        Raises:
+            InvalidProblem: no such layout.
+        """
+        layout = LAYOUTS.get(name)
+        if layout is None:
+            raise InvalidProblem(f"layout is {name[:32]!r}; expected one of {', '.join(LAYOUTS)}")
+        return layout
+
+    @classmethod
+    def of_tensor(cls, name: str | None, tensor: str, shape: Sequence[int]) -> Layout:
+        """The layout called `name`, or channels first as the rank of the activation says.
+
+        Raises:
+            InvalidProblem: the tensor's rank is not the layout's.
+        """
+        if name is None:
+            if len(shape) - 2 not in _SPATIAL:
+                raise InvalidProblem(
+                    f"{tensor} has shape {tuple_text(shape)}; expected 3, 4 or 5 dimensions "
+                    "(NCW, NCHW or NCDHW)"
+                )
+            return cls.parse(None, len(shape) - 2)
+        layout = cls.named(name)
+        layout.check_rank(tensor, shape, layout.activation)
+        return layout
+
+    def check_rank(self, tensor: str, shape: Sequence[int], letters: str) -> None:
+        """Hold a tensor's rank against the dimensions named by `letters`.
+
+        Raises:
+            InvalidProblem: they differ.
+        """
+        if len(shape) != len(letters):
+            raise InvalidProblem(
+                f"{tensor} has shape {tuple_text(shape)}; expected {len(letters)} dimensions "
+                f"({letters}) in layout {self.name}"
+            )
+
+    def activation_sizes(self, shape: Sequence[int]) -> tuple[int, int | None, int, Size]:
+        """(N, G or None, C in all, spatial) of an activation's shape."""
+        sizes = dict(zip(self.activation, shape, strict=True))
+        groups = sizes.get("G")
+        spatial = tuple(sizes[letter] for letter in _SPATIAL[self.ndim])
+        return sizes["N"], groups, sizes["C"] * (groups or 1), spatial
+
+    def weight_sizes(self, shape: Sequence[int]) -> tuple[int | None, int, int, Size]:
+        """(G or None, K in all, C of one group, kernel) of a weight's shape."""
+        sizes = dict(zip(self.weight, shape, strict=True))
+        groups = sizes.get("G")
+        kernel = tuple(sizes[letter] for letter in _KERNEL[self.ndim])
+        return groups, sizes["K"] * (groups or 1), sizes["C"], kernel
+
+
+def _family(ndim: int) -> list[Layout]:
+    hw, rs = _SPATIAL[ndim], _KERNEL[ndim]
+    return [
+        Layout(activation, ndim, activation, weight)
+        for activation, weight in (
+            (f"NC{hw}", f"KC{rs}"),
+            (f"N{hw}C", f"K{rs}C"),
+            (f"NGC{hw}", f"GKC{rs}"),
+            (f"N{hw}GC", f"GK{rs}C"),
+            (f"GN{hw}C", f"GK{rs}C"),
+        )
+    ]
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for ndim in _SPATIAL for layout in _family(ndim)}
+
+
+def activation_shape(
+    layout: Layout, batch: int, groups: int, channels: int, spatial: Sequence[int]
+) -> Size:
+    """The array shape of N x `channels` (over all groups) x `spatial` in the layout."""
+    per_group = channels // groups if layout.grouped else channels
+    sizes = {"N": batch, "G": groups, "C": per_group}
+    sizes.update(zip(_SPATIAL[layout.ndim], spatial, strict=True))
+    return tuple(sizes[letter] for letter in layout.activation)
+
+
+def weight_shape(
+    layout: Layout, groups: int, in_channels: int, out_channels: int, kernel: Sequence[int]
+) -> Size:
+    """The array shape of a weight of `in_channels` and `out_channels` over all groups."""
+    outer = out_channels // groups if layout.grouped else out_channels
+    sizes = {"G": groups, "K": outer, "C": in_channels // groups}
+    sizes.update(zip(_KERNEL[layout.ndim], kernel, strict=True))
+    return tuple(sizes[letter] for letter in layout.weight)
+
+
+def activation_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any]:
+    """An activation as (N, G, C/G, *spatial): strides alone, no copy, to read and to write."""
+    if layout.grouped:
+        return _ordered(array, layout.activation, "NGC" + _SPATIAL[layout.ndim])
+    view = _ordered(array, layout.activation, "NC" + _SPATIAL[layout.ndim])
+    return _split_axis(view, 1, groups)
+
+
+def weight_view(array: NDArray[Any], layout: Layout, groups: int) -> NDArray[Any]:
+    """A weight as (G, K/G, C/G, *kernel): strides alone, no copy, to read and to write."""
+    if layout.grouped:
+        return _ordered(array, layout.weight, "GKC" + _KERNEL[layout.ndim])
+    return _split_axis(_ordered(array, layout.weight, "KC" + _KERNEL[layout.ndim]), 0, groups)
+
+
+def _ordered(array: NDArray[Any], letters: str, wanted: str) -> NDArray[Any]:
+    return array.transpose([letters.index(letter) for letter in wanted])
+
+
+def _split_axis(array: NDArray[Any], axis: int, groups: int) -> NDArray[Any]:
+    """One axis as (groups, rest). Splitting never needs a copy, whatever the strides."""
+    extent, stride = array.shape[axis], array.strides[axis]
+    per_group = extent // groups
+    return np.lib.stride_tricks.as_strided(
+        array,
+        (*array.shape[:axis], groups, per_group, *array.shape[axis + 1 :]),
+        (*array.strides[:axis], per_group * stride, stride, *array.strides[axis + 1 :]),
+        writeable=array.flags.writeable,
+    )
