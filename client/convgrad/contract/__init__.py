@@ -1,0 +1,53 @@
+"""The contract: request models, the registry of operations, and the report of an answer.
+
+Client and server share it, so neither can drift from the other.
+"""
+
+from __future__ import annotations
+
+from convgrad.contract.base import Parameters, Request, refuse_unknown, validate
+from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest, Region
+from convgrad.contract.convolution import (
+    ConvBackwardRequest,
+    ConvBwdDataRequest,
+    ConvFwdRequest,
+    GroupedConvBwdWeightRequest,
+)
+from convgrad.contract.fused import ConvParameters, GroupedConvConvFwdRequest
+from convgrad.contract.operations import OPERATIONS, Operation
+from convgrad.contract.pooling import (
+    MaxPool2dBwdRequest,
+    MaxPool2dFwdRequest,
+    MaxPool3dBwdRequest,
+    MaxPool3dFwdRequest,
+    MaxPoolBwdRequest,
+    MaxPoolFwdRequest,
+)
+from convgrad.contract.report import Report
+from convgrad.contract.tensor_schema import tensor_json_schema
+
+__all__ = [
+    "OPERATIONS",
+    "Conv3dBackpropInputRequest",
+    "Conv3dTransposeRequest",
+    "ConvBackwardRequest",
+    "ConvBwdDataRequest",
+    "ConvFwdRequest",
+    "ConvParameters",
+    "GroupedConvBwdWeightRequest",
+    "GroupedConvConvFwdRequest",
+    "MaxPool2dBwdRequest",
+    "MaxPool2dFwdRequest",
+    "MaxPool3dBwdRequest",
+    "MaxPool3dFwdRequest",
+    "MaxPoolBwdRequest",
+    "MaxPoolFwdRequest",
+    "Operation",
+    "Parameters",
+    "Region",
+    "Report",
+    "Request",
+    "refuse_unknown",
+    "tensor_json_schema",
+    "validate",
+]

@@ -1,0 +1,160 @@
+"""`Request`, the base of every request model, and `validate`, the way a request is made.
+
+Refusals leave here as MalformedRequest with one sentence; pydantic's own errors never do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from convgrad.contract.fields import TensorType
+from convgrad.errors import MalformedRequest
+from convgrad.wire.sentences import shown
+
+__all__ = ["Parameters", "Request", "is_tensor", "refuse_unknown", "validate"]
+
+R = TypeVar("R", bound="Request")
+
+
+class Parameters(BaseModel):
+    """An object of a request: its fields are known by name, and no others are let in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_first(cls, fields: Any) -> Any:
+        # Before pydantic does: it would make an error for each of a million unknown fields.
+        if isinstance(fields, Mapping) and (sentence := _unknown(cls, fields)) is not None:
+            raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+        return fields
+
+
+class Request(Parameters):
+    """What every operation's request has in common."""
+
+    operation: ClassVar[str]
+
+    deterministic: bool = Field(
+        default=True,
+        strict=True,
+        description="The same bits for the same request on the same device model.",
+    )
+    response: Literal["npy", "data", "values"] = Field(
+        default="npy", description="Form of the tensors in a JSON answer."
+    )
+
+    # Arrays have no single truth value, so a request equals itself alone.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @classmethod
+    def tensor_fields(cls) -> tuple[str, ...]:
+        """Names of all tensors this operation can take, required ones among them."""
+        return tuple(name for name, field in cls.model_fields.items() if is_tensor(field))
+
+    @classmethod
+    def required_tensor_fields(cls) -> tuple[str, ...]:
+        """Names of the tensors without which there is no request."""
+        return tuple(
+            name
+            for name, field in cls.model_fields.items()
+            if is_tensor(field) and field.is_required()
+        )
+
+    def tensors(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        """The tensors of this request by name, without those not given."""
+        given = {name: getattr(self, name) for name in self.tensor_fields()}
+        return {name: array for name, array in given.items() if array is not None}
+
+    def parameters(self) -> dict[str, Any]:
+        """Everything but the tensors, JSON-able, without what is left at its default."""
+        names = set(type(self).model_fields) - set(self.tensor_fields())
+        return self.model_dump(mode="json", include=names, exclude_defaults=True)
+
+
+def validate(request_model: type[R], fields: Mapping[str, Any]) -> R:
+    """Make the request of ``fields``: tensors as arrays, parameters as Python values.
+
+    Raises
+    ------
+    MalformedRequest
+        A field is missing, unknown or of the wrong type; the sentence names it, says what was
+        expected and what was found.
+    """
+    try:
+        return request_model.model_validate(dict(fields))
+    except ValidationError as refused:
+        # Input is shown by `shown`, bounded; the number of errors is bounded by that of fields.
+        first = refused.errors(include_url=False)[0]
+    raise MalformedRequest(_sentence(request_model, first))
+
+
+def refuse_unknown(request_model: type[Request], names: Iterable[Any]) -> None:
+    """Raise MalformedRequest for the first of ``names`` that is no field of the request."""
+    if (sentence := _unknown(request_model, names)) is not None:
+        raise MalformedRequest(sentence)
+
+
+def is_tensor(field: FieldInfo) -> bool:
+    """Whether a model's field holds a tensor."""
+    return any(isinstance(item, TensorType) for item in field.metadata) or any(
+        isinstance(item, TensorType)
+        for member in getattr(field.annotation, "__args__", ())
+        for item in getattr(member, "__metadata__", ())
+    )
+
+
+def _unknown(model: type[BaseModel], names: Iterable[Any]) -> str | None:
+    known = model.model_fields
+    for name in names:
+        if name in known:
+            continue
+        sentence = f"unknown field {shown(name)}"
+        near = difflib.get_close_matches(str(name)[:64], known, n=1)
+        if near:
+            sentence += f', did you mean "{near[0]}"?'
+        listed = sorted(known, key=lambda name: _prominence(known[name]))
+        return f"{sentence}; {_title(model)} takes {', '.join(listed)}"
+    return None
+
+
+def _prominence(field: FieldInfo) -> tuple[bool, bool]:
+    """Sorts required fields before optional ones, and tensors before parameters."""
+    return not field.is_required(), not is_tensor(field)
+
+
+def _title(model: type[BaseModel]) -> str:
+    return model.operation if issubclass(model, Request) else "this object"
+
+
+def _sentence(model: type[Request], error: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    found = shown(error["input"])
+    match error["type"]:
+        case "missing":
+            fields = model.model_fields
+            needed = [name for name in fields if fields[name].is_required()]
+            needed.sort(key=lambda name: _prominence(fields[name]))
+            return f'missing field "{path}"; {model.operation} needs {", ".join(needed)}'
+        case "refused":
+            return f"{path}: {error['msg']}" if path else error["msg"]
+        case "literal_error":
+            choices = error["ctx"]["expected"].replace("'", '"')
+            return f"{path}: expected {choices}, got {found}"
+        case "bool_type":
+            return f"{path}: expected true or false, got {found}"
+        case "model_type" | "model_attributes_type":
+            return f"{path}: expected an object, got {found}"
+        case _:
+            return f"{path}: {error['msg']}"

@@ -1,0 +1,86 @@
+"""The registry: every operation by name, with what it takes, gives, and an example that works.
+
+What a request model already says (its fields, which of them are tensors, its first line of
+documentation) is read from the model and not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from convgrad.contract.base import Request
+from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest
+from convgrad.contract.convolution import (
+    ConvBackwardRequest,
+    ConvBwdDataRequest,
+    ConvFwdRequest,
+    GroupedConvBwdWeightRequest,
+)
+from convgrad.contract.examples import EXAMPLES
+from convgrad.contract.fused import GroupedConvConvFwdRequest
+from convgrad.contract.pooling import (
+    MaxPool2dBwdRequest,
+    MaxPool2dFwdRequest,
+    MaxPool3dBwdRequest,
+    MaxPool3dFwdRequest,
+)
+from convgrad.dtypes import FLOATING, DType
+
+__all__ = ["OPERATIONS", "Operation"]
+
+_LAYOUTS_1D = ("NCW", "NWC", "NGCW", "NWGC", "GNWC")
+_LAYOUTS_2D = ("NCHW", "NHWC", "NGCHW", "NHWGC", "GNHWC")
+_LAYOUTS_3D = ("NCDHW", "NDHWC", "NGCDHW", "NDHWGC", "GNDHWC")
+_LAYOUTS = _LAYOUTS_1D + _LAYOUTS_2D + _LAYOUTS_3D
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its request model, and what can be said of it without running it.
+
+    ``outputs`` names every tensor an answer can hold, those always there first; ``layouts`` the
+    values of ``layout`` (channels first where none is given), empty where each tensor has a
+    format of its own; ``example`` is the JSON body of a small request that works.
+    """
+
+    request: type[Request]
+    outputs: tuple[str, ...]
+    layouts: tuple[str, ...] = _LAYOUTS
+    dtypes: tuple[DType, ...] = FLOATING
+    name: str = field(init=False)
+    summary: str = field(init=False)
+    tensors: tuple[str, ...] = field(init=False)
+    required_tensors: tuple[str, ...] = field(init=False)
+    example: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        set_once = object.__setattr__  # the dataclass is frozen
+        set_once(self, "name", self.request.operation)
+        set_once(self, "summary", (self.request.__doc__ or "").partition("\n")[0])
+        set_once(self, "tensors", self.request.tensor_fields())
+        set_once(self, "required_tensors", self.request.required_tensor_fields())
+        set_once(self, "example", EXAMPLES[self.request.operation])
+
+
+OPERATIONS: Mapping[str, Operation] = MappingProxyType(
+    {
+        operation.name: operation
+        for operation in (
+            Operation(ConvBwdDataRequest, ("grad_input",)),
+            Operation(GroupedConvBwdWeightRequest, ("grad_weight", "grad_bias")),
+            Operation(MaxPool2dBwdRequest, ("grad_input",), ("NCHW", "NHWC")),
+            Operation(MaxPool3dBwdRequest, ("grad_input",), ("NCDHW", "NDHWC")),
+            Operation(Conv3dBackpropInputRequest, ("grad_input",), ()),
+            Operation(GroupedConvConvFwdRequest, ("output",)),
+            Operation(Conv3dTransposeRequest, ("output",), _LAYOUTS_3D),
+            Operation(ConvFwdRequest, ("output",)),
+            Operation(MaxPool2dFwdRequest, ("output", "indices"), ("NCHW", "NHWC")),
+            Operation(MaxPool3dFwdRequest, ("output", "indices"), ("NCDHW", "NDHWC")),
+            Operation(ConvBackwardRequest, ("grad_input", "grad_weight", "grad_bias")),
+        )
+    }
+)
+"""Every operation by its name, in the design's order."""

@@ -1,0 +1,130 @@
+"""Requests of max pooling, forward and backward, in two and three dimensions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from convgrad.contract.base import Request
+from convgrad.contract.fields import (
+    Flag,
+    IndexTensor,
+    IntOrInts,
+    Ints,
+    LayoutName,
+    Padding,
+    Tensor,
+)
+
+__all__ = [
+    "MaxPool2dBwdRequest",
+    "MaxPool2dFwdRequest",
+    "MaxPool3dBwdRequest",
+    "MaxPool3dFwdRequest",
+    "MaxPoolBwdRequest",
+    "MaxPoolFwdRequest",
+]
+
+
+class _MaxPoolRequest(Request):
+    """The geometry that pooling shares; lists are in the order D, H, W, whatever the layout."""
+
+    kernel_size: IntOrInts = Field(description="Size of the window: one int or one a dimension.")
+    stride: IntOrInts | None = Field(
+        default=None, description="Step between windows; kernel_size where left out."
+    )
+    padding: Padding = Field(
+        default=0,
+        description="Positions added around the input that never win: one int, one a dimension, "
+        "or a [before, after] pair a dimension.",
+    )
+    dilation: IntOrInts = Field(default=1, description="Step between the elements of a window.")
+    ceil_mode: Flag = Field(
+        default=False, description="Round the output size up, so that a last partial window counts."
+    )
+    layout: LayoutName | None = Field(
+        default=None,
+        description="Order of the dimensions of all tensors: channels first (the default) or last.",
+    )
+
+
+class MaxPoolFwdRequest(_MaxPoolRequest):
+    """Max pooling: the largest element of each window, and its index on request.
+
+    output[n, c, p] = max over r of input[n, c, p*stride + r*dilation - pad_before]. The first
+    maximum wins a tie; a NaN wins over any number, of several NaNs the last.
+
+    Shapes: input [N, C, *in] -> output and indices [N, C, *out].
+    Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
+    plane.
+    Layout: channels first where none is named.
+    """
+
+    input: Tensor = Field(description="The layer's input, [N, C, *in].")
+    return_indices: Flag = Field(
+        default=False, description="Also answer with the index of each maximum."
+    )
+    index_dtype: Literal["int64", "int32"] = Field(
+        default="int64", description="Element type of indices."
+    )
+
+
+class MaxPoolBwdRequest(_MaxPoolRequest):
+    """Gradient of max pooling with respect to its input, from the input or from the indices.
+
+    grad_input[n, c, i] = sum of grad_output[n, c, p] over the windows p whose maximum is i.
+
+    Shapes: grad_output [N, C, *out], input [N, C, *in] or indices [N, C, *out] -> grad_input
+    [N, C, *in].
+    Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
+    Layout: channels first where none is named.
+    """
+
+    grad_output: Tensor = Field(
+        description="Gradient with respect to the layer's output, [N, C, *out]."
+    )
+    input: Tensor | None = Field(
+        default=None, description="The layer's input, [N, C, *in]; either this or indices."
+    )
+    indices: IndexTensor | None = Field(
+        default=None,
+        description="Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as "
+        "the forward gave it.",
+    )
+    input_size: Ints | None = Field(
+        default=None,
+        description="With indices: size of the input, spatial alone or the full shape. Left out: "
+        "the smallest input that yields grad_output.",
+    )
+
+    @model_validator(mode="after")
+    def _needs_a_source(self) -> Self:
+        if self.input is None and self.indices is None:
+            _refuse(f'missing field "input" or "indices"; {self.operation} needs one of them')
+        return self
+
+
+def _refuse(sentence: str) -> Any:
+    raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+
+
+class MaxPool2dFwdRequest(MaxPoolFwdRequest):
+    __doc__ = MaxPoolFwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool2d_fwd"
+
+
+class MaxPool3dFwdRequest(MaxPoolFwdRequest):
+    __doc__ = MaxPoolFwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool3d_fwd"
+
+
+class MaxPool2dBwdRequest(MaxPoolBwdRequest):
+    __doc__ = MaxPoolBwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool2d_bwd"
+
+
+class MaxPool3dBwdRequest(MaxPoolBwdRequest):
+    __doc__ = MaxPoolBwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool3d_bwd"
