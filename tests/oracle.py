@@ -1,0 +1,170 @@
+"""What a request must answer: each operation's reference from its tensors and parameters.
+
+Tensors are canonical (channels first); `expected` gives canonical references back, by the names of
+the answer's tensors. The maxima's indices are exact and come as plain int64 arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests import reference, reference_pool
+from tests.bounds import U, rounded
+from tests.reference import Reference
+
+Tensors = Mapping[str, NDArray[Any]]
+Params = Mapping[str, Any]
+Answer = dict[str, "Reference | NDArray[np.int64]"]
+
+_GEOMETRY = ("stride", "padding", "dilation", "groups")
+_POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+
+
+def _only(params: Params, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: params[name] for name in names if name in params}
+
+
+def _spatial(size: Any, ndim: int) -> tuple[int, ...]:
+    """A size given spatially or as a full channels-first shape."""
+    return tuple(size)[-ndim:]
+
+
+def _input_size(params: Params, grad_output: NDArray[Any], weight: NDArray[Any]) -> tuple[int, ...]:
+    if params.get("input_size") is not None:
+        return _spatial(params["input_size"], weight.ndim - 2)
+    return reference.smallest_input_size(
+        grad_output.shape[2:],
+        weight.shape[2:],
+        params.get("stride", 1),
+        params.get("padding", 0),
+        params.get("dilation", 1),
+        params.get("output_padding", 0),
+    )
+
+
+def _finished(grad: Reference, tensors: Tensors, params: Params) -> Reference:
+    """With the epilogue, where there is one."""
+    accumulate = tensors.get("accumulate")
+    if accumulate is None and "alpha" not in params:
+        return grad
+    beta = params.get("beta")
+    return reference.epilogue(
+        grad, params.get("alpha", 1.0), 1.0 if beta is None else beta, accumulate
+    )
+
+
+def _conv_fwd(t: Tensors, params: Params) -> Answer:
+    geometry = _only(params, _GEOMETRY)
+    return {"output": reference.conv_fwd(t["input"], t["weight"], t.get("bias"), **geometry)}
+
+
+def _conv_bwd_data(t: Tensors, params: Params) -> Answer:
+    size = _input_size(params, t["grad_output"], t["weight"])
+    grad = reference.conv_bwd_data(t["grad_output"], t["weight"], size, **_only(params, _GEOMETRY))
+    return {"grad_input": _finished(grad, t, params)}
+
+
+def _grouped_conv_bwd_weight(t: Tensors, params: Params) -> Answer:
+    kernel = _spatial(params["weight_size"], t["input"].ndim - 2)
+    grad = reference.conv_bwd_weight(
+        t["input"], t["grad_output"], kernel, **_only(params, _GEOMETRY)
+    )
+    both: Answer = {
+        "grad_weight": _finished(grad, t, params),
+        "grad_bias": reference.grad_bias(t["grad_output"]),
+    }
+    return {name: both[name] for name in params.get("outputs", ("grad_weight",))}
+
+
+def _conv_backward(t: Tensors, params: Params) -> Answer:
+    geometry = _only(params, _GEOMETRY)
+    dy, x, w = t["grad_output"], t["input"], t["weight"]
+    made: dict[str, Callable[[], Reference]] = {
+        "grad_input": lambda: reference.conv_bwd_data(dy, w, x.shape[2:], **geometry),
+        "grad_weight": lambda: reference.conv_bwd_weight(x, dy, w.shape[2:], **geometry),
+        "grad_bias": lambda: reference.grad_bias(dy),
+    }
+    return {name: made[name]() for name in params.get("outputs", tuple(made))}
+
+
+def _conv3d_transpose(t: Tensors, params: Params) -> Answer:
+    geometry = _only(params, (*_GEOMETRY, "output_padding"))
+    return {
+        "output": reference.conv3d_transpose(t["input"], t["weight"], t.get("bias"), **geometry)
+    }
+
+
+def _conv3d_backprop_input(t: Tensors, params: Params) -> Answer:
+    grad = reference.conv_bwd_data(
+        t["grad_output"],
+        t["weight"],
+        _input_size(params, t["grad_output"], t["weight"]),
+        **_only(params, _GEOMETRY),
+    )
+    if params.get("region") is not None:
+        d, h = (slice(*params["region"][axis]) for axis in "dh")
+        grad = grad.map(lambda a: a[:, :, d, h])
+    return {"grad_input": grad}
+
+
+def _fused(t: Tensors, params: Params) -> Answer:
+    dtype = t["input"].dtype
+    u_accumulate = U["float64"] if dtype == np.float64 else U["float32"]
+    whole = all((np.asarray(a).astype(np.float64) % 1 == 0).all() for a in t.values())
+    exact = whole and "silu" not in (params.get("activation0"), params.get("activation1"))
+    out = reference.fused(
+        t["input"],
+        t["weight0"],
+        t["weight1"],
+        t.get("bias0"),
+        t.get("bias1"),
+        conv0=params.get("conv0", {}),
+        conv1=params.get("conv1", {}),
+        activation0=params.get("activation0", "none"),
+        activation1=params.get("activation1", "none"),
+        round_intermediate=(lambda a: rounded(a, dtype)) if exact else None,
+        u_intermediate=U[dtype.name],
+        u_accumulate=u_accumulate,
+    )
+    return {"output": out}
+
+
+def _maxpool_fwd(t: Tensors, params: Params) -> Answer:
+    output, indices = reference_pool.maxpool_fwd(t["input"], **_only(params, _POOLING))
+    # A maximum is one of the inputs: it is right to the bit, so nothing is allowed to round.
+    exact = Reference(output, np.zeros_like(output), np.zeros(output.shape, np.int64))
+    return {"output": exact, "indices": indices}
+
+
+def _maxpool_bwd(t: Tensors, params: Params) -> Answer:
+    indices = t.get("indices")
+    if indices is None:
+        _, indices = reference_pool.maxpool_fwd(t["input"], **_only(params, _POOLING))
+        size = t["input"].shape[2:]
+    else:
+        size = _spatial(params["input_size"], indices.ndim - 2)
+    return {"grad_input": reference_pool.maxpool_bwd(t["grad_output"], indices, size)}
+
+
+ORACLES: dict[str, Callable[[Tensors, Params], Answer]] = {
+    "conv_fwd": _conv_fwd,
+    "conv_bwd_data": _conv_bwd_data,
+    "grouped_conv_bwd_weight": _grouped_conv_bwd_weight,
+    "conv_backward": _conv_backward,
+    "conv3d_transpose": _conv3d_transpose,
+    "conv3d_backprop_input": _conv3d_backprop_input,
+    "grouped_conv_conv_fwd": _fused,
+    "maxpool2d_fwd": _maxpool_fwd,
+    "maxpool3d_fwd": _maxpool_fwd,
+    "maxpool2d_bwd": _maxpool_bwd,
+    "maxpool3d_bwd": _maxpool_bwd,
+}
+
+
+def expected(operation: str, tensors: Tensors, params: Params) -> Answer:
+    """The reference of every output of a request, canonical in and out."""
+    return ORACLES[operation](tensors, params)
