@@ -18,7 +18,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.sizes import Size, show
 
-__all__ = ["Combine", "Epilogue", "Piece", "Problem", "Slices", "TensorSpec"]
+__all__ = ["PLAIN", "Combine", "Epilogue", "Piece", "Problem", "Slices", "TensorSpec"]
 
 Combine = Literal["concatenate", "sum"]
 Slices = tuple[slice, ...]
@@ -107,13 +107,17 @@ class Problem(ABC):
     def valid_flops(self) -> int:
         """The same without the taps that fall wholly in padding."""
 
-    @abstractmethod
     def split(self, parts: int) -> tuple[Piece, ...]:
         """Independent pieces, at least `parts` of them where the sizes allow it.
 
         Along N first, then along the outermost spatial dimension. The boundaries follow from the
-        sizes and `parts` alone, so equal `parts` give equal sums.
+        sizes and `parts` alone, so equal `parts` give equal sums; one part is the problem itself.
         """
+        return self._cut(parts) if parts > 1 else (Piece.whole(self),)
+
+    @abstractmethod
+    def _cut(self, parts: int) -> tuple[Piece, ...]:
+        """`split` for two parts or more."""
 
     @property
     def memory_bytes(self) -> int:
@@ -132,6 +136,10 @@ class Problem(ABC):
         return total
 
 
+PLAIN = Epilogue()
+"""The gradient as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a problem, itself a problem.
@@ -148,3 +156,17 @@ class Piece:
     combine: Mapping[str, Combine]
     take: Mapping[str, Slices] = field(default_factory=dict)
     shifts: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, problem: Problem) -> Piece:
+        """The one piece of a problem that is not divided."""
+        everything = {
+            name: (slice(None),) * len(spec.shape)
+            for name, spec in (*problem.inputs.items(), *problem.outputs.items())
+        }
+        return cls(
+            problem,
+            {name: everything[name] for name in problem.inputs},
+            {name: everything[name] for name in problem.outputs},
+            dict.fromkeys(problem.outputs, "concatenate"),
+        )

@@ -1,0 +1,122 @@
+"""The problem of conv_bwd_data: the gradient of a convolution's input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from convgrad.contract import ConvBwdDataRequest
+from convgrad_service.problems.base import PLAIN, Epilogue, Piece, Slices, TensorSpec
+from convgrad_service.problems.convolution import ConvProblem
+from convgrad_service.problems.cutting import activation_slices, grid, whole
+from convgrad_service.problems.geometry import ConvShape, minimal_input_size
+from convgrad_service.problems.layouts import Layout
+from convgrad_service.problems.reading import (
+    Steps,
+    agreed_groups,
+    check_output_size,
+    check_precision,
+    divisible,
+    input_size_of,
+    read_activation,
+    read_filter,
+    same_channels,
+    shared_dtype,
+)
+from convgrad_service.problems.sizes import require_shape
+
+__all__ = ["ConvBwdData"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvBwdData(ConvProblem):
+    """grad_input[n, c, i] = alpha * sum over k, r, o of grad_output[n, k, o] * weight[k, c, r]
+    + beta * accumulate[n, c, i], over the (r, o) that meet i.
+
+    ``conv`` is the forward convolution: its input is grad_input, its output grad_output.
+
+    Raises (from_request):
+        InvalidProblem: sizes, types or parameters contradict each other.
+    Source: composable_kernel's convnd_bwd_data, PyTorch's convolution_backward.
+    """
+
+    epilogue: Epilogue = PLAIN
+
+    @classmethod
+    def from_request(cls, request: ConvBwdDataRequest) -> Self:
+        dtype = shared_dtype(request.tensors())
+        layout = Layout.of_tensor(request.layout, "grad_output", request.grad_output.shape)
+        grad = read_activation(layout, "grad_output", request.grad_output.shape)
+        weight = read_filter(layout, "weight", request.weight.shape)
+        steps = Steps.of(request, layout.ndim)
+        groups = agreed_groups(layout, request.groups, grad, weight)
+        same_channels(weight, grad)
+        divisible("grad_output", grad.channels, groups)
+        channels = weight.in_channels * groups
+        if request.input_size is None:
+            size = minimal_input_size(grad.size, weight.kernel, *steps)
+        else:
+            size = input_size_of(layout, request.input_size, grad.batch, groups, channels)
+        conv = ConvShape(
+            batch=grad.batch,
+            groups=groups,
+            in_channels=channels,
+            out_channels=grad.channels,
+            input_size=size,
+            kernel_size=weight.kernel,
+            output_size=grad.size,
+            **steps._asdict(),
+        )
+        check_output_size(layout, "grad_output", grad.shape, conv)
+        problem = cls(
+            conv=conv,
+            dtype=dtype,
+            layout=layout,
+            precision=check_precision(request.precision),
+            deterministic=request.deterministic,
+            epilogue=Epilogue.of(request.alpha, request.beta, request.accumulate),
+        )
+        problem._check_outputs()
+        if request.accumulate is not None:
+            shape = problem.input_spec.shape
+            require_shape("accumulate", request.accumulate.shape, shape, "(grad_input's shape)")
+        return problem
+
+    @property
+    def operation(self) -> str:
+        return "conv_bwd_data"
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        specs = {"grad_output": self.output_spec, "weight": self.weight_spec}
+        if self.epilogue.accumulate:
+            specs["accumulate"] = self.input_spec
+        return specs
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        return {"grad_input": self.input_spec}
+
+    def _cut(self, parts: int) -> tuple[Piece, ...]:
+        """By N, then by rows of grad_input with the rows of grad_output that touch them."""
+        pieces = []
+        for samples, rows in grid(self.conv.batch, self.conv.input_size[0], parts):
+            touching = self.conv.outputs_for(0, rows)
+            conv = self.conv.window(0, rows, touching).with_batch(samples[1] - samples[0])
+            grad_input = activation_slices(self.layout, samples, rows)
+            inputs: dict[str, Slices] = {
+                "grad_output": activation_slices(self.layout, samples, touching),
+                "weight": whole(self.layout.rank),
+            }
+            if self.epilogue.accumulate:
+                inputs["accumulate"] = grad_input
+            pieces.append(
+                Piece(
+                    replace(self, conv=conv),
+                    inputs,
+                    {"grad_input": grad_input},
+                    {"grad_input": "concatenate"},
+                )
+            )
+        return tuple(pieces)

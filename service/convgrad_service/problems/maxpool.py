@@ -1,0 +1,276 @@
+"""The problems of max pooling, forward and backward, in two and three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, Self
+
+from numpy.typing import NDArray
+
+from convgrad.contract import MaxPoolBwdRequest, MaxPoolFwdRequest
+from convgrad.dtypes import INDEX, DType
+from convgrad.errors import InvalidProblem
+from convgrad_service.problems.base import Piece, Problem, TensorSpec
+from convgrad_service.problems.cutting import activation_slices, grid
+from convgrad_service.problems.geometry import PoolShape, Span, pool_output_size
+from convgrad_service.problems.layouts import Layout, activation_shape
+from convgrad_service.problems.reading import (
+    Activation,
+    Steps,
+    input_size_of,
+    read_activation,
+    shared_dtype,
+)
+from convgrad_service.problems.sizes import Size, check_shape, per_dimension, require_shape
+
+__all__ = ["MaxPoolBwd", "MaxPoolFwd"]
+
+# The operation's name holds its rank: one class serves both.
+_NDIM = {"maxpool2d_fwd": 2, "maxpool3d_fwd": 3, "maxpool2d_bwd": 2, "maxpool3d_bwd": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MaxPool(Problem):
+    pool: PoolShape
+    dtype: DType
+    layout: Layout
+    deterministic: bool = True
+
+    @property
+    def flops(self) -> int:
+        return self.pool.flops
+
+    @property
+    def valid_flops(self) -> int:
+        return self.pool.valid_flops
+
+    def _spec(self, size: Size, dtype: DType) -> TensorSpec:
+        pool = self.pool
+        return TensorSpec(activation_shape(self.layout, pool.batch, 1, pool.channels, size), dtype)
+
+    def _shift(self, row: int) -> int:
+        """The flat index, within a plane, of the first element of a row of the input."""
+        return row * prod(self.pool.input_size[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxPoolFwd(_MaxPool):
+    """output[n, c, o] = max over r of input[n, c, i], i where (o, r) meet.
+
+    The first maximum wins a tie; a NaN wins over any number, of several the last. ``indices`` are
+    flat in each (n, c) plane, in ``index_dtype``.
+
+    Raises (from_request):
+        InvalidProblem: sizes, types or parameters contradict each other.
+    Source: PyTorch's max_pool2d and max_pool3d, with ONNX's padding.
+    """
+
+    return_indices: bool = False
+    index_dtype: DType = DType.INT64
+
+    @classmethod
+    def from_request(cls, request: MaxPoolFwdRequest) -> Self:
+        dtype = shared_dtype({"input": request.input})
+        layout = _layout(request)
+        input = read_activation(layout, "input", request.input.shape)
+        problem = cls(
+            pool=_pool(request, layout, input, input.size),
+            dtype=dtype,
+            layout=layout,
+            deterministic=request.deterministic,
+            return_indices=request.return_indices,
+            index_dtype=DType(request.index_dtype),
+        )
+        for name, spec in problem.outputs.items():
+            check_shape(name, spec.shape)
+        plane = prod(input.size)
+        if problem.return_indices and problem.index_dtype is DType.INT32 and plane > 2**31:
+            raise InvalidProblem(
+                f"index_dtype is int32 and a plane of the input has {plane} elements; expected "
+                f"int64, or at most {2**31}"
+            )
+        return problem
+
+    @property
+    def operation(self) -> str:
+        return f"maxpool{self.pool.ndim}d_fwd"
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        return {"input": self._spec(self.pool.input_size, self.dtype)}
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        specs = {"output": self._spec(self.pool.output_size, self.dtype)}
+        if self.return_indices:
+            specs["indices"] = self._spec(self.pool.output_size, self.index_dtype)
+        return specs
+
+    def _cut(self, parts: int) -> tuple[Piece, ...]:
+        """By N, then by rows of output with the rows of input that they read."""
+        pieces = []
+        for samples, rows in grid(self.pool.batch, self.pool.output_size[0], parts):
+            read = self.pool.inputs_for(0, rows)
+            pool = self.pool.window(0, read, rows).with_batch(samples[1] - samples[0])
+            result = activation_slices(self.layout, samples, rows)
+            pieces.append(
+                Piece(
+                    replace(self, pool=pool),
+                    {"input": activation_slices(self.layout, samples, read)},
+                    dict.fromkeys(self.outputs, result),
+                    dict.fromkeys(self.outputs, "concatenate"),
+                    shifts={"indices": self._shift(read[0])},
+                )
+            )
+        return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxPoolBwd(_MaxPool):
+    """grad_input[n, c, i] = sum of grad_output[n, c, o] over the windows o whose maximum is at i.
+
+    ``source`` says where the maxima are from: the input itself, or ``indices`` of the forward, in
+    ``index_dtype`` (None with an input).
+
+    Raises (from_request):
+        InvalidProblem: sizes, types or parameters contradict each other.
+    Source: PyTorch's max_pool2d_with_indices_backward; composable_kernel's maxpool_bwd.
+    """
+
+    source: Literal["input", "indices"] = "input"
+    index_dtype: DType | None = None
+
+    @classmethod
+    def from_request(cls, request: MaxPoolBwdRequest) -> Self:
+        if (request.input is None) == (request.indices is None):
+            found = "neither" if request.input is None else "both"
+            raise InvalidProblem(f"there are {found} of input and indices; expected one of them")
+        floating = {"grad_output": request.grad_output}
+        if request.input is not None:
+            floating["input"] = request.input
+        dtype = shared_dtype(floating)
+        layout = _layout(request)
+        grad = read_activation(layout, "grad_output", request.grad_output.shape)
+        size = _input_size(layout, request, grad)
+        pool = _pool(request, layout, grad, size)
+        problem = cls(
+            pool=pool,
+            dtype=dtype,
+            layout=layout,
+            deterministic=request.deterministic,
+            source="input" if request.indices is None else "indices",
+            index_dtype=_index_dtype(request.indices),
+        )
+        require_shape(
+            "grad_output",
+            grad.shape,
+            problem._spec(pool.output_size, dtype).shape,
+            f"from input size {size}, {pool.geometry_text}, ceil_mode {pool.ceil_mode}",
+        )
+        check_shape("grad_input", problem.outputs["grad_input"].shape)
+        if request.indices is not None:
+            require_shape("indices", request.indices.shape, grad.shape, "(grad_output's shape)")
+        return problem
+
+    @property
+    def operation(self) -> str:
+        return f"maxpool{self.pool.ndim}d_bwd"
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        specs = {"grad_output": self._spec(self.pool.output_size, self.dtype)}
+        if self.index_dtype is None:
+            return specs | {"input": self._spec(self.pool.input_size, self.dtype)}
+        return specs | {"indices": self._spec(self.pool.output_size, self.index_dtype)}
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        return {"grad_input": self._spec(self.pool.input_size, self.dtype)}
+
+    def _cut(self, parts: int) -> tuple[Piece, ...]:
+        """By N, then by rows of grad_input.
+
+        A piece takes every window that touches its rows, and all rows of those windows, so that
+        their maxima are found as in the whole; of the rows it computes only its own count.
+        """
+        cuts = grid(self.pool.batch, self.pool.input_size[0], parts)
+        return tuple(self._piece(samples, rows) for samples, rows in cuts)
+
+    def _piece(self, samples: Span, rows: Span) -> Piece:
+        touching = self.pool.outputs_for(0, rows)
+        read = self.pool.inputs_for(0, touching)
+        read = min(read[0], rows[0]), max(read[1], rows[1])
+        pool = self.pool.window(0, read, touching).with_batch(samples[1] - samples[0])
+        slices = {
+            "grad_output": activation_slices(self.layout, samples, touching),
+            "input": activation_slices(self.layout, samples, read),
+            "indices": activation_slices(self.layout, samples, touching),
+        }
+        everyone = (0, samples[1] - samples[0])
+        own = rows[0] - read[0], rows[1] - read[0]
+        return Piece(
+            replace(self, pool=pool),
+            {name: slices[name] for name in self.inputs},
+            {"grad_input": activation_slices(self.layout, samples, rows)},
+            {"grad_input": "concatenate"},
+            take={"grad_input": activation_slices(self.layout, everyone, own)},
+            shifts={"indices": self._shift(read[0])},
+        )
+
+
+def _layout(request: MaxPoolFwdRequest | MaxPoolBwdRequest) -> Layout:
+    layout = Layout.parse(request.layout, _NDIM[request.operation])
+    if layout.grouped:
+        plain = layout.activation.replace("G", "")
+        raise InvalidProblem(f"layout is {layout.name}; expected one without groups, as {plain}")
+    return layout
+
+
+def _pool(
+    request: MaxPoolFwdRequest | MaxPoolBwdRequest, layout: Layout, tensor: Activation, size: Size
+) -> PoolShape:
+    """The pooling of an input of `size`, with the batch and channels of `tensor`."""
+    kernel = per_dimension("kernel_size", request.kernel_size, layout.ndim)
+    stride = request.kernel_size if request.stride is None else request.stride
+    steps = Steps.checked(stride, request.padding, request.dilation, layout.ndim)
+    return PoolShape(
+        batch=tensor.batch,
+        channels=tensor.channels,
+        input_size=size,
+        kernel_size=kernel,
+        output_size=pool_output_size(size, kernel, *steps, ceil_mode=request.ceil_mode),
+        ceil_mode=request.ceil_mode,
+        **steps._asdict(),
+    )
+
+
+def _input_size(layout: Layout, request: MaxPoolBwdRequest, grad: Activation) -> Size:
+    """The input's own size, or the one stated beside the indices."""
+    stated = None
+    if request.input_size is not None:
+        stated = input_size_of(layout, request.input_size, grad.batch, 1, grad.channels)
+    if request.input is None:
+        if stated is None:
+            raise InvalidProblem(
+                "there are indices but no input_size; expected it, since indices are flat in the "
+                "planes of an input of that size"
+            )
+        return stated
+    input = read_activation(layout, "input", request.input.shape)
+    shape = activation_shape(layout, grad.batch, 1, grad.channels, stated or input.size)
+    source = "grad_output's N and C" if stated is None else "grad_output's N and C and input_size"
+    require_shape("input", input.shape, shape, f"from {source}")
+    return input.size
+
+
+def _index_dtype(indices: NDArray[Any] | None) -> DType | None:
+    if indices is None:
+        return None
+    dtype = DType.of(indices.dtype)
+    if dtype not in INDEX:
+        raise InvalidProblem(
+            f"indices has dtype {dtype or indices.dtype}; expected {' or '.join(INDEX)}"
+        )
+    return dtype
