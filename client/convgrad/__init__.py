@@ -1,0 +1,119 @@
+"""convgrad: gradients of convolution and pooling layers, computed by a server.
+
+::
+
+    import convgrad
+
+    with convgrad.Client("http://127.0.0.1:8000") as client:
+        grad_input = client.conv_bwd_data(grad_output, weight, stride=2, padding=1)
+
+Names load on first use: ``import convgrad`` alone imports neither httpx nor pydantic nor NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from convgrad._version import __version__
+
+if TYPE_CHECKING:
+    from convgrad import _calls as calls
+    from convgrad import errors as errors
+    from convgrad._async_client import AsyncClient
+    from convgrad._call import Answer, Call
+    from convgrad._client import Client
+    from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad.contract import Report
+    from convgrad.dtypes import DType
+    from convgrad.errors import (
+        ClientError,
+        ClientTimeout,
+        ConnectionFailed,
+        ConvgradError,
+        DeadlineExceeded,
+        DeviceOutOfMemory,
+        DeviceUnavailable,
+        Internal,
+        InvalidAnswer,
+        InvalidProblem,
+        MalformedRequest,
+        MethodNotAllowed,
+        NotAcceptable,
+        NotFound,
+        Overloaded,
+        PayloadTooLarge,
+        ProblemTooLarge,
+        RequestTimeout,
+        ServiceError,
+        Unauthenticated,
+        UnsupportedMediaType,
+        UnsupportedProblem,
+    )
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "Call",
+    "Client",
+    "ClientError",
+    "ClientTimeout",
+    "ConnectionFailed",
+    "ConvBackwardResult",
+    "ConvWeightResult",
+    "ConvgradError",
+    "DType",
+    "DeadlineExceeded",
+    "DeviceOutOfMemory",
+    "DeviceUnavailable",
+    "Internal",
+    "InvalidAnswer",
+    "InvalidProblem",
+    "MalformedRequest",
+    "MaxPoolResult",
+    "MethodNotAllowed",
+    "NotAcceptable",
+    "NotFound",
+    "Overloaded",
+    "PayloadTooLarge",
+    "ProblemTooLarge",
+    "Report",
+    "RequestTimeout",
+    "ServiceError",
+    "Unauthenticated",
+    "UnsupportedMediaType",
+    "UnsupportedProblem",
+    "__version__",
+    "calls",
+    "errors",
+]
+
+_HOMES = {
+    "Answer": "convgrad._call",
+    "AsyncClient": "convgrad._async_client",
+    "Call": "convgrad._call",
+    "Client": "convgrad._client",
+    "ConvBackwardResult": "convgrad._results",
+    "ConvWeightResult": "convgrad._results",
+    "DType": "convgrad.dtypes",
+    "MaxPoolResult": "convgrad._results",
+    "Report": "convgrad.contract",
+}
+_MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name to be there
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _MODULES:
+            found = importlib.import_module(_MODULES[name])
+        else:
+            # What is not listed is an error: the tree in convgrad.errors is public as a whole.
+            home = importlib.import_module(_HOMES.get(name, "convgrad.errors"))
+            found = getattr(home, name)
+        globals()[name] = found  # asked once
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted(set(globals()) | set(__all__))

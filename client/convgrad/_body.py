@@ -1,0 +1,136 @@
+"""A Call as the bytes of a request, and the bytes of an answer as arrays: once per wire form.
+
+Tensor bytes are not joined: a request body is a list of buffers, most of which are the arrays'
+own memory, and a safetensors answer's arrays are views of the buffer that received it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad._call import Call
+from convgrad.contract import Report
+from convgrad.errors import InvalidAnswer, MalformedRequest
+from convgrad.wire import json_tensors, safetensors
+
+__all__ = ["WIRES", "Body", "Buffer", "Wire", "decode_answer"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Decoded: TypeAlias = tuple[dict[str, NDArray[Any]], Report]
+
+# Large enough to cost few calls, small enough that httpx's copy of each stays in the cache.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Body:
+    """The bytes of a request; every iteration starts afresh, so that a retry can send it again.
+
+    ``on_chunk`` runs before each chunk and after the last, and may raise to stop the upload.
+    """
+
+    content_type: str
+    buffers: Sequence[Buffer]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def chunks(self, on_chunk: Callable[[], None]) -> Iterator[memoryview]:
+        for buffer in self.buffers:
+            if memoryview(buffer).nbytes == 0:  # memoryview refuses to cast an empty one
+                continue
+            view = memoryview(buffer).cast("B")
+            for start in range(0, view.nbytes, _CHUNK_BYTES):
+                on_chunk()
+                yield view[start : start + _CHUNK_BYTES]
+        on_chunk()
+
+    async def async_chunks(self, on_chunk: Callable[[], None]) -> AsyncIterator[memoryview]:
+        for chunk in self.chunks(on_chunk):
+            yield chunk
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One form of body: how a request is written in it and an answer read."""
+
+    media_type: str
+    encode: Callable[[Call[Any]], Sequence[Buffer]]
+    decode: Callable[[NDArray[np.uint8]], Decoded]
+
+    def body(self, call: Call[Any]) -> Body:
+        return Body(self.media_type, self.encode(call))
+
+
+def decode_answer(content_type: str, content: NDArray[np.uint8]) -> Decoded:
+    """The arrays and the report of a 200 answer.
+
+    The arrays are writable and the caller's own: no one else holds their memory.
+    """
+    media_type = content_type.partition(";")[0].strip().lower()
+    wire = _BY_MEDIA_TYPE.get(media_type)
+    if wire is None:
+        known = " or ".join(_BY_MEDIA_TYPE)
+        raise InvalidAnswer(f"expected an answer of type {known}, got {content_type!r}")
+    try:
+        return wire.decode(content)
+    except (ValueError, KeyError, TypeError, MalformedRequest) as refused:
+        raise InvalidAnswer(f"the answer cannot be read: {refused}") from refused
+
+
+def _encode_safetensors(call: Call[Any]) -> Sequence[Buffer]:
+    metadata = {"parameters": json.dumps(call.parameters)} if call.parameters else {}
+    return safetensors.encode(call.tensors, metadata)
+
+
+def _decode_safetensors(content: NDArray[np.uint8]) -> Decoded:
+    tensors, metadata = safetensors.decode(content.data)
+    report = Report.model_validate_json(metadata["report"])
+    return {name: _writable(array) for name, array in tensors.items()}, report
+
+
+def _encode_json(call: Call[Any]) -> Sequence[Buffer]:
+    fields: dict[str, Any] = {
+        name: json_tensors.encode_tensor(array, "npy") for name, array in call.tensors.items()
+    }
+    return [json.dumps(fields | dict(call.parameters)).encode()]
+
+
+def _decode_json(content: NDArray[np.uint8]) -> Decoded:
+    fields = json.loads(content.tobytes())
+    if not isinstance(fields, dict):
+        raise TypeError(f"expected a JSON object, got {type(fields).__name__}")
+    report = Report.model_validate(fields.pop("report"))
+    tensors = {
+        name: _writable(json_tensors.decode_tensor(value, name=name))
+        for name, value in fields.items()
+    }
+    return tensors, report
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    # Views of our own buffer are free to open; those of immutable bytes (JSON) are copied.
+    try:
+        array.flags.writeable = True
+    except ValueError:
+        return array.copy()
+    return array
+
+
+WIRES: Mapping[str, Wire] = MappingProxyType(
+    {
+        "safetensors": Wire(
+            "application/vnd.safetensors", _encode_safetensors, _decode_safetensors
+        ),
+        "json": Wire("application/json", _encode_json, _decode_json),
+    }
+)
+_BY_MEDIA_TYPE = {wire.media_type: wire for wire in WIRES.values()}

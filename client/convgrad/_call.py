@@ -1,0 +1,117 @@
+"""`Call`: one request as a value, before any connection; and `Answer`, what comes back.
+
+A Call holds validated arguments and knows how to read its outputs. Every operation computes a pure
+function of its arguments, so a Call may be sent again, or to another server, without harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import InvalidAnswer, MalformedRequest
+
+if TYPE_CHECKING:  # pydantic is imported with the first call, not with the package
+    from convgrad.contract import Report
+
+__all__ = ["Answer", "Call", "Outputs", "make_call", "one_output", "required", "select"]
+
+T = TypeVar("T")
+Outputs: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[T]):
+    """One validated request. The functions of `convgrad.calls` make them.
+
+    ``read`` turns the named arrays of an answer into what the operation returns.
+    """
+
+    operation: str
+    tensors: Mapping[str, NDArray[Any]]
+    parameters: Mapping[str, Any]
+    read: Callable[[Outputs], T] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer(Generic[T]):
+    """What `Client.call` returns: the outputs, and how the server came by them.
+
+    ``server_timing_s`` has the seconds the server spent in each stage (decode, queue, compute …);
+    ``attempts`` counts how often the request was sent.
+    """
+
+    outputs: T
+    report: Report
+    request_id: str
+    server_timing_s: Mapping[str, float]
+    attempts: int
+
+
+def make_call(
+    operation: str, arguments: Mapping[str, Any], read: Callable[[Outputs], T]
+) -> Call[T]:
+    """Validate arguments by the operation's contract and freeze them as a Call.
+
+    Arguments left at None count as not given. Raises MalformedRequest with the sentence that the
+    server would have answered with.
+    """
+    from convgrad.contract import OPERATIONS, validate
+
+    request_model = OPERATIONS[operation].request
+    tensor_names = frozenset(request_model.tensor_fields())
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name in tensor_names & given.keys():
+        given[name] = as_tensor(name, given[name])
+    request = validate(request_model, given)
+    return Call(operation, request.tensors(), request.parameters(), read)
+
+
+def as_tensor(name: str, value: Any) -> NDArray[Any]:
+    """What NumPy makes of ``value``, C-contiguous and of native byte order.
+
+    A contiguous array is taken as it is, without a copy.
+    """
+    try:
+        array: NDArray[Any] = np.asarray(value, order="C")
+    except (TypeError, ValueError) as refused:
+        raise MalformedRequest(f"{name}: expected a numeric array, got {_what(value)}") from refused
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if DType.of(array.dtype) is None:
+        names = ", ".join(DType)
+        raise MalformedRequest(f"{name}: expected a dtype of {names}; got {array.dtype}")
+    return array
+
+
+def one_output(name: str) -> Callable[[Outputs], NDArray[Any]]:
+    """A reader for operations with one output."""
+
+    def read(outputs: Outputs) -> NDArray[Any]:
+        return required(outputs, name)
+
+    return read
+
+
+def required(outputs: Outputs, name: str) -> NDArray[Any]:
+    """The output of that name; without it, the answer is no answer."""
+    if name not in outputs:
+        found = ", ".join(outputs) or "no tensors"
+        raise InvalidAnswer(f"the answer lacks {name}; it has {found}")
+    return outputs[name]
+
+
+def select(
+    outputs: Outputs, names: Iterable[str], asked: Collection[str]
+) -> Iterator[NDArray[Any] | None]:
+    """The outputs of those names in order: None for one not asked for, an error if it lacks."""
+    return (required(outputs, name) if name in asked else None for name in names)
+
+
+def _what(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,38 @@
+"""All operations as functions that build a Call, public as ``convgrad.calls``.
+
+::
+
+    answer = client.call(convgrad.calls.conv_bwd_data(grad_output, weight, stride=2))
+    answer.outputs, answer.report.kernel, answer.server_timing_s["compute"]
+
+`Client` and `AsyncClient` have a method for each, with the same parameters, that returns the
+outputs alone.
+"""
+
+from __future__ import annotations
+
+from convgrad._calls_conv import (
+    ConvOptions,
+    conv_backward,
+    conv_bwd_data,
+    conv_fwd,
+    grouped_conv_bwd_weight,
+    grouped_conv_conv_fwd,
+)
+from convgrad._calls_conv3d import conv3d_backprop_input, conv3d_transpose
+from convgrad._calls_pool import maxpool2d_bwd, maxpool2d_fwd, maxpool3d_bwd, maxpool3d_fwd
+
+__all__ = [
+    "ConvOptions",
+    "conv3d_backprop_input",
+    "conv3d_transpose",
+    "conv_backward",
+    "conv_bwd_data",
+    "conv_fwd",
+    "grouped_conv_bwd_weight",
+    "grouped_conv_conv_fwd",
+    "maxpool2d_bwd",
+    "maxpool2d_fwd",
+    "maxpool3d_bwd",
+    "maxpool3d_fwd",
+]

@@ -1,0 +1,162 @@
+"""`Client`: every operation as a method that waits for its answer."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import httpx
+
+from convgrad import _calls
+from convgrad._call import Answer, Call
+from convgrad._exchange import Exchange, OptionChanges, Options, Target
+from convgrad._http_errors import ROOTS
+from convgrad._methods import method
+from convgrad._reply import Receiver, Reply
+from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
+from convgrad.errors import ConvgradError
+
+__all__ = ["Client"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Client:
+    """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
+
+    ::
+
+        with convgrad.Client("http://127.0.0.1:8000") as client:
+            grad_input = client.conv_bwd_data(grad_output, weight, stride=2, padding=1)
+
+    Threads may share a client.
+
+    Parameters
+    ----------
+    base_url
+        The server's address; a path in it is kept.
+    timeout
+        Seconds for one call in all, retries and the waits between them included; None for no
+        bound. The server is told (X-Request-Timeout), so it does not compute for no one.
+    retries
+        How often a call is sent again after a connection that failed or an error that the table
+        in `convgrad.errors` marks retryable. Waits grow exponentially, with jitter, and honour
+        Retry-After. Sending again is always safe: operations are pure functions.
+    wire
+        "safetensors", or "json" (slower; for servers behind something that reads bodies).
+    headers
+        Sent with every request: a key, for instance.
+    http_client
+        An `httpx.Client` of the caller's own, whose proxies, certificates, limits or transport
+        are then used, and which the caller closes.
+    sleep
+        Waits between attempts; a test passes its own.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        *,
+        timeout: float | None = 60.0,
+        retries: int = 2,
+        wire: str = "safetensors",
+        headers: Mapping[str, str] | None = None,
+        http_client: httpx.Client | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._options = Options(base_url, timeout, retries, wire, dict(headers or {}))
+        self._owns_http = http_client is None
+        self._http = http_client or httpx.Client()
+        self._sleep = sleep
+
+    conv_bwd_data = method(_calls.conv_bwd_data)
+    grouped_conv_bwd_weight = method(_calls.grouped_conv_bwd_weight)
+    maxpool2d_bwd = method(_calls.maxpool2d_bwd)
+    maxpool3d_bwd = method(_calls.maxpool3d_bwd)
+    conv3d_backprop_input = method(_calls.conv3d_backprop_input)
+    grouped_conv_conv_fwd = method(_calls.grouped_conv_conv_fwd)
+    conv3d_transpose = method(_calls.conv3d_transpose)
+    conv_fwd = method(_calls.conv_fwd)
+    maxpool2d_fwd = method(_calls.maxpool2d_fwd)
+    maxpool3d_fwd = method(_calls.maxpool3d_fwd)
+    conv_backward = method(_calls.conv_backward)
+
+    def call(self, call: Call[T]) -> Answer[T]:
+        """Send a Call, and return its outputs together with the server's report and timings."""
+        return self._complete(call_target(call, self._options.wire), self._options)
+
+    def operations(self) -> OperationsInfo:
+        """What the server says of its operations, by name: tensors, dtypes, layouts."""
+        return self._complete(OPERATIONS_LIST, self._options)
+
+    def is_live(self) -> bool:
+        """Whether a server runs there."""
+        return self._succeeds(LIVE)
+
+    def is_ready(self) -> bool:
+        """Whether the server takes work."""
+        return self._succeeds(READY)
+
+    def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
+        """This client with another ``timeout``, ``retries`` or ``wire``, on the same connections.
+
+        Only the original closes them.
+        """
+        other = copy.copy(self)
+        other._options = self._options.changed(changes)
+        other._owns_http = False
+        return other
+
+    def close(self) -> None:
+        """Close the connections, unless they are an injected client's."""
+        if self._owns_http:
+            self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _succeeds(self, target: Target[Any]) -> bool:
+        try:
+            self._complete(target, replace(self._options, retries=0))
+        except ConvgradError:
+            return False
+        return True
+
+    def _complete(self, target: Target[R], options: Options) -> R:
+        exchange = Exchange(target, options)
+        while True:
+            try:
+                return exchange.read(self._send(exchange))
+            except ConvgradError as error:
+                pause_s = exchange.pause_s(error)
+            self._sleep(pause_s)
+
+    def _send(self, exchange: Exchange[Any]) -> Reply:
+        try:
+            request = exchange.request(self._http)
+            response = self._http.send(request, stream=True, follow_redirects=False)
+            try:
+                receiver = Receiver(response, exchange.request_id)
+                for chunk in response.iter_raw():
+                    exchange.check_deadline()
+                    receiver.add(chunk)
+                    if receiver.has_enough:
+                        break
+                return receiver.finish()
+            finally:
+                response.close()
+        except ROOTS as error:
+            raise exchange.failed(error) from error

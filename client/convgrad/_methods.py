@@ -1,0 +1,61 @@
+"""Turns the functions of `_calls` into methods of the clients, docstring and signature included.
+
+An operation is defined once. What `Client.conv_fwd` takes is, to a type checker and to `help`,
+what `_calls.conv_fwd` takes; what it returns is what that Call reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from convgrad._call import Answer, Call
+
+__all__ = ["async_method", "method"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Caller(Protocol):
+    def call(self, call: Call[T], /) -> Answer[T]: ...
+
+
+class _AsyncCaller(Protocol):
+    def call(self, call: Call[T], /) -> Awaitable[Answer[T]]: ...
+
+
+def method(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
+    """The method of `Client` that sends what ``build`` builds."""
+
+    @functools.wraps(build)
+    def send(self: _Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.call(build(*args, **kwargs)).outputs
+
+    _describe(send, build)
+    return send
+
+
+def async_method(
+    build: Callable[P, Call[T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The method of `AsyncClient` that sends what ``build`` builds."""
+
+    @functools.wraps(build)
+    async def send(self: _AsyncCaller, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return (await self.call(build(*args, **kwargs))).outputs
+
+    _describe(send, build)
+    return send
+
+
+def _describe(send: Callable[..., Any], build: Callable[..., Any]) -> None:
+    signature = inspect.signature(build)
+    returns = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+    self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    send.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[self, *signature.parameters.values()], return_annotation=returns
+    )
+    send.__annotations__ = build.__annotations__ | {"return": returns}

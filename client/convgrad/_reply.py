@@ -1,0 +1,163 @@
+"""What came back: receiving an answer's bytes, and reading them as outputs or as an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad._retry import parse_retry_after
+from convgrad.errors import ConnectionFailed, ConvgradError, InvalidAnswer, service_error
+
+__all__ = ["Receiver", "Reply", "error_of", "read_json", "server_timing_s"]
+
+# An error is a few sentences; whatever is longer is not worth waiting for.
+_MAX_ERROR_BYTES = 1 << 16
+_EXCERPT_CHARACTERS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """One whole answer; ``request_id`` is the server's own name for it where it gave one."""
+
+    status: int
+    headers: httpx.Headers
+    content: NDArray[np.uint8]
+    request_id: str
+
+
+class Receiver:
+    """Collects an answer's chunks: in one buffer of the announced size where it is announced.
+
+    Its memory is the arrays' memory later, so there is no copy after this one.
+    """
+
+    def __init__(self, response: httpx.Response, request_id: str) -> None:
+        self._response = response
+        self._request_id = response.headers.get("X-Request-Id", request_id)
+        self._used = 0
+        self._chunks: list[bytes] = []
+        self._announced = _content_length(response.headers)
+        self._buffer: NDArray[np.uint8] | None = None
+        if response.is_success and self._announced is not None:
+            try:
+                self._buffer = np.empty(self._announced, np.uint8)
+            except (MemoryError, ValueError) as refused:
+                raise self._invalid(
+                    f"the answer announces {self._announced} bytes, more than fit in memory"
+                ) from refused
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the rest, if any, need not be read."""
+        return not self._response.is_success and self._used >= _MAX_ERROR_BYTES
+
+    def add(self, chunk: bytes) -> None:
+        end = self._used + len(chunk)
+        if self._buffer is None:
+            self._chunks.append(chunk)
+        elif end > self._buffer.size:
+            raise self._invalid(f"the answer is longer than the {self._announced} bytes announced")
+        else:
+            self._buffer[self._used : end] = np.frombuffer(chunk, np.uint8)
+        self._used = end
+
+    def finish(self) -> Reply:
+        """The answer, once all chunks are in."""
+        if self._buffer is not None and self._used < self._buffer.size:
+            raise ConnectionFailed(
+                f"the answer broke off after {self._used} of {self._announced} bytes",
+                request_id=self._request_id,
+            )
+        content = self._buffer
+        if content is None:
+            content = np.frombuffer(bytearray().join(self._chunks), np.uint8)
+        return Reply(self._response.status_code, self._response.headers, content, self._request_id)
+
+    def _invalid(self, detail: str) -> InvalidAnswer:
+        return InvalidAnswer(detail, request_id=self._request_id)
+
+
+def error_of(reply: Reply) -> ConvgradError | None:
+    """The error that a reply other than 200 is: typed where it is problem+json."""
+    if reply.status == httpx.codes.OK:
+        if (coding := reply.headers.get("Content-Encoding", "identity")) != "identity":
+            return InvalidAnswer(
+                f"the answer is encoded as {coding}, which was not asked for",
+                request_id=reply.request_id,
+            )
+        return None
+    problem = _problem(reply)
+    if problem is None:
+        return InvalidAnswer(
+            f"expected a convgrad answer, got status {reply.status} with {_excerpt(reply.content)}",
+            request_id=reply.request_id,
+        )
+    return service_error(
+        problem["code"],
+        problem["detail"],
+        request_id=problem.get("request_id") or reply.request_id,
+        retry_after_s=parse_retry_after(reply.headers.get("Retry-After")),
+    )
+
+
+def read_json(reply: Reply) -> Any:
+    """The JSON value of a reply."""
+    try:
+        return json.loads(reply.content.tobytes())
+    except ValueError as refused:
+        raise InvalidAnswer(
+            f"expected JSON, got {_excerpt(reply.content)}", request_id=reply.request_id
+        ) from refused
+
+
+def server_timing_s(headers: httpx.Headers) -> dict[str, float]:
+    """Seconds per stage from Server-Timing, whose ``dur`` is in milliseconds."""
+    durations: dict[str, float] = {}
+    for metric in headers.get("Server-Timing", "").split(","):
+        name, *attributes = (part.strip() for part in metric.split(";"))
+        for attribute in attributes:
+            key, _, value = attribute.partition("=")
+            duration = _float(value)
+            if key.strip().lower() == "dur" and name and duration is not None:
+                durations[name] = duration / 1000
+    return durations
+
+
+def _problem(reply: Reply) -> Mapping[str, str] | None:
+    if not reply.headers.get("Content-Type", "").startswith("application/problem+json"):
+        return None
+    try:
+        problem = json.loads(reply.content.tobytes())
+    except ValueError:
+        return None
+    if not isinstance(problem, dict):
+        return None
+    texts = {key: value for key, value in problem.items() if isinstance(value, str)}
+    return texts if {"code", "detail"} <= texts.keys() else None
+
+
+def _excerpt(content: NDArray[np.uint8]) -> str:
+    # Four bytes a character at most, so this much holds the excerpt whatever the text.
+    text = content[: 4 * _EXCERPT_CHARACTERS + 4].tobytes().decode(errors="replace").strip()
+    if not text:
+        return "an empty body"
+    shortened = text[:_EXCERPT_CHARACTERS]
+    return repr(shortened) + ("…" if len(text) > len(shortened) else "")
+
+
+def _content_length(headers: httpx.Headers) -> int | None:
+    value = headers.get("Content-Length", "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text.strip().strip('"'))
+    except ValueError:
+        return None

@@ -1,0 +1,59 @@
+"""The options that say which server, and how patiently."""
+
+from __future__ import annotations
+
+import argparse
+
+import convgrad
+from convgrad.cli._failures import UsageError
+
+__all__ = ["add_connection_options", "connect"]
+
+
+def add_connection_options(parser: argparse.ArgumentParser) -> None:
+    """Add --url, --timeout, --retries and --header."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for the whole call, retries included (default: %(default)g)",
+    )
+    group.add_argument(
+        "--retries",
+        type=int,
+        default=2,
+        metavar="N",
+        help="further attempts where trying again can help (default: %(default)s)",
+    )
+    group.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="a header of every request, such as a key; may be repeated",
+    )
+
+
+def connect(options: argparse.Namespace, wire: str = "safetensors") -> convgrad.Client:
+    """A client as the options ask for it."""
+    headers = {}
+    for header in options.header:
+        name, colon, value = header.partition(":")
+        if not colon:
+            raise UsageError(f"--header: expected 'NAME: VALUE', got {header!r}")
+        headers[name.strip()] = value.strip()
+    try:
+        return convgrad.Client(
+            options.url,
+            timeout=options.timeout,
+            retries=options.retries,
+            wire=wire,
+            headers=headers,
+        )
+    except ValueError as refused:
+        raise UsageError(str(refused)) from refused

@@ -1,0 +1,68 @@
+"""Finds the command and runs it; turns what goes wrong into one sentence and an exit status.
+
+Exit status: 0 done; 1 the server refused or could not be reached; 2 the command line, or a file
+it names, is wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from convgrad._version import __version__
+from convgrad.cli._failures import UsageError
+from convgrad.errors import ConvgradError
+
+__all__ = ["main"]
+
+# Each is a module of this package with `run(argv) -> int`, imported only when asked for.
+_COMMANDS = {
+    "serve": ("_serve", "run the server (needs convgrad[service])"),
+    "call": ("_call", "send one request: tensors from files, results to a file"),
+    "operations": ("_operations", "list the operations with what they take and return"),
+    "demo": ("_demo", "train a small network whose gradients a server computes"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``convgrad`` with these arguments (by default the process's own)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 2
+    try:
+        # The first word picks the command, and what follows is the command's own to read.
+        command: str = parser.parse_args(arguments[:1]).command
+        module = importlib.import_module(f"convgrad.cli.{_COMMANDS[command][0]}")
+        status: int = module.run(arguments[1:])
+        return status
+    except SystemExit as done:  # argparse's way to stop
+        return done.code if isinstance(done.code, int) else 1
+    except UsageError as error:
+        return _fail(error, 2)
+    except ConvgradError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convgrad",
+        description="Gradients of convolution and pooling layers, computed by a server.",
+        epilog="`convgrad COMMAND --help` says more about each.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"convgrad {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, summary) in _COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"convgrad: {error}", file=sys.stderr)
+    return status

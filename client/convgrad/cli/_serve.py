@@ -1,0 +1,32 @@
+"""``convgrad serve``: hands over to the service, which this package never imports.
+
+The service is found by name in the entry-point group ``convgrad.commands``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from convgrad.cli._failures import UsageError
+
+__all__ = ["run"]
+
+_ADVICE = "install it with: pip install 'convgrad[service]'"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the server until it is told to stop."""
+    found = tuple(entry_points(group="convgrad.commands", name="serve"))
+    if not found:
+        raise UsageError(f"serve needs the service, which is not installed; {_ADVICE}")
+    try:
+        status = _load(found[0])(list(argv))
+    except ModuleNotFoundError as missing:
+        raise UsageError(f"serve needs {missing.name}, which is missing; {_ADVICE}") from missing
+    return status or 0
+
+
+def _load(entry: EntryPoint) -> Callable[[list[str]], int | None]:
+    command: Callable[[list[str]], int | None] = entry.load()
+    return command
