@@ -1,0 +1,15 @@
+"""The cases that the demo checks, one module per family of operations."""
+
+from __future__ import annotations
+
+from convgrad.demo.cases import conv3d, convolution, fused, pooling
+from convgrad.demo.cases.table import Case, Draw
+
+__all__ = ["CASES", "Case", "Draw"]
+
+CASES: tuple[Case, ...] = (
+    *convolution.CASES,
+    *pooling.CASES,
+    *conv3d.CASES,
+    *fused.CASES,
+)

@@ -1,0 +1,158 @@
+"""What the demo shows while it works and when it is done.
+
+On a terminal a progress bar moves; in a plain log each epoch is one line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from convgrad.demo.checks import CheckResult
+from convgrad.demo.metering import Meter
+from convgrad.demo.training import Step
+
+__all__ = ["Display", "Summary"]
+
+_LOSS_MEMORY = 0.9  # how much of the shown loss is that of the steps before
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the last table says."""
+
+    test_accuracy: float
+    test_images: int
+    steps: int
+    training_requests: int
+    training_s: float
+    checks: Sequence[CheckResult]
+    meter: Meter
+    total_s: float
+
+
+@dataclass(slots=True)
+class Display:
+    """Writes to one console; ``meter`` counts the requests whose rate is shown."""
+
+    console: Console
+    meter: Meter
+    _started: float = field(init=False)
+    _requests_before: int = field(init=False)
+
+    def title(self, text: str) -> None:
+        self.console.print(f"\n[bold]{text}[/bold]")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def training(self, steps: Iterable[Step]) -> list[Step]:
+        """Run the steps to their end, showing how far they are."""
+        self._started = time.perf_counter()
+        self._requests_before = self.meter.requests
+        return self._bar(steps) if self.console.is_terminal else self._lines(steps)
+
+    def _bar(self, steps: Iterable[Step]) -> list[Step]:
+        done: list[Step] = []
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console, expand=True) as progress:
+            task = progress.add_task("", total=None, status="")
+            loss, accuracy = None, "..."
+            for step in steps:
+                done.append(step)
+                loss = step.loss if loss is None else _smooth(loss, step.loss)
+                if step.test_accuracy is not None:
+                    accuracy = f"{step.test_accuracy:.1%}"
+                status = f"loss {loss:.3f}  accuracy {accuracy}  {self._rate():.0f} requests/s"
+                progress.update(task, completed=step.number, total=step.steps, status=status)
+        return done
+
+    def _lines(self, steps: Iterable[Step]) -> list[Step]:
+        done: list[Step] = []
+        losses: list[float] = []
+        for step in steps:
+            done.append(step)
+            losses.append(step.loss)
+            if step.test_accuracy is not None:
+                self.say(
+                    f"epoch {step.epoch:2d} of {step.epochs}   "
+                    f"loss {sum(losses) / len(losses):.3f}   "
+                    f"test accuracy {step.test_accuracy:6.1%}   {self._rate():.0f} requests/s"
+                )
+                losses.clear()
+        return done
+
+    def _rate(self) -> float:
+        elapsed = time.perf_counter() - self._started
+        return (self.meter.requests - self._requests_before) / elapsed
+
+    def checks(self, results: Iterable[CheckResult]) -> list[CheckResult]:
+        """Run the checks to their end, then show them."""
+        if not self.console.is_terminal:
+            done = list(results)
+        else:
+            done = []
+            with self.console.status("checking") as status:
+                for result in results:
+                    done.append(result)
+                    status.update(f"checked {result.operation}")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("operation")
+        for heading in ("cases", "elements", "worst error / allowed"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for result in done:
+            table.add_row(
+                result.operation,
+                str(result.cases),
+                f"{result.elements:,}",
+                "exact" if result.worst_share == 0 else f"{result.worst_share:.1%}",
+                "[green]ok[/green]" if result.passed else "[bold red]WRONG[/bold red]",
+            )
+        self.console.print(table, highlight=False)
+        # Half a unit in the last place is most of what a 16-bit answer is allowed.
+        self.say("[dim]16-bit answers come close to 100% by their last rounding alone.[/dim]")
+        return done
+
+    def summary(self, summary: Summary) -> None:
+        """The last table."""
+        worst = max(summary.checks, key=lambda result: result.worst_share)
+        passed = sum(result.passed for result in summary.checks)
+        rows = {
+            "test accuracy": f"[bold]{summary.test_accuracy:.2%}[/bold] of "
+            f"{summary.test_images} images never trained on",
+            "training": f"{summary.steps} steps, {summary.training_requests:,} requests, "
+            f"{summary.training_s:.1f} s",
+            "operations checked": f"{passed} of {len(summary.checks)} right; the worst error is "
+            f"{worst.worst_share:.0%} of the allowed one",
+            "requests": f"{summary.meter.requests:,}, "
+            f"median {summary.meter.median_s * 1e3:.2f} ms each",
+            "bytes": f"{_mib(summary.meter.sent_bytes)} sent, "
+            f"{_mib(summary.meter.received_bytes)} received",
+            "time": f"{summary.total_s:.1f} s",
+        }
+        table = Table.grid(padding=(0, 3, 0, 0))
+        table.add_column(style="dim")
+        table.add_column()
+        for name, value in rows.items():
+            table.add_row(name, value)
+        self.console.print(table, highlight=False)
+
+
+def _smooth(before: float, now: float) -> float:
+    return _LOSS_MEMORY * before + (1 - _LOSS_MEMORY) * now
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

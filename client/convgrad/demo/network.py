@@ -1,0 +1,165 @@
+"""A small convolutional network whose convolutions and poolings a convgrad server computes.
+
+::
+
+    image 1x8x8 → conv 3x3, 16 → ReLU → conv 3x3, 32 → ReLU → max pool 2
+                → conv 3x3, 64 → ReLU → max pool 2 → conv 2x2, 10 → logits
+
+One pass forward is six requests, one pass backward six more. What is left, ReLU and the loss,
+is NumPy below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad import Client
+from convgrad.demo.data import CLASSES
+
+__all__ = ["Network", "cross_entropy"]
+
+Array = NDArray[np.float32]
+
+
+T = TypeVar("T")
+
+
+class Layer(Protocol):
+    """One step of the network: forward remembers what backward needs."""
+
+    def forward(self, input: Array) -> Array: ...
+
+    def backward(self, grad_output: Array) -> Array: ...
+
+
+@dataclass(slots=True, eq=False)
+class Convolution:
+    """A convolution with a bias; the server computes it and all three of its gradients."""
+
+    client: Client
+    weight: Array
+    bias: Array
+    padding: int
+    grad_weight: Array = field(init=False)
+    grad_bias: Array = field(init=False)
+    _input: Array = field(init=False)
+
+    def forward(self, input: Array) -> Array:
+        self._input = input
+        return self.client.conv_fwd(input, self.weight, self.bias, padding=self.padding)
+
+    def backward(self, grad_output: Array) -> Array:
+        grad_input, grad_weight, grad_bias = self.client.conv_backward(
+            grad_output, self._input, self.weight, padding=self.padding
+        )
+        self.grad_weight, self.grad_bias = _given(grad_weight), _given(grad_bias)
+        return _given(grad_input)
+
+
+@dataclass(slots=True, eq=False)
+class MaxPool:
+    """A max pooling; backward sends the indices that forward brought, not the input again."""
+
+    client: Client
+    kernel_size: int
+    _input_size: tuple[int, ...] = field(init=False)
+    _indices: NDArray[np.integer[Any]] = field(init=False)
+
+    def forward(self, input: Array) -> Array:
+        self._input_size = input.shape
+        output, indices = self.client.maxpool2d_fwd(
+            input, self.kernel_size, return_indices=True, index_dtype="int32"
+        )
+        self._indices = _given(indices)
+        return output
+
+    def backward(self, grad_output: Array) -> Array:
+        return self.client.maxpool2d_bwd(
+            grad_output,
+            indices=self._indices,
+            input_size=self._input_size,
+            kernel_size=self.kernel_size,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ReLU:
+    """max(x, 0), in NumPy."""
+
+    _positive: NDArray[np.bool_] = field(init=False)
+
+    def forward(self, input: Array) -> Array:
+        self._positive = input > 0
+        return input * self._positive
+
+    def backward(self, grad_output: Array) -> Array:
+        return grad_output * self._positive
+
+
+class Network:
+    """The layers in order, and the parameters that training changes."""
+
+    def __init__(self, client: Client, rng: np.random.Generator) -> None:
+        def convolution(inputs: int, outputs: int, kernel: int, padding: int) -> Convolution:
+            # He's initialisation keeps the variance through ReLU layers.
+            scale = np.sqrt(2.0 / (inputs * kernel * kernel))
+            weight = rng.normal(scale=scale, size=(outputs, inputs, kernel, kernel))
+            bias = np.zeros(outputs, dtype=np.float32)
+            return Convolution(client, weight.astype(np.float32), bias, padding)
+
+        self.convolutions = [
+            convolution(1, 16, kernel=3, padding=1),
+            convolution(16, 32, kernel=3, padding=1),
+            convolution(32, 64, kernel=3, padding=1),
+            convolution(64, CLASSES, kernel=2, padding=0),
+        ]
+        first, second, third, classifier = self.convolutions
+        self.layers: list[Layer] = [
+            *(first, ReLU()),
+            *(second, ReLU(), MaxPool(client, 2)),
+            *(third, ReLU(), MaxPool(client, 2)),
+            classifier,
+        ]
+
+    def forward(self, images: Array) -> Array:
+        """Images (N, 1, 8, 8) → logits (N, 10)."""
+        activation = images
+        for layer in self.layers:
+            activation = layer.forward(activation)
+        return activation.reshape(len(images), CLASSES)
+
+    def backward(self, grad_logits: Array) -> Array:
+        """∂loss/∂logits (N, 10) → ∂loss/∂images; the parameters' gradients stay in the layers."""
+        gradient = grad_logits.reshape(*grad_logits.shape, 1, 1)
+        for layer in reversed(self.layers):
+            gradient = layer.backward(gradient)
+        return gradient
+
+    def parameters(self) -> list[Array]:
+        return [tensor for layer in self.convolutions for tensor in (layer.weight, layer.bias)]
+
+    def gradients(self) -> list[Array]:
+        return [
+            tensor for layer in self.convolutions for tensor in (layer.grad_weight, layer.grad_bias)
+        ]
+
+
+def cross_entropy(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Array]:
+    """The softmax cross-entropy of each image (N,), and ∂(their mean)/∂logits (N, 10)."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probability = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    rows = np.arange(len(labels))
+    gradient = np.exp(log_probability)
+    gradient[rows, labels] -= 1
+    return -log_probability[rows, labels], gradient / len(labels)
+
+
+def _given(output: T | None) -> T:
+    """An output that was asked for; the SDK types those that can be left out as optional."""
+    if output is None:
+        raise TypeError("the answer lacks an output that the request asked for")
+    return output
