@@ -22,9 +22,9 @@ namespace convgrad {
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
-using u64 = unsigned long long;
+using u64 = __UINT64_TYPE__;
 using i32 = int;
-using i64 = long long;
+using i64 = __INT64_TYPE__;
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define CONVGRAD_AVX512 1
@@ -187,9 +187,6 @@ struct F16 {
   }
 #endif
 };
-
-// What a request's dtype is called in Args.dtype; the order is the host's (arguments.py).
-enum class ElementCode : i32 { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };
 
 // The stored form of one Vec<Acc>.
 template <class E>

@@ -1,0 +1,146 @@
+// Grouped convolution, forward and backward with respect to data, for few channels a group.
+//
+// GEMM view: per group M = positions, N = dst channels, K = src channels * taps.
+// A task is a block of groups of one image and a tile of positions: the source box is copied into
+// padded planes of sums (one per channel and stride phase), the weights are packed in the order in
+// which they are used, and register tiles of 8 channels x 3 vectors of positions are summed over
+// all terms. With a stride, bwd_data is one such correlation per phase of the result.
+//
+// Relies on: PlanarArgs as plans/planar.py makes it, scratch_bytes of scratch. Deterministic: every
+// element is summed by one thread in an order that the problem fixes. Indices are 64-bit.
+// Where a weight is not finite, padding is not multiplied: sums run over the taps that meet data.
+#include "planar_plan.hpp"
+
+namespace convgrad {
+namespace {
+
+// Packs a block's weights, group after group: phase, tile of channels, term, channel of the tile.
+// Returns true where one of them is not finite.
+template <class E>
+bool pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Acc* packed) {
+  using T = typename E::Acc;
+  const auto* weights = static_cast<const typename E::Storage*>(args.weight.data);
+  T watched = T(0);
+  for (i64 g = tile.group; g < tile.group + tile.groups; ++g) {
+    for (i64 p = 0; p < args.dst_phases; ++p) {
+      for (i64 k = 0; k < args.dst_channels;) {
+        const int channels = tile_channels(args.dst_channels - k);
+        for (i64 c = 0; c < args.src_channels; ++c) {
+          for (i64 i = args.first_tap[p]; i < args.first_tap[p + 1]; ++i) {
+            for (int kk = 0; kk < channels; ++kk) {
+              const T value = load_one<E>(weights + g * args.weight.stride[0] +
+                                          (k + kk) * args.weight.stride[1] +
+                                          c * args.weight.stride[2] + args.tap[i].weight);
+              watched += value * T(0);
+              *packed++ = value;
+            }
+          }
+        }
+        k += channels;
+      }
+    }
+  }
+  return watched != watched;
+}
+
+// The sums of one phase over the taps that meet data alone.
+template <class T>
+void correlate_exactly(const PlanarArgs& args, const TileOrigin& tile, i64 phase, const T* src,
+                       const i64* offset, const T* weights, T* sums, i64 pitch) {
+  const i64 begin = args.first_tap[phase], taps = args.first_tap[phase + 1] - begin;
+  const i64 terms = taps * args.src_channels;
+  for (i64 k = 0; k < args.dst_channels;) {
+    const int channels = tile_channels(args.dst_channels - k);
+    fill_zero(sums + k * pitch, channels * pitch);
+    for (i64 j = 0; j < terms; ++j) {
+      for_met_rows(args, tile, args.tap[begin + j % taps], [&](i64 first, i64 count) {
+        for (int kk = 0; kk < channels; ++kk) {
+          const T w = weights[k * terms + j * channels + kk];
+          for (i64 t = first; t < first + count; ++t) {
+            sums[(k + kk) * pitch + t] += src[offset[j] + t] * w;
+          }
+        }
+      });
+    }
+    k += channels;
+  }
+}
+
+template <class E>
+void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
+  using T = typename E::Acc;
+  constexpr i64 L = kLanes<T>;
+  const Planes full = Planes::of<T>(args, args.tile);
+  const i64 pitch = full.vectors * L;
+  const i64 weights_of_group = args.dst_channels * args.src_channels * args.taps;
+  const i64 source_of_group = args.src_phases * args.src_channels * full.plane;
+  Arena arena{static_cast<char*>(scratch)};
+  i64* offsets = arena.take<i64>(args.src_channels * args.taps);
+  T* weights = arena.take<T>(args.group_block * weights_of_group);
+  T* source = arena.take<T>(args.group_block * source_of_group + kSlackVectors * L);
+  T* sums = arena.take<T>(args.group_block * args.dst_channels * pitch);
+  tap_offsets(args, full.plane, offsets);
+  const Epilogue<T> epilogue(args);
+
+  const i64 units = args.batch * tiles_of(args);
+  const i64 tasks = ceil_div(args.groups, args.group_block) * units;
+  i64 packed_block = -1;
+  bool exact = false;
+  for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
+    const i64 block = task / units;
+    const TileOrigin tile = tile_at(args, block, task % units);
+    if (block != packed_block) {
+      exact = pack_weights<E>(args, tile, weights);
+      packed_block = block;
+    }
+    read_source<E, false>(args, tile, full.plane, source);
+    for (i64 p = 0; p < args.dst_phases; ++p) {
+      Box box;
+      box.batch = tile.batch;
+      box.group = tile.group;
+      box.groups = tile.groups;
+      box.channels = args.dst_channels;
+      box.row_pitch = args.box[2];
+      box.slice_pitch = args.box[1] * args.box[2];
+      box.channel_pitch = pitch;
+      box.group_pitch = args.dst_channels * pitch;
+      for (int d = 0; d < 3; ++d) {
+        box.size[d] = args.dst_size[d];
+        box.step[d] = args.dst_step[d];
+        box.phase[d] = args.dst_phase[p * 3 + d];
+        box.first[d] = tile.start[d];
+        box.extent[d] = tile.extent[d];
+        box.limit[d] = tile.extent[d];
+      }
+      const i64 first = args.first_tap[p] * args.src_channels;
+      const i64 terms = args.first_tap[p + 1] * args.src_channels - first;
+      const i64 vectors = Planes::of<T>(args, tile.extent).vectors;
+      for (i64 g = 0; g < tile.groups; ++g) {
+        const T* planes = source + g * source_of_group;
+        const T* w = weights + g * weights_of_group + first * args.dst_channels;
+        T* out = sums + g * args.dst_channels * pitch;
+        if (exact) {
+          correlate_exactly<T>(args, tile, p, planes, offsets + first, w, out, pitch);
+        } else {
+          correlate<T>(planes, offsets + first, terms, w, args.dst_channels, out, vectors, pitch);
+        }
+      }
+      write_box<E>(args.dst, args.accumulate, args.bias, epilogue, box, sums);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace convgrad
+
+extern "C" CONVGRAD_EXPORT void convgrad_grouped_correlate(const convgrad::PlanarArgs* args,
+                                                           convgrad::Control* control,
+                                                           void* scratch) {
+  using namespace convgrad;
+  switch (args->dtype) {
+    case kFloat16: return correlate_tasks<F16>(*args, control, scratch);
+    case kBfloat16: return correlate_tasks<BF16>(*args, control, scratch);
+    case kFloat32: return correlate_tasks<F32>(*args, control, scratch);
+    case kFloat64: return correlate_tasks<F64>(*args, control, scratch);
+  }
+}

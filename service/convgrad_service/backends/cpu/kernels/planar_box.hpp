@@ -1,0 +1,256 @@
+// Moving boxes of a strided activation into planes of sums (float, double) and back.
+//
+// A box is some groups' channels, each a plane of box[0] x box[1] x box[2] elements at coordinates
+// (first + v) * step + phase of the tensor; what lies outside the tensor, or at v >= limit, reads as
+// zero. Where the columns are contiguous a row is copied vector by vector; where the channels are,
+// squares of channels by columns are transposed in registers; else element by element.
+#pragma once
+
+#include "conv_args.hpp"
+#include "epilogue.hpp"
+#include "transpose.hpp"
+
+namespace convgrad {
+
+struct Box {
+  i64 batch;
+  i64 group;   // the first one
+  i64 groups;  // how many
+  i64 channels;  // per group
+  i64 size[3];   // of the tensor
+  i64 step[3];
+  i64 phase[3];
+  i64 first[3];
+  i64 extent[3];  // rows and columns of the planes
+  i64 limit[3];   // v beyond it is zero (reading), not written (writing)
+  i64 row_pitch;
+  i64 slice_pitch;
+  i64 channel_pitch;
+  i64 group_pitch;
+};
+
+// The v of one dimension that lie inside the tensor: [low, high).
+CONVGRAD_INLINE void inside(const Box& box, int d, i64& low, i64& high) {
+  const i64 step = box.step[d];
+  const i64 before = -box.phase[d] - box.first[d] * step;  // v * step >= before
+  low = before <= 0 ? 0 : (before + step - 1) / step;
+  const i64 last = box.size[d] - 1 + before;  // v * step <= last
+  high = last < 0 ? 0 : last / step + 1;
+  if (high > box.limit[d]) high = box.limit[d];
+  if (low > high) low = high;
+}
+
+template <class T>
+CONVGRAD_INLINE void fill_zero(T* p, i64 n) {
+  for (i64 i = 0; i < n; ++i) p[i] = T(0);
+}
+
+// Columns and channels may be swapped in registers: the channels of all groups lie side by side.
+CONVGRAD_INLINE bool channels_adjacent(const View& view, i64 channels) {
+  return (channels == 1 || view.stride[2] == 1) && view.stride[1] == channels;
+}
+
+// Reads a box. With `watch`, returns true where a value read is not finite.
+template <class E, bool watch>
+bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
+  using T = typename E::Acc;
+  using S = typename E::Storage;
+  constexpr int L = kLanes<T>;
+  i64 low[3], high[3];
+  for (int d = 0; d < 3; ++d) inside(box, d, low[d], high[d]);
+  const i64 column_stride = view.stride[5] * box.step[2];
+  const i64 all = box.groups * box.channels;
+  const bool swap = column_stride != 1 && all > 1 && channels_adjacent(view, box.channels);
+  const i64 block = swap ? L : 1;
+  Vec<T> watched = splat(T(0));
+  for (i64 channel = 0; channel < all; channel += block) {
+    const int together = static_cast<int>(all - channel < block ? all - channel : block);
+    T* plane[L];
+    for (int i = 0; i < together; ++i) {
+      const i64 g = (channel + i) / box.channels;
+      plane[i] = planes + g * box.group_pitch + (channel + i - g * box.channels) * box.channel_pitch;
+    }
+    const S* base = static_cast<const S*>(view.data) + box.batch * view.stride[0] +
+                    (box.group + channel / box.channels) * view.stride[1] +
+                    channel % box.channels * view.stride[2];
+    for (i64 v0 = 0; v0 < box.extent[0]; ++v0) {
+      for (i64 v1 = 0; v1 < box.extent[1]; ++v1) {
+        const i64 row = v0 * box.slice_pitch + v1 * box.row_pitch;
+        const bool valid = v0 >= low[0] && v0 < high[0] && v1 >= low[1] && v1 < high[1];
+        const i64 begin = valid ? low[2] : box.extent[2];
+        const i64 end = valid ? high[2] : box.extent[2];
+        for (int i = 0; i < together; ++i) {
+          fill_zero(plane[i] + row, begin);
+          fill_zero(plane[i] + row + end, box.extent[2] - end);
+        }
+        if (begin == end) continue;
+        const S* source = base +
+                          ((box.first[0] + v0) * box.step[0] + box.phase[0]) * view.stride[3] +
+                          ((box.first[1] + v1) * box.step[1] + box.phase[1]) * view.stride[4] +
+                          ((box.first[2] + begin) * box.step[2] + box.phase[2]) * view.stride[5];
+        const i64 n = end - begin;
+        if (swap) {
+          for (i64 column = 0; column < n; column += L) {
+            const int columns = static_cast<int>(n - column < L ? n - column : L);
+            Vec<T> square[L];
+            for (int i = 0; i < L; ++i) square[i] = splat(T(0));
+            const S* from = source + column * column_stride;
+            if (together == L && columns == L) {
+#pragma clang loop unroll(full)
+              for (int i = 0; i < L; ++i) square[i] = load<E>(from + i * column_stride);
+            } else {
+              for (int i = 0; i < columns; ++i) {
+                square[i] = load_first<E>(from + i * column_stride, together);
+              }
+            }
+            if constexpr (watch) {
+              for (int i = 0; i < L; ++i) watched += square[i] * T(0);
+            }
+            transpose<T>(square);
+            T* to = nullptr;
+            if (together == L && columns == L) {
+#pragma clang loop unroll(full)
+              for (int i = 0; i < L; ++i) store_raw(plane[i] + row + begin + column, square[i]);
+            } else {
+              for (int i = 0; i < together; ++i) {
+                to = plane[i] + row + begin + column;
+                store_raw_first<T, L>(to, square[i], columns);
+              }
+            }
+          }
+        } else if (column_stride == 1) {
+          T* to = plane[0] + row + begin;
+          i64 column = 0;
+          for (; column + L <= n; column += L) {
+            const Vec<T> v = load<E>(source + column);
+            if constexpr (watch) watched += v * T(0);
+            store_raw(to + column, v);
+          }
+          if (column < n) {
+            const int rest = static_cast<int>(n - column);
+            const Vec<T> v = load_first<E>(source + column, rest);
+            if constexpr (watch) watched += v * T(0);
+            store_raw_first<T, L>(to + column, v, rest);
+          }
+        } else {
+          T* to = plane[0] + row + begin;
+          T seen = T(0);
+          for (i64 column = 0; column < n; ++column) {
+            const T value = load_one<E>(source + column * column_stride);
+            if constexpr (watch) seen += value * T(0);
+            to[column] = value;
+          }
+          if constexpr (watch) watched[0] += seen;
+        }
+      }
+    }
+  }
+  const T sum = watch ? sum_lanes<T>(watched) : T(0);
+  return sum != sum;
+}
+
+// Writes a box through an epilogue. `accumulate` has the tensor's shape and strides of its own.
+template <class E>
+void write_box(const View& view, const View& accumulate, const View& bias,
+               const Epilogue<typename E::Acc>& epilogue, const Box& box,
+               const typename E::Acc* planes) {
+  using T = typename E::Acc;
+  using S = typename E::Storage;
+  constexpr int L = kLanes<T>;
+  i64 low[3], high[3];
+  for (int d = 0; d < 3; ++d) inside(box, d, low[d], high[d]);
+  const bool adds = epilogue.scales && epilogue.beta != T(0) && accumulate.data != nullptr;
+  const i64 column_stride = view.stride[5] * box.step[2];
+  const i64 add_stride = accumulate.stride[5] * box.step[2];
+  const i64 all = box.groups * box.channels;
+  const bool swap = column_stride != 1 && all > 1 && channels_adjacent(view, box.channels) &&
+                    (!adds || channels_adjacent(accumulate, box.channels));
+  const i64 block = swap ? L : 1;
+  const i64 n = high[2] - low[2];
+  const S* biases = static_cast<const S*>(bias.data);
+  const auto offset = [&](const View& of, i64 channel, i64 v0, i64 v1) {
+    return box.batch * of.stride[0] + (box.group + channel / box.channels) * of.stride[1] +
+           channel % box.channels * of.stride[2] +
+           ((box.first[0] + v0) * box.step[0] + box.phase[0]) * of.stride[3] +
+           ((box.first[1] + v1) * box.step[1] + box.phase[1]) * of.stride[4] +
+           ((box.first[2] + low[2]) * box.step[2] + box.phase[2]) * of.stride[5];
+  };
+  const auto bias_of = [&](i64 channel) {
+    if (biases == nullptr) return T(0);
+    return load_one<E>(biases + (box.group + channel / box.channels) * bias.stride[0] +
+                       channel % box.channels * bias.stride[1]);
+  };
+  for (i64 channel = 0; channel < all; channel += block) {
+    const int together = static_cast<int>(all - channel < block ? all - channel : block);
+    const T* plane[L];
+    Vec<T> shift = splat(T(0));
+    for (int i = 0; i < together; ++i) {
+      const i64 g = (channel + i) / box.channels;
+      plane[i] = planes + g * box.group_pitch + (channel + i - g * box.channels) * box.channel_pitch;
+      shift[i] = bias_of(channel + i);
+    }
+    if (!swap) shift = splat(T(shift[0]));
+    for (i64 v0 = low[0]; v0 < high[0]; ++v0) {
+      for (i64 v1 = low[1]; v1 < high[1]; ++v1) {
+        const i64 row = v0 * box.slice_pitch + v1 * box.row_pitch + low[2];
+        S* target = static_cast<S*>(view.data) + offset(view, channel, v0, v1);
+        const S* add = adds ? static_cast<const S*>(accumulate.data) +
+                                  offset(accumulate, channel, v0, v1)
+                            : nullptr;
+        if (swap) {
+          for (i64 column = 0; column < n; column += L) {
+            const int columns = static_cast<int>(n - column < L ? n - column : L);
+            Vec<T> square[L];
+            for (int i = 0; i < L; ++i) square[i] = splat(T(0));
+            if (together == L && columns == L) {
+#pragma clang loop unroll(full)
+              for (int i = 0; i < L; ++i) square[i] = load_raw<Vec<T>>(plane[i] + row + column);
+            } else {
+              for (int i = 0; i < together; ++i) {
+                square[i] = load_raw_first<T, L>(plane[i] + row + column, columns);
+              }
+            }
+            transpose<T>(square);
+            for (int i = 0; i < columns; ++i) {
+              S* to = target + (column + i) * column_stride;
+              Vec<T> more = splat(T(0));
+              if (adds) more = load_first<E>(add + (column + i) * add_stride, together);
+              const Vec<T> result = epilogue(square[i], more, shift);
+              if (together == L) {
+                store<E>(to, result);
+              } else {
+                store_first<E>(to, result, together);
+              }
+            }
+          }
+        } else {
+          const bool contiguous = column_stride == 1 && (!adds || add_stride == 1);
+          for (i64 column = 0; column < n; column += L) {
+            const int columns = static_cast<int>(n - column < L ? n - column : L);
+            const Vec<T> sum = load_raw_first<T, L>(plane[0] + row + column, columns);
+            Vec<T> more = splat(T(0));
+            if (contiguous) {
+              if (adds) more = load_first<E>(add + column, columns);
+              const Vec<T> result = epilogue(sum, more, shift);
+              if (columns == L) {
+                store<E>(target + column, result);
+              } else {
+                store_first<E>(target + column, result, columns);
+              }
+              continue;
+            }
+            if (adds) {
+              for (int i = 0; i < columns; ++i) more[i] = load_one<E>(add + (column + i) * add_stride);
+            }
+            const StoredVec<E> result = E::round(epilogue(sum, more, shift));
+            S elements[L];
+            store_raw(elements, result);
+            for (int i = 0; i < columns; ++i) target[(column + i) * column_stride] = elements[i];
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,175 @@
+// The register tiles of the planar kernels: correlations of flat planes.
+//
+// Planes keep the pitch of the padded box, so a tap is one constant offset for every position of the
+// tile, rows and slices included; what is computed in the gaps between rows is never written.
+#pragma once
+
+#include "elements.hpp"
+
+namespace convgrad {
+
+// sums[k][t] = sum over j of weights[j][k] * src[offset[j] + t], for KT channels k and VT vectors of
+// positions t. Every output channel's weights are broadcast; each vector of positions serves KT sums.
+template <class T, int KT, int VT>
+CONVGRAD_INLINE void correlate_tile(const T* src, const i64* offset, i64 terms, const T* weights,
+                                    T* sums, i64 pitch) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum[KT][VT];
+#pragma clang loop unroll(full)
+  for (int k = 0; k < KT; ++k) {
+#pragma clang loop unroll(full)
+    for (int v = 0; v < VT; ++v) sum[k][v] = splat(T(0));
+  }
+  for (i64 j = 0; j < terms; ++j) {
+    const T* x = src + offset[j];
+    Vec<T> values[VT];
+#pragma clang loop unroll(full)
+    for (int v = 0; v < VT; ++v) values[v] = load_raw<Vec<T>>(x + v * L);
+#pragma clang loop unroll(full)
+    for (int k = 0; k < KT; ++k) {
+      const Vec<T> w = splat(weights[j * KT + k]);
+#pragma clang loop unroll(full)
+      for (int v = 0; v < VT; ++v) sum[k][v] += values[v] * w;
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int k = 0; k < KT; ++k) {
+#pragma clang loop unroll(full)
+    for (int v = 0; v < VT; ++v) store_raw(sums + k * pitch + v * L, sum[k][v]);
+  }
+}
+
+// Sums in registers: KT * VT accumulators, VT positions and one broadcast must fit.
+constexpr int vectors_for(int channels) {
+  constexpr bool many = kVectorRegisters == 32;
+  return channels == 8 ? 3 : channels == 4 ? (many ? 6 : 3) : channels == 2 ? (many ? 8 : 4) : 8;
+}
+inline constexpr int kMostChannels = kVectorRegisters == 32 ? 8 : 4;
+
+// The channels that the next tile takes of those left: 8 (or 4), 4, 2, 1.
+CONVGRAD_INLINE int tile_channels(i64 left) {
+  int channels = kMostChannels;
+  while (channels > left) channels /= 2;
+  return channels;
+}
+
+template <class T, int KT, int VT>
+void correlate_rest(i64 vectors, const T* src, const i64* offset, i64 terms, const T* weights,
+                    T* sums, i64 pitch) {
+  if constexpr (VT > 0) {
+    if (vectors == VT) {
+      correlate_tile<T, KT, VT>(src, offset, terms, weights, sums, pitch);
+    } else {
+      correlate_rest<T, KT, VT - 1>(vectors, src, offset, terms, weights, sums, pitch);
+    }
+  }
+}
+
+template <class T, int KT>
+void correlate_channels(const T* src, const i64* offset, i64 terms, const T* weights, T* sums,
+                        i64 vectors, i64 pitch) {
+  constexpr int VT = vectors_for(KT);
+  constexpr int L = kLanes<T>;
+  i64 v = 0;
+  for (; v + VT <= vectors; v += VT) {
+    correlate_tile<T, KT, VT>(src + v * L, offset, terms, weights, sums + v * L, pitch);
+  }
+  correlate_rest<T, KT, VT - 1>(vectors - v, src + v * L, offset, terms, weights, sums + v * L,
+                                pitch);
+}
+
+// All `channels` sums of one group. `weights` holds, tile after tile of channels, [term][channel].
+template <class T>
+void correlate(const T* src, const i64* offset, i64 terms, const T* weights, i64 channels, T* sums,
+               i64 vectors, i64 pitch) {
+  for (i64 k = 0; k < channels;) {
+    const int tile = tile_channels(channels - k);
+    const T* w = weights + k * terms;
+    T* out = sums + k * pitch;
+    if constexpr (kMostChannels == 8) {
+      if (tile == 8) correlate_channels<T, 8>(src, offset, terms, w, out, vectors, pitch);
+    }
+    if (tile == 4) correlate_channels<T, 4>(src, offset, terms, w, out, vectors, pitch);
+    if (tile == 2) correlate_channels<T, 2>(src, offset, terms, w, out, vectors, pitch);
+    if (tile == 1) correlate_channels<T, 1>(src, offset, terms, w, out, vectors, pitch);
+    k += tile;
+  }
+}
+
+// products[k * stride + j] += sum over t of y[k][t] * x[offset[j] + t], for KT planes of y and JT
+// offsets; the lanes are added up at the end.
+template <class T, int KT, int JT>
+CONVGRAD_INLINE void contract_tile(const T* y, i64 pitch, const T* x, const i64* offset, i64 vectors,
+                                   T* products, i64 stride) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum[KT][JT];
+  const T* source[JT];
+#pragma clang loop unroll(full)
+  for (int j = 0; j < JT; ++j) {
+    source[j] = x + offset[j];
+#pragma clang loop unroll(full)
+    for (int k = 0; k < KT; ++k) sum[k][j] = splat(T(0));
+  }
+  for (i64 v = 0; v < vectors; ++v) {
+    Vec<T> gradient[KT];
+#pragma clang loop unroll(full)
+    for (int k = 0; k < KT; ++k) gradient[k] = load_raw<Vec<T>>(y + k * pitch + v * L);
+#pragma clang loop unroll(full)
+    for (int j = 0; j < JT; ++j) {
+      const Vec<T> value = load_raw<Vec<T>>(source[j] + v * L);
+#pragma clang loop unroll(full)
+      for (int k = 0; k < KT; ++k) sum[k][j] += gradient[k] * value;
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int k = 0; k < KT; ++k) {
+#pragma clang loop unroll(full)
+    for (int j = 0; j < JT; ++j) products[k * stride + j] += sum_lanes<T>(sum[k][j]);
+  }
+}
+
+// Offsets per tile, so that KT * JT accumulators and KT gradients fit the registers.
+constexpr int offsets_for(int channels) {
+  constexpr bool many = kVectorRegisters == 32;
+  return channels == 8 ? 2 : channels == 4 ? (many ? 6 : 2) : channels == 2 ? (many ? 9 : 5) : 9;
+}
+
+template <class T, int KT, int JT>
+void contract_rest(i64 left, const T* y, i64 pitch, const T* x, const i64* offset, i64 vectors,
+                   T* products, i64 stride) {
+  if constexpr (JT > 0) {
+    if (left == JT) {
+      contract_tile<T, KT, JT>(y, pitch, x, offset, vectors, products, stride);
+    } else {
+      contract_rest<T, KT, JT - 1>(left, y, pitch, x, offset, vectors, products, stride);
+    }
+  }
+}
+
+template <class T, int KT>
+void contract_channels(const T* y, i64 pitch, const T* x, const i64* offset, i64 terms, i64 vectors,
+                       T* products, i64 stride) {
+  constexpr int JT = offsets_for(KT);
+  i64 j = 0;
+  for (; j + JT <= terms; j += JT) {
+    contract_tile<T, KT, JT>(y, pitch, x, offset + j, vectors, products + j, stride);
+  }
+  contract_rest<T, KT, JT - 1>(terms - j, y, pitch, x, offset + j, vectors, products + j, stride);
+}
+
+// products[k][j] += ... for all planes of y of one group and all offsets.
+template <class T>
+void contract(const T* y, i64 channels, i64 pitch, const T* x, const i64* offset, i64 terms,
+              i64 vectors, T* products) {
+  for (i64 k = 0; k < channels;) {
+    const int tile = channels - k >= 4 ? 4 : tile_channels(channels - k);
+    const T* planes = y + k * pitch;
+    T* out = products + k * terms;
+    if (tile == 4) contract_channels<T, 4>(planes, pitch, x, offset, terms, vectors, out, terms);
+    if (tile == 2) contract_channels<T, 2>(planes, pitch, x, offset, terms, vectors, out, terms);
+    if (tile == 1) contract_channels<T, 1>(planes, pitch, x, offset, terms, vectors, out, terms);
+    k += tile;
+  }
+}
+
+}  // namespace convgrad

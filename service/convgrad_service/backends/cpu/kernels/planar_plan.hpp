@@ -1,0 +1,140 @@
+// What the planar kernels share: the scratch of a thread, the offsets of taps, the extent of tiles.
+#pragma once
+
+#include "planar_args.hpp"
+#include "planar_box.hpp"
+#include "planar_core.hpp"
+
+namespace convgrad {
+
+// Hands out a thread's scratch in 64-byte steps; the host computes the same sum (plans/planar.py).
+struct Arena {
+  char* at;
+  template <class T>
+  T* take(i64 count) {
+    T* p = reinterpret_cast<T*>(at);
+    at += (count * static_cast<i64>(sizeof(T)) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// Vectors of the register tiles read past a plane's end, by at most this many vectors.
+inline constexpr i64 kSlackVectors = 9;
+
+struct TileOrigin {
+  i64 start[3];   // in t
+  i64 extent[3];  // clipped to the result
+  i64 batch;
+  i64 group;  // the first of the block
+  i64 groups;
+};
+
+CONVGRAD_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+CONVGRAD_INLINE i64 tiles_of(const PlanarArgs& args) {
+  return args.tiles[0] * args.tiles[1] * args.tiles[2];
+}
+
+// `unit` counts tiles within images.
+CONVGRAD_INLINE TileOrigin tile_at(const PlanarArgs& args, i64 group_block, i64 unit) {
+  TileOrigin tile;
+  tile.group = group_block * args.group_block;
+  const i64 left = args.groups - tile.group;
+  tile.groups = left < args.group_block ? left : args.group_block;
+  i64 rest = unit;
+  for (int d = 2; d >= 0; --d) {
+    tile.start[d] = rest % args.tiles[d] * args.tile[d];
+    rest /= args.tiles[d];
+    const i64 more = ceil_div(args.dst_size[d], args.dst_step[d]) - tile.start[d];
+    tile.extent[d] = more < args.tile[d] ? more : args.tile[d];
+  }
+  tile.batch = rest;
+  return tile;
+}
+
+struct Planes {
+  i64 plane;    // elements of a padded plane of src
+  i64 vectors;  // that cover a tile's positions
+
+  template <class T>
+  static Planes of(const PlanarArgs& args, const i64* extent) {
+    constexpr i64 L = kLanes<T>;
+    Planes planes;
+    planes.plane = ceil_div(args.box[0] * args.box[1] * args.box[2], L) * L;
+    planes.vectors = ceil_div(
+        ((extent[0] - 1) * args.box[1] + extent[1] - 1) * args.box[2] + extent[2], L);
+    return planes;
+  }
+};
+
+// offsets[c * taps + i] for the taps of each dst phase, one phase after another.
+CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets) {
+  for (i64 p = 0; p < args.dst_phases; ++p) {
+    const i64 begin = args.first_tap[p], end = args.first_tap[p + 1];
+    for (i64 c = 0; c < args.src_channels; ++c) {
+      for (i64 i = begin; i < end; ++i) {
+        const PlanarTap& tap = args.tap[i];
+        *offsets++ = (tap.src_phase * args.src_channels + c) * plane +
+                     (tap.offset[0] * args.box[1] + tap.offset[1]) * args.box[2] + tap.offset[2];
+      }
+    }
+  }
+}
+
+// Reads all phases of a tile's source box; true where `watch` saw a value that is not finite.
+template <class E, bool watch>
+bool read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
+                 typename E::Acc* planes) {
+  Box box;
+  box.batch = tile.batch;
+  box.group = tile.group;
+  box.groups = tile.groups;
+  box.channels = args.src_channels;
+  box.row_pitch = args.box[2];
+  box.slice_pitch = args.box[1] * args.box[2];
+  box.channel_pitch = plane;
+  box.group_pitch = args.src_phases * args.src_channels * plane;
+  bool seen = false;
+  for (i64 p = 0; p < args.src_phases; ++p) {
+    for (int d = 0; d < 3; ++d) {
+      box.size[d] = args.src_size[d];
+      box.step[d] = args.src_step[d];
+      box.phase[d] = args.src_phase[p * 3 + d];
+      box.first[d] = tile.start[d] + args.origin[d];
+      // Rows are read in full: a tap's tail vectors may touch what lies past a clipped tile.
+      box.extent[d] = args.box[d];
+      box.limit[d] = args.box[d];
+    }
+    seen |= read_box<E, watch>(args.src, box, planes + p * args.src_channels * plane);
+  }
+  return seen;
+}
+
+// The positions t of one dimension at which a tap meets an element of src: [low, high).
+CONVGRAD_INLINE void meets(const PlanarArgs& args, const TileOrigin& tile, const PlanarTap& tap,
+                           int d, i64& low, i64& high) {
+  Box box;
+  box.size[d] = args.src_size[d];
+  box.step[d] = args.src_step[d];
+  box.phase[d] = args.src_phase[tap.src_phase * 3 + d];
+  box.first[d] = tile.start[d] + args.origin[d] + tap.offset[d];
+  box.limit[d] = tile.extent[d];
+  inside(box, d, low, high);
+}
+
+// Calls row(first position, count) for the rows of positions at which a tap meets src: the exact
+// path, where padding must not be multiplied because a factor is not finite.
+template <class Row>
+CONVGRAD_INLINE void for_met_rows(const PlanarArgs& args, const TileOrigin& tile,
+                                  const PlanarTap& tap, Row row) {
+  i64 low[3], high[3];
+  for (int d = 0; d < 3; ++d) meets(args, tile, tap, d, low[d], high[d]);
+  if (low[2] >= high[2]) return;
+  for (i64 t0 = low[0]; t0 < high[0]; ++t0) {
+    for (i64 t1 = low[1]; t1 < high[1]; ++t1) {
+      row((t0 * args.box[1] + t1) * args.box[2] + low[2], high[2] - low[2]);
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,258 @@
+"""How a grouped convolution becomes correlations of planes: the plan of the grouped kernels.
+
+Per spatial dimension, position t of the result and element u of the source (both counted within
+a stride phase) meet at u = t + offset(tap). The forward reads x, whose phases are the stride's;
+bwd_data writes x, so there the phases are the result's. Pure: sizes in, sizes out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.problems.geometry import ConvShape
+
+__all__ = ["PlanarPlan", "Triple", "bwd_data_plan", "bwd_weight_plan", "forward_plan", "triple"]
+
+Triple = tuple[int, int, int]
+
+# A task's planes should stay in the second-level cache; beyond the hard limit another kernel runs.
+TILE_BYTES = 256 * 1024
+SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
+# Small planes share a task, so that taking a task costs little beside the work.
+TASK_BYTES = 24 * 1024
+ENOUGH_TASKS = 64
+WORKSPACE_LIMIT_BYTES = 32 * 1024 * 1024
+SLACK_VECTORS = 9
+TAP_WORDS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanarPlan:
+    """The numbers of one launch, named as in ``kernels/planar_args.hpp``."""
+
+    src_size: Triple
+    dst_size: Triple
+    src_step: Triple
+    dst_step: Triple
+    origin: Triple
+    tile: Triple
+    tiles: Triple
+    box: Triple
+    group_block: int
+    src_phase: NDArray[np.int64]
+    dst_phase: NDArray[np.int64]
+    first_tap: NDArray[np.int64]
+    taps: NDArray[np.int64]
+    """One row a tap: source phase, three offsets, and its index in the kernel (row-major)."""
+    splits: int
+    tasks: int
+    scratch_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One dimension: the phases of both sides, and per phase of the result its taps."""
+
+    src_size: int
+    dst_size: int
+    src_step: int
+    dst_step: int
+    src_phases: tuple[int, ...]
+    dst_phases: tuple[int, ...]
+    taps: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Per phase of the result: (index of the source's phase, offset, tap)."""
+
+    @property
+    def extent(self) -> int:
+        return -(-self.dst_size // self.dst_step)
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        values = [offset for taps in self.taps for _, offset, _ in taps] or [0]
+        return min(values), max(values)
+
+
+def triple(values: tuple[int, ...], missing: int) -> Triple:
+    """One to three dimensions as three, leading ones filled."""
+    first, second, third = (*(missing,) * (3 - len(values)), *values)
+    return first, second, third
+
+
+def _lines(conv: ConvShape) -> list[tuple[int, int, int, int, int, int]]:
+    before = tuple(pad for pad, _ in conv.padding)
+    return list(
+        zip(
+            triple(conv.input_size, 1),
+            triple(conv.kernel_size, 1),
+            triple(conv.output_size, 1),
+            triple(conv.stride, 1),
+            triple(conv.dilation, 1),
+            triple(before, 0),
+            strict=True,
+        )
+    )
+
+
+def _forward_line(
+    size: int, kernel: int, out: int, step: int, dilation: int, pad: int, *, keep: bool
+) -> _Line:
+    met = []
+    for tap in range(kernel):
+        offset, phase = divmod(tap * dilation - pad, step)
+        # Elements phase + u * step of the source, u = t + offset: does any t meet one?
+        last = (size - 1 - phase) // step
+        if keep or (offset <= last and offset + out - 1 >= 0):
+            met.append((phase, offset, tap))
+    phases = tuple(sorted({phase for phase, _, _ in met})) or (0,)
+    taps = tuple((phases.index(phase), offset, tap) for phase, offset, tap in met)
+    return _Line(size, out, step, 1, phases, (0,), (taps,))
+
+
+def _bwd_data_line(size: int, kernel: int, out: int, step: int, dilation: int, pad: int) -> _Line:
+    phases = tuple(range(min(step, size)))
+    taps = []
+    for phase in phases:
+        met = []
+        for tap in range(kernel):
+            offset, rest = divmod(phase + pad - tap * dilation, step)
+            last = (size - 1 - phase) // step
+            if rest == 0 and offset < out and offset + last >= 0:
+                met.append((0, offset, tap))
+        taps.append(tuple(met))
+    return _Line(out, size, 1, step, (0,), phases, tuple(taps))
+
+
+@lru_cache(maxsize=256)
+def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
+    """The forward; ``swap`` where channels lie side by side. None where the planes do not fit."""
+    lines = [_forward_line(*line, keep=False) for line in _lines(conv)]
+    channels = conv.in_channels_per_group, conv.out_channels_per_group
+    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=False)
+
+
+@lru_cache(maxsize=256)
+def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
+    """The gradient with respect to the input; None where the planes do not fit."""
+    lines = [_bwd_data_line(*line) for line in _lines(conv)]
+    channels = conv.out_channels_per_group, conv.in_channels_per_group
+    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=False)
+
+
+@lru_cache(maxsize=256)
+def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
+    """The gradient with respect to the weight; None where the planes do not fit."""
+    lines = [_forward_line(*line, keep=True) for line in _lines(conv)]
+    channels = conv.in_channels_per_group, conv.out_channels_per_group
+    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=True)
+
+
+def _plan(
+    conv: ConvShape,
+    lines: list[_Line],
+    channels: tuple[int, int],
+    acc_bytes: int,
+    lanes: int,
+    *,
+    swap: bool,
+    weight: bool,
+) -> PlanarPlan | None:
+    if prod(len(line.src_phases) for line in lines) * channels[0] > SCRATCH_LIMIT_BYTES:
+        return None
+    if prod(conv.kernel_size) * channels[0] * 8 > SCRATCH_LIMIT_BYTES:
+        return None
+    kernel = triple(conv.kernel_size, 1)
+    src_phase = list(itertools.product(*(line.src_phases for line in lines)))
+    dst_phase = list(itertools.product(*(line.dst_phases for line in lines)))
+    counts = [len(line.src_phases) for line in lines]
+    origin = [line.offsets[0] for line in lines]
+    reach = [line.offsets[1] - line.offsets[0] for line in lines]
+    rows: list[tuple[int, ...]] = []
+    first = [0]
+    for taps in itertools.product(*(line.taps for line in lines)):
+        for meeting in itertools.product(*taps):
+            phase = (meeting[0][0] * counts[1] + meeting[1][0]) * counts[2] + meeting[2][0]
+            offsets = [meeting[d][1] - origin[d] for d in range(3)]
+            tap = (meeting[0][2] * kernel[1] + meeting[1][2]) * kernel[2] + meeting[2][2]
+            rows.append((phase, *offsets, tap))
+        first.append(len(rows))
+
+    def scratch(tile: list[int], block: int) -> int:
+        box = [t + r for t, r in zip(tile, reach, strict=True)]
+        plane = _up(prod(box), lanes)
+        source = _up64((block * len(src_phase) * channels[0] * plane + SLACK_VECTORS * lanes) * a)
+        terms = channels[0] * len(rows)
+        if weight:
+            pitch = _up(tile[0] * box[1] * box[2], lanes)
+            return _up64(8 * terms) + source + _up64(block * channels[1] * pitch * a)
+        positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
+        sums = _up64(block * channels[1] * _up(positions, lanes) * a)
+        return _up64(8 * terms) + _up64(block * channels[1] * terms * a) + source + sums
+
+    a = acc_bytes
+    extent = [line.extent for line in lines]
+    tile = list(extent)
+    # Swapping moves squares of `lanes` channels: a block of groups should fill them.
+    block = min(conv.groups, -(-lanes // min(channels))) if swap else 1
+    while scratch(tile, block) > TILE_BYTES:
+        longest = next((d for d in (0, 1) if tile[d] > 1), 2)
+        if longest == 2 and tile[2] <= 4 * lanes:
+            if block == 1:
+                break
+            block = -(-block // 2)
+            continue
+        tile[longest] = -(-tile[longest] // 2)
+    if scratch(tile, block) > SCRATCH_LIMIT_BYTES:
+        return None
+    tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
+    tile = [-(-e // n) for e, n in zip(extent, tiles, strict=True)]
+    units = conv.batch * prod(tiles)
+    while (
+        scratch(tile, 2 * block) <= TASK_BYTES
+        and conv.groups // (2 * block) * (1 if weight else units) >= ENOUGH_TASKS
+    ):
+        block *= 2
+    blocks = -(-conv.groups // block)
+    weights = conv.out_channels * channels[0] * prod(conv.kernel_size)
+    splits = 1
+    if weight:
+        splits = min(units, -(-ENOUGH_TASKS // blocks))
+        splits = max(1, min(splits, WORKSPACE_LIMIT_BYTES // (weights * a)))
+    return PlanarPlan(
+        src_size=_triple(line.src_size for line in lines),
+        dst_size=_triple(line.dst_size for line in lines),
+        src_step=_triple(line.src_step for line in lines),
+        dst_step=_triple(line.dst_step for line in lines),
+        origin=_triple(origin),
+        tile=_triple(tile),
+        tiles=_triple(tiles),
+        box=_triple(t + r for t, r in zip(tile, reach, strict=True)),
+        group_block=block,
+        src_phase=np.array(src_phase, np.int64),
+        dst_phase=np.array(dst_phase, np.int64),
+        first_tap=np.array(first, np.int64),
+        taps=np.array(rows, np.int64).reshape(-1, TAP_WORDS),
+        splits=splits,
+        tasks=blocks * (splits if weight else units),
+        scratch_bytes=scratch(tile, block),
+        workspace_bytes=splits * weights * a if weight else 0,
+    )
+
+
+def _triple(values: object) -> Triple:
+    first, second, third = values  # type: ignore[misc]
+    return first, second, third
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _up64(size_bytes: int) -> int:
+    return _up(size_bytes, 64)
