@@ -1,0 +1,44 @@
+"""What is too large ever to run, refused before anything is allocated for it.
+
+A body of a hundred bytes can describe a problem of a petabyte; its sizes are plain integers until
+it has passed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.errors import ProblemTooLarge
+from convgrad_service.problems.base import Problem
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest problem a server takes; ``None`` means no limit."""
+
+    problem_bytes: int | None = None
+    problem_flops: float | None = None
+
+    def check(self, problem: Problem) -> None:
+        """Raise ProblemTooLarge if ``problem`` is over a limit."""
+        needed = problem.memory_bytes
+        if self.problem_bytes is not None and needed > self.problem_bytes:
+            raise ProblemTooLarge(
+                f"the inputs and outputs of this {problem.operation} take {_shown(needed)} bytes; "
+                f"this server takes at most {self.problem_bytes:,}"
+            )
+        if self.problem_flops is not None and problem.flops > self.problem_flops:
+            raise ProblemTooLarge(
+                f"this {problem.operation} needs {_shown(problem.flops)} floating-point "
+                f"operations; this server takes at most {self.problem_flops:.3g}"
+            )
+
+
+def _shown(number: int) -> str:
+    # Sizes are arbitrary-precision; beyond a float's range only the magnitude is worth showing.
+    if number < 10**15:
+        return f"{number:,}"
+    digits = number.bit_length() * 30103 // 100000
+    return f"about 1e{digits}"

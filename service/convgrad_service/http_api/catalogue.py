@@ -1,0 +1,66 @@
+"""``GET /operations``: what each operation takes and gives, and the limits of this server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from convgrad import _version
+from convgrad.contract import OPERATIONS, Operation
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.wires import MEDIA_TYPES, WIRES
+from convgrad_service.settings import Settings
+
+__all__ = ["catalogue"]
+
+
+def catalogue(dataplane: Dataplane, settings: Settings) -> dict[str, Any]:
+    """All there is to know before a request is made, as JSON-able values."""
+    return {
+        "server": "convgrad",
+        "version": _version.__version__,
+        "backend": dataplane.backend.name,
+        "media_types": list(MEDIA_TYPES),
+        "limits": {
+            "body_bytes": {
+                media_type: int(getattr(settings, wire.limit)) for media_type, wire in WIRES.items()
+            },
+            "problem_bytes": dataplane.limits.problem_bytes,
+            "problem_flops": dataplane.limits.problem_flops,
+            "inflight_bytes": dataplane.memory.limit_bytes,
+            "queue": settings.max_queue,
+            "timeout_s": settings.max_timeout_s,
+        },
+        "operations": [_described(operation) for operation in OPERATIONS.values()],
+    }
+
+
+def _described(operation: Operation) -> dict[str, Any]:
+    schema = operation.request.model_json_schema()
+    parameters = {
+        name: field for name, field in schema["properties"].items() if name not in operation.tensors
+    }
+    described: dict[str, Any] = {
+        "name": operation.name,
+        "path": f"/{operation.name}",
+        "summary": operation.summary,
+        "tensors": {
+            name: {
+                "required": name in operation.required_tensors,
+                "description": schema["properties"][name].get("description", ""),
+            }
+            for name in operation.tensors
+        },
+        "outputs": list(operation.outputs),
+        "dtypes": [dtype.value for dtype in operation.dtypes],
+        "layouts": list(operation.layouts),
+        "parameters": {
+            "type": "object",
+            "properties": parameters,
+            "required": [name for name in schema.get("required", []) if name in parameters],
+            "additionalProperties": False,
+        },
+        "example": operation.example,
+    }
+    if "$defs" in schema:
+        described["parameters"]["$defs"] = schema["$defs"]
+    return described

@@ -1,0 +1,40 @@
+"""``/v2/health/live``, ``/v2/health/ready`` and ``/metrics``: for the platform, not for users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.metrics import Metrics
+
+__all__ = ["health_router"]
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "New work is refused: the server is about to stop."}
+}
+
+
+def health_router(dataplane: Dataplane, metrics: Metrics) -> APIRouter:
+    """The routes that say how the server is."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/v2/health/live", summary="The process answers.")
+    async def live() -> JSONResponse:
+        return JSONResponse({"live": True})
+
+    @router.get("/v2/health/ready", summary="New work is taken.", responses=_NOT_READY)
+    async def ready() -> JSONResponse:
+        if not dataplane.ready:
+            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        return JSONResponse({"ready": True})
+
+    @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(), media_type=_PROMETHEUS)
+
+    return router

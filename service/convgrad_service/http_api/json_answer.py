@@ -1,0 +1,73 @@
+"""A JSON answer from arrays and a report, as chunks to send one after another.
+
+Base64 is made by pybase64 from the arrays' own memory and never becomes a Python string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from convgrad.contract import Report
+from convgrad.errors import ProblemTooLarge
+from convgrad.wire.json_tensors import Form, encode_tensor
+
+__all__ = ["encode_json_answer"]
+
+# A number of `values` is a Python float, an entry of a list and some ten characters: sixty bytes
+# for each element, against five in base64. The form is for reading by eye.
+_MAX_VALUES = 2**20
+
+
+def encode_json_answer(
+    outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
+) -> list[bytes | memoryview]:
+    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
+
+    Raises
+    ------
+    ProblemTooLarge
+        ``values`` were asked for, of more elements than that form is meant for.
+    """
+    _refuse_endless_values(outputs, form)
+    chunks: list[bytes | memoryview] = [b"{"]
+    for name, array in outputs.items():
+        chunks.append(json.dumps(name).encode("ascii") + b":{")
+        chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64)))
+        chunks.append(b"},")
+    chunks.append(b'"report":' + report.model_dump_json().encode() + b"}")
+    return chunks
+
+
+class _Base64:
+    """The base64 of consecutive parts; all but the last have a multiple of 3 bytes."""
+
+    def __init__(self, parts: list[bytes | memoryview]) -> None:
+        self.chunks = [pybase64.b64encode(part) for part in parts]
+
+
+def _members(encoded: Mapping[str, Any]) -> Iterator[bytes]:
+    separator = b""
+    for key, value in encoded.items():
+        yield separator + json.dumps(key).encode("ascii") + b":"
+        if isinstance(value, _Base64):
+            yield b'"'
+            yield from value.chunks
+            yield b'"'
+        else:
+            yield json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+        separator = b","
+
+
+def _refuse_endless_values(outputs: Mapping[str, NDArray[Any]], form: Form) -> None:
+    elements = sum(int(np.size(array)) for array in outputs.values())
+    if form == "values" and elements > _MAX_VALUES:
+        raise ProblemTooLarge(
+            f'response "values" is for at most {_MAX_VALUES:,} elements and the answer has '
+            f'{elements:,}; ask for "npy" or "data"'
+        )

@@ -1,0 +1,210 @@
+"""A JSON request body as arrays and parameters, at the speed of its base64.
+
+Base64 strings are nearly all of a large body, and a JSON parser would copy each at least twice.
+So the body is read in two steps: the long strings are cut out as views (finding a closing quote
+is a memory search), and the few hundred bytes that are left are parsed as JSON, strictly. Each
+view is then decoded once, and the array is a view of the decoded bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
+
+import pybase64
+
+from convgrad.contract import Operation, refuse_unknown
+from convgrad.errors import MalformedRequest
+from convgrad.wire import strict_json
+from convgrad.wire.json_tensors import Base64Text, decode_tensor
+from convgrad.wire.sentences import shown
+
+__all__ = ["b64decode", "decode_json_request", "parse_json_body"]
+
+# Below this the two steps cost more than they save.
+_SMALL_BODY_BYTES = 64 * 1024
+_LONG_STRING_BYTES = 1024
+# What the parser may see. Numbers in `values` become Python objects, up to 32 bytes for each two
+# of text, so this bounds the memory of a hostile body to about a hundred megabytes. It holds some
+# 400,000 numbers, more than anybody writes by hand.
+_MAX_TEXT_BYTES = 4 * 2**20
+_MAX_QUOTES = 200_000
+
+# Windows in which quotes are searched: they double, so that a short string costs a short copy,
+# and stay small enough for the cache.
+_FIRST_WINDOW_BYTES = 64
+_LAST_WINDOW_BYTES = 128 * 1024
+
+
+def decode_json_request(
+    body: bytes | bytearray | memoryview, operation: Operation
+) -> dict[str, Any]:
+    """The fields of a request: tensors as read-only arrays, parameters as Python values.
+
+    Ready for `convgrad.contract.validate`. No array refers to ``body`` afterwards.
+
+    Raises
+    ------
+    MalformedRequest
+        The body is not a JSON object, has an unknown field, or a tensor cannot be read.
+    """
+    fields = parse_json_body(body)
+    refuse_unknown(operation.request, fields)
+    for name in operation.tensors:
+        # An optional tensor may be null; a required one that is gets its sentence from the codec.
+        if name in fields and (fields[name] is not None or name in operation.required_tensors):
+            fields[name] = decode_tensor(fields[name], name=name, b64decode=b64decode)
+    return fields
+
+
+def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The body's JSON object, in which long strings are views of the bytes between their quotes.
+
+    They stand only under the keys ``npy`` and ``data``; anywhere else a long string is refused.
+    """
+    view = memoryview(body).cast("B")
+    if len(view) <= _SMALL_BODY_BYTES:
+        return strict_json.loads_object(view, "the body")
+    cut = _cut_long_strings(view)
+    remaining = dict(cut.strings)
+
+    def restore(pairs: strict_json.Pairs) -> dict[str, Any]:
+        return {
+            key: remaining.pop(value, value)
+            if key in ("npy", "data") and isinstance(value, str)
+            else value
+            for key, value in pairs
+        }
+
+    fields = strict_json.loads(cut.text, "the body", pairs_hook=restore, position=cut.position)
+    for string in remaining.values():
+        raise MalformedRequest(
+            f"the body: a string of {len(string)} bytes stands where no tensor's base64 belongs"
+        )
+    if not isinstance(fields, dict):
+        raise MalformedRequest(f"the body: expected a JSON object, got {shown(fields)}")
+    return fields
+
+
+def b64decode(text: Base64Text) -> bytes:
+    """Strict base64, from a string or from the bytes between the quotes of a JSON text."""
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        # JSON lets a writer escape any character: \/ is common, and rare enough to come last.
+        if isinstance(text, str) or b"\\" not in (escaped := bytes(text)):
+            raise
+        return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
+
+
+@dataclass
+class _Cut:
+    """A body without its long strings, each replaced by a placeholder string."""
+
+    text: bytearray = field(default_factory=bytearray)
+    strings: dict[str, memoryview] = field(default_factory=dict)
+    text_positions: list[int] = field(default_factory=list)
+    body_positions: list[int] = field(default_factory=list)
+    # A name that no sender can guess, so that no string of the body is taken for a placeholder.
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def keep(self, part: memoryview) -> None:
+        if len(self.text) + len(part) > _MAX_TEXT_BYTES:
+            raise MalformedRequest(
+                f"the body holds more than {_MAX_TEXT_BYTES} bytes beside its base64 strings; "
+                f'send large tensors as "npy" or "data"'
+            )
+        self.text += part
+
+    def replace(self, string: memoryview, end: int) -> None:
+        placeholder = f"{self.key}-{len(self.strings)}"
+        self.strings[placeholder] = string
+        self.text += placeholder.encode("ascii")
+        self.text_positions.append(len(self.text))
+        self.body_positions.append(end)
+
+    def position(self, index: int) -> int:
+        """Where in the body the byte at ``index`` of the text stands, roughly inside a string."""
+        cuts = bisect_right(self.text_positions, index)
+        if cuts == 0:
+            return index
+        return self.body_positions[cuts - 1] + index - self.text_positions[cuts - 1]
+
+
+def _cut_long_strings(view: memoryview) -> _Cut:
+    # Outside of a string a quote can only open one, so quotes alone tell strings from the rest,
+    # in valid JSON; of invalid JSON enough is kept for the parser to refuse it.
+    cut = _Cut()
+    quotes = _Quotes(view)
+    kept = 0
+    while (opening := quotes.find(kept_end := quotes.position)) >= 0:
+        closing = quotes.closing(opening + 1)
+        if closing < 0:
+            raise MalformedRequest(
+                f"the body is not JSON: the string that begins at byte {opening} does not end"
+            )
+        if closing - opening > _LONG_STRING_BYTES:
+            cut.keep(view[kept : opening + 1])
+            cut.replace(view[opening + 1 : closing], closing)
+            kept = closing
+        elif kept_end - kept > _MAX_TEXT_BYTES:
+            break  # `keep` below refuses it: no need to look further
+    cut.keep(view[kept:])
+    return cut
+
+
+class _Quotes:
+    """Finds one quote after the other, in time linear in the body and bounded in their number."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._found = 0
+        self.position = 0
+
+    def find(self, start: int) -> int:
+        """The next quote at or after ``start``, or -1; ``position`` moves past it."""
+        window_bytes = _FIRST_WINDOW_BYTES
+        while start < len(self._view):
+            found = bytes(self._view[start : start + window_bytes]).find(b'"')
+            if found >= 0:
+                self._count()
+                self.position = start + found + 1
+                return start + found
+            start += window_bytes
+            window_bytes = min(2 * window_bytes, _LAST_WINDOW_BYTES)
+        return -1
+
+    def closing(self, start: int) -> int:
+        """The quote that ends the string whose text begins at ``start``, or -1."""
+        quote = self.find(start)
+        while quote >= 0 and self._is_escaped(start, quote):
+            if quote - start > _LONG_STRING_BYTES:
+                raise MalformedRequest(
+                    f"the body: the long string that begins at byte {start} holds an escaped "
+                    f"quote, so it is not base64"
+                )
+            quote = self.find(quote + 1)
+        return quote
+
+    def _is_escaped(self, start: int, quote: int) -> bool:
+        """Whether an odd number of backslashes stands before ``quote``."""
+        backslashes, window_bytes, end = 0, 1, quote
+        while end > start:
+            window = bytes(self._view[max(start, end - window_bytes) : end])
+            run = len(window) - len(window.rstrip(b"\\"))
+            backslashes += run
+            if run < len(window):
+                break
+            end -= run
+            window_bytes = min(2 * window_bytes, _LAST_WINDOW_BYTES)
+        return backslashes % 2 == 1
+
+    def _count(self) -> None:
+        self._found += 1
+        if self._found > _MAX_QUOTES:
+            raise MalformedRequest(
+                f"the body holds more than {_MAX_QUOTES // 2} strings, which no request needs"
+            )

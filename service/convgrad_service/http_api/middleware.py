@@ -1,0 +1,179 @@
+"""Around every exchange: its id and timings on the answer, errors as problem+json, log, metrics.
+
+A pure ASGI middleware, outside of routing, so that 404s, the docs and failures get the same. It
+also ends connections whose request body nobody read: told so by ``Connection: close``, and with
+what is still arriving read and dropped for a moment, because closing a socket with unread bytes
+makes the kernel reset it, and the client would see that in place of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from convgrad.errors import ServiceError
+from convgrad_service.http_api.context import RequestContext
+from convgrad_service.http_api.problem_details import internal, problem_details
+from convgrad_service.metrics import Metrics
+
+__all__ = ["ClientGone", "ExchangeMiddleware"]
+
+_log = logging.getLogger("convgrad.http")
+_access = logging.getLogger("convgrad.access")
+
+# A small body that nobody wanted has usually arrived already: then the connection can be kept.
+_SMALL_BODY_BYTES, _SMALL_BODY_WAIT_S = 64 * 1024, 0.05
+_LINGER_S = 2.0
+
+_QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
+
+
+class ClientGone(Exception):  # noqa: N818 - not an error: nobody is left to tell
+    """The client closed the connection before its answer was ready."""
+
+
+class ExchangeMiddleware:
+    """Wraps the application in the exchange's bookkeeping."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        context = RequestContext.begin(scope)
+        exchange = _Exchange(scope, receive, send, context)
+        try:
+            await self._run(scope, exchange, context)
+        finally:
+            self._record(scope, context)
+
+    async def _run(self, scope: Scope, exchange: _Exchange, context: RequestContext) -> None:
+        try:
+            await self.app(scope, exchange.receive, exchange.send)
+        except ClientGone:
+            context.code = "client-gone"
+        except ServiceError as error:
+            await exchange.refuse(error)
+        except asyncio.CancelledError:
+            context.code = "cancelled"
+            raise
+        # Whatever went wrong, the caller gets an id and the log gets the rest.
+        except Exception:
+            _log.exception("request_id=%s %s failed", context.request_id, scope["path"])
+            if exchange.started:
+                # The headers have left: only a broken connection can still say "failed".
+                context.code = "internal"
+                raise
+            await exchange.refuse(internal(context.request_id))
+
+    def _record(self, scope: Scope, context: RequestContext) -> None:
+        if context.operation is not None:
+            self.metrics.observe(
+                context.operation,
+                "http",
+                context.code,
+                context.timings,
+                received_bytes=context.received_bytes,
+                sent_bytes=context.sent_bytes,
+            )
+        quiet = context.status < 400 and scope["path"].startswith(_QUIET_PATHS)
+        stages = "".join(
+            f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
+        )
+        _access.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "request_id=%s method=%s path=%s status=%d code=%s received_bytes=%d sent_bytes=%d "
+            "total_s=%.6f%s",
+            _field(context.request_id),
+            scope["method"],
+            _field(scope["path"][:200]),
+            context.status,
+            context.code,
+            context.received_bytes,
+            context.sent_bytes,
+            context.timings.total_s,
+            stages,
+        )
+
+
+class _Exchange:
+    """``receive`` and ``send`` of one exchange, with its bookkeeping."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
+        self.started = False
+        self._receive, self._send, self._context = receive, send, context
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        self._declared_bytes = int(length) if length.isdigit() else 0
+        self._body_unread = self._declared_bytes > 0 or b"transfer-encoding" in headers
+        # A client that waits for "100 Continue" has sent nothing until we first receive.
+        self._body_withheld = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._linger = False
+
+    async def receive(self) -> Message:
+        self._body_withheld = False
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._body_unread = False
+        else:
+            self._context.received_bytes += len(message.get("body", b""))
+            self._body_unread = message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = await self._with_headers(message)
+            self.started = True
+        elif message["type"] == "http.response.body":
+            self._context.sent_bytes += len(message.get("body", b""))
+            if self._linger and not message.get("more_body", False):
+                await self._send({**message, "more_body": True})
+                await self._drop_body(_LINGER_S)
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def refuse(self, error: ServiceError) -> None:
+        """Answer with ``error``; once headers have left, break the connection by raising it."""
+        self._context.code = error.code
+        if self.started:
+            raise error
+        status, headers, body = problem_details(error, self._context.request_id)
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _with_headers(self, message: Message) -> Message:
+        if self._body_unread and not self._body_withheld:
+            if 0 < self._declared_bytes <= _SMALL_BODY_BYTES:
+                await self._drop_body(_SMALL_BODY_WAIT_S)
+            self._linger = self._body_unread
+        headers: list[Any] = list(message.get("headers", []))
+        headers.append((b"x-request-id", self._context.request_id.encode("latin-1")))
+        headers.append((b"server-timing", self._context.server_timing()))
+        if self._body_unread:
+            headers.append((b"connection", b"close"))
+        self._context.status = message["status"]
+        return {**message, "headers": headers}
+
+    async def _drop_body(self, patience_s: float) -> None:
+        until_s = time.monotonic() + patience_s
+        try:
+            while self._body_unread:
+                # The inner wait, not the outer clock alone: a flood never lets receive() wait.
+                async with asyncio.timeout(max(until_s - time.monotonic(), 0)):
+                    await self.receive()
+                if time.monotonic() > until_s:
+                    return
+        except TimeoutError:
+            return
+
+
+def _field(text: str) -> str:
+    # A path or an id with spaces or quotes must not be able to forge other fields of the line.
+    return text if text.isprintable() and not set(' "=') & set(text) else repr(text)

@@ -1,0 +1,108 @@
+"""Content-Type and Accept: which of the known media types came in, which may go out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from convgrad.errors import NotAcceptable, UnsupportedMediaType
+
+__all__ = ["choose_accepted", "match_content_type"]
+
+_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
+_PARAMETER = re.compile(rf';\s*(?:({_NAME})\s*=\s*({_NAME}|"(?:[^"\\]|\\.)*"))?\s*')
+_MAX_RANGES = 64  # more than any client sends; each is matched against each type
+
+
+def match_content_type(header: str | None, known: Sequence[str]) -> str:
+    """The one of ``known`` that a Content-Type names.
+
+    Parameters are ignored, but for a charset: text is read as UTF-8 and in no other encoding.
+
+    Raises
+    ------
+    UnsupportedMediaType
+        It names none, or is missing.
+    """
+    expected = " or ".join(known)
+    if header is None:
+        raise UnsupportedMediaType(f"the request has no Content-Type; expected {expected}")
+    parsed = _parse(header)
+    if parsed is None or parsed[0] not in known:
+        raise UnsupportedMediaType(f"the Content-Type is {header[:200]!r}; expected {expected}")
+    media_type, parameters = parsed
+    charset = parameters.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "utf8"):
+        raise UnsupportedMediaType(f"the charset is {charset[:64]!r}; expected utf-8")
+    return media_type
+
+
+def choose_accepted(header: str | None, known: Sequence[str], preferred: str) -> str:
+    """The one of ``known`` that an Accept header likes best; ``preferred`` wins a tie.
+
+    Each type gets the q of the most specific range that covers it (RFC 9110, 12.5.1); ranges that
+    cannot be read are skipped.
+
+    Raises
+    ------
+    NotAcceptable
+        None of them has a q above zero.
+    """
+    if header is None or not header.strip():
+        return preferred
+    ranges = [parsed for item in _split(header)[:_MAX_RANGES] if (parsed := _range(item))]
+    order = [preferred, *(media_type for media_type in known if media_type != preferred)]
+    # max() keeps the first of equals, so the order settles ties.
+    best = max(order, key=lambda media_type: _quality(media_type, ranges))
+    if _quality(best, ranges) <= 0:
+        raise NotAcceptable(
+            f"Accept is {header[:200]!r}; this server answers with {' or '.join(known)}"
+        )
+    return best
+
+
+def _quality(media_type: str, ranges: Sequence[tuple[str, float]]) -> float:
+    candidates = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
+    for candidate in candidates:
+        qualities = [quality for name, quality in ranges if name == candidate]
+        if qualities:
+            return max(qualities)
+    return 0.0
+
+
+def _range(item: str) -> tuple[str, float] | None:
+    parsed = _parse(item)
+    if parsed is None:
+        return None
+    name, parameters = parsed
+    try:
+        quality = float(parameters.get("q", "1"))
+    except ValueError:
+        return None
+    return (name, quality) if 0 <= quality <= 1 else None
+
+
+def _parse(text: str) -> tuple[str, dict[str, str]] | None:
+    head = _MEDIA_RANGE.match(text)
+    if head is None:
+        return None
+    parameters = {}
+    at = head.end()
+    while at < len(text):
+        parameter = _PARAMETER.match(text, at)
+        if parameter is None:
+            return None
+        at = parameter.end()
+        if parameter[1]:
+            parameters[parameter[1].lower()] = _unquoted(parameter[2])
+    return f"{head[1]}/{head[2]}".lower(), parameters
+
+
+def _unquoted(value: str) -> str:
+    return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+
+
+def _split(header: str) -> list[str]:
+    # At commas outside of quoted strings.
+    return [item for item in re.findall(r'(?:[^,"]|"(?:[^"\\]|\\.)*")+', header) if item.strip()]

@@ -1,0 +1,180 @@
+"""``/openapi.json``: made from the contract's models, with an example of every operation.
+
+The operations' endpoints take bytes, not parsed models, so FastAPI cannot see what they accept;
+what it can see (health, metrics) it describes itself, and the operations are added to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from convgrad.contract import OPERATIONS, Operation, Report, tensor_json_schema
+from convgrad.dtypes import FLOATING, INDEX
+from convgrad.errors import CODES
+from convgrad_service.http_api import problem_details
+from convgrad_service.http_api.wires import JSON, SAFETENSORS, WIRES
+from convgrad_service.settings import Settings
+
+__all__ = ["install_openapi"]
+
+_REF = "#/components/schemas/{}"
+
+_DESCRIPTION = """\
+Tensors go in and out as JSON or as a safetensors file; `Content-Type` says which came in, `Accept`
+which goes out (the same, unless told otherwise). In a safetensors file the parameters stand as JSON
+text under the key `parameters` of `__metadata__`, and the answer's report under `report`.
+
+Every answer carries `X-Request-Id` (yours, if you sent one) and `Server-Timing`. Every error is
+`application/problem+json`.
+"""
+
+# What any operation can be refused with; the codes come from the one table of errors.
+_ERROR_STATUSES = (400, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+
+
+def install_openapi(app: FastAPI, settings: Settings) -> None:
+    """Make ``app.openapi()`` give the whole document, built when it is first asked for."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, settings)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign] # FastAPI's documented way
+
+
+def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description=_DESCRIPTION,
+        routes=app.routes,
+    )
+    models = [(operation.request, "validation") for operation in OPERATIONS.values()]
+    _, definitions = models_json_schema(
+        [*models, (Report, "serialization")],  # type: ignore[list-item] # literals, widened
+        ref_template=_REF.replace("{}", "{model}"),
+    )
+    schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    schemas["Tensor"] = tensor_json_schema((*FLOATING, *INDEX))
+    schemas["Problem"] = _problem_schema()
+    paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
+    document["paths"] = {**paths, **document["paths"]}
+    return document
+
+
+def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
+    model = operation.request
+    described = (model.__doc__ or "").partition("\n")[2]
+    limits = {media_type: int(getattr(settings, wire.limit)) for media_type, wire in WIRES.items()}
+    binary = {"type": "string", "format": "binary"}
+    return {
+        "post": {
+            "tags": ["operations"],
+            "operationId": operation.name,
+            "summary": operation.summary,
+            # A docstring is laid out for a terminal; Markdown would run its lines together.
+            "description": f"```text\n{described.strip()}\n```" if described.strip() else "",
+            "parameters": _PARAMETERS,
+            "requestBody": {
+                "required": True,
+                "description": "At most "
+                + ", ".join(f"{limit:,} bytes of {name}" for name, limit in limits.items())
+                + ".",
+                "content": {
+                    JSON.media_type: {
+                        "schema": {"$ref": _REF.format(model.__name__)},
+                        "example": operation.example,
+                    },
+                    SAFETENSORS.media_type: {"schema": binary},
+                },
+            },
+            "responses": {
+                "200": {
+                    "description": "The computed tensors, and how they were computed.",
+                    "headers": _ANSWER_HEADERS,
+                    "content": {
+                        JSON.media_type: {"schema": _answer_schema(operation)},
+                        SAFETENSORS.media_type: {"schema": binary},
+                    },
+                },
+                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
+            },
+        }
+    }
+
+
+def _answer_schema(operation: Operation) -> dict[str, Any]:
+    properties = {name: {"$ref": _REF.format("Tensor")} for name in operation.outputs}
+    return {
+        "type": "object",
+        "properties": {**properties, "report": {"$ref": _REF.format("Report")}},
+        "required": ["report"],
+    }
+
+
+def _error_response(status: int) -> dict[str, Any]:
+    codes = [row.code for row in CODES.values() if row.http_status == status]
+    headers = dict(_ANSWER_HEADERS)
+    if status in (429, 503):
+        headers["Retry-After"] = {
+            "description": "Seconds after which to come again.",
+            "schema": {"type": "integer"},
+        }
+    return {
+        "description": " or ".join(codes),
+        "headers": headers,
+        "content": {problem_details.MEDIA_TYPE: {"schema": {"$ref": _REF.format("Problem")}}},
+    }
+
+
+def _problem_schema() -> dict[str, Any]:
+    text = {"type": "string"}
+    properties = {
+        "type": text,
+        "title": text,
+        "status": {"type": "integer"},
+        "detail": {**text, "description": "What was found and what was expected."},
+        "code": {**text, "enum": list(CODES)},
+        "request_id": text,
+        "error": {**text, "description": "The same as detail."},
+    }
+    return {
+        "title": "Problem",
+        "description": "An error (RFC 9457).",
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+    }
+
+
+_ANSWER_HEADERS: dict[str, Any] = {
+    "X-Request-Id": {
+        "description": "Names the request in the server's log.",
+        "schema": {"type": "string"},
+    },
+    "Server-Timing": {
+        "description": "Milliseconds spent in each stage.",
+        "schema": {"type": "string"},
+    },
+}
+_PARAMETERS: list[dict[str, Any]] = [
+    {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "description": "Seconds after which the answer is of no use; at most the server's limit.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    },
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "description": "An id of your own: 1 to 128 printable ASCII characters.",
+        "schema": {"type": "string", "maxLength": 128},
+    },
+]

@@ -1,0 +1,65 @@
+"""Errors as ``application/problem+json`` (RFC 9457), and Starlette's own turned into ours."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from convgrad.errors import (
+    Internal,
+    MalformedRequest,
+    MethodNotAllowed,
+    NotFound,
+    ServiceError,
+)
+
+__all__ = ["MEDIA_TYPE", "Headers", "from_http_exception", "internal", "problem_details"]
+
+MEDIA_TYPE = "application/problem+json"
+Headers = list[tuple[bytes, bytes]]
+
+
+def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers, bytes]:
+    """Status, headers and body of the answer to a request that failed with ``error``.
+
+    ``error`` repeats ``detail`` for clients of the Open Inference Protocol, who read it there.
+    """
+    row = error.row
+    body: dict[str, Any] = {
+        "type": f"urn:convgrad:error:{row.code}",
+        "title": row.title,
+        "status": row.http_status,
+        "detail": error.detail,
+        "code": row.code,
+        "request_id": request_id,
+        "error": error.detail,
+    }
+    # ensure_ascii: a detail may quote what the client sent, lone surrogates and all.
+    encoded = json.dumps(body).encode("ascii")
+    headers = [
+        (b"content-type", MEDIA_TYPE.encode()),
+        (b"content-length", str(len(encoded)).encode()),
+        # An error is about this request now; a cache that kept it would answer others with it.
+        (b"cache-control", b"no-store"),
+    ]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    return row.http_status, headers, encoded
+
+
+def internal(request_id: str) -> Internal:
+    """What a caller learns of a fault of ours: that it was one, and how to ask about it."""
+    return Internal(f"an internal error; the server's log has it under request {request_id}")
+
+
+def from_http_exception(error: HTTPException, method: str, path: str) -> ServiceError:
+    """Our error for one that Starlette or FastAPI raised: 404, 405, and whatever else."""
+    if error.status_code == 404:
+        return NotFound(f"there is nothing at {path[:200]!r}; GET /operations lists what there is")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method}")
+    return MalformedRequest(str(error.detail))

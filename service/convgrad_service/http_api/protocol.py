@@ -1,0 +1,173 @@
+"""uvicorn's HTTP protocol, with the patience and the sizes that it leaves unlimited.
+
+uvicorn bounds idle keep-alive connections. It does not bound how long headers take or how large
+they grow, how small chunks may be, how many connections there are, nor how long a client may
+leave its answer unread; each is a way for one client to hold memory or the event loop for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from asyncio.events import TimerHandle
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.settings import Settings
+
+__all__ = ["GuardedProtocol", "guarded_protocol"]
+
+# A body in more than so many parts, with fewer bytes a part than this on average, costs more to
+# take apart than it can be worth: a parser call for every byte or two.
+_MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. ``settings`` is set by `guarded_protocol`."""
+
+    settings: ClassVar[Settings]
+
+    _head_timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+    _in_head = True
+    _head_bytes = 0
+    _parsed_head_bytes = 0
+    _parts = 0
+    _parts_bytes = 0
+    _refusal: ServiceError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            self._close_with(
+                Overloaded(
+                    f"{self.settings.max_connections} connections are open, the most there may be",
+                    retry_after_s=1.0,
+                )
+            )
+            return
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._head_timer)
+        _stop(self._write_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return  # what was pipelined behind a refusal
+        # Before parsing: the parser joins one endless header line piece by piece.
+        if self._in_head:
+            if self._head_bytes > self.settings.max_header_bytes:
+                self.send_400_response(self._too_large())
+                return
+            self._head_bytes += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+        self._parts = self._parts_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        _stop(self._head_timer)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._parts += 1
+        self._parts_bytes += len(body)
+        if self._parts > _MANY_PARTS and self._parts_bytes < self._parts * _SMALL_PART_BYTES:
+            self._refusal = MalformedRequest(
+                f"the body came in {self._parts:,} parts of {self._parts_bytes / self._parts:.0f} "
+                f"bytes on average; expected {_SMALL_PART_BYTES} or more"
+            )
+            raise ValueError(self._refusal.detail)
+        super().on_body(body)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # abort, not close: close would wait for the unread answer to be read.
+        self._write_timer = self.loop.call_later(
+            self.settings.answer_idle_timeout_s, self.transport.abort
+        )
+
+    def resume_writing(self) -> None:
+        _stop(self._write_timer)
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what could not be parsed, in the form of every other error."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            # An answer is on its way already; a second one would be read as part of it.
+            self.transport.close()
+            return
+        self._close_with(self._refusal or MalformedRequest(msg))
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = self._parsed_head_bytes = 0
+        _stop(self._head_timer)
+        self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+
+    def _count_head(self, size: int) -> None:
+        # Counted by what was parsed, since the bytes of one read may hold a body too.
+        self._parsed_head_bytes += size
+        if self._parsed_head_bytes > self.settings.max_header_bytes:
+            self._refusal = MalformedRequest(self._too_large())
+            raise ValueError(self._refusal.detail)
+
+    def _too_large(self) -> str:
+        return f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
+
+    def _head_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
+            # A pipelined request whose head we do not read while the one before it is answered.
+            self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+        else:
+            self._close_with(
+                RequestTimeout(
+                    "the request line and headers were not complete after "
+                    f"{self.settings.header_timeout_s:g} s"
+                )
+            )
+
+    def _close_with(self, error: ServiceError) -> None:
+        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex)
+        headers += [
+            (b"x-request-id", request_id.encode()),
+            (b"server-timing", b"total;dur=0"),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
+        self.transport.close()
+
+
+def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
+    """The protocol class with these settings; uvicorn makes an object for each connection."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
+
+
+def _stop(timer: TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,66 @@
+"""The forms a body can have over HTTP: for each media type, its codec and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from convgrad.contract import Operation
+from convgrad.errors import MalformedRequest
+from convgrad.wire import safetensors
+from convgrad_service.engine.dataplane import Result
+from convgrad_service.http_api import json_answer, json_body
+
+__all__ = ["JSON", "MEDIA_TYPES", "SAFETENSORS", "WIRES", "Chunk", "Wire"]
+
+Chunk = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One media type.
+
+    ``decoded_share`` and ``encoded_share`` bound the bytes that decoding allocates for each byte
+    of body and encoding for each byte of tensor, so that they can be reserved beforehand;
+    ``limit`` names the setting that bounds a body.
+    """
+
+    media_type: str
+    limit: str
+    decode: Callable[[Operation, memoryview], Mapping[str, Any]]
+    encode: Callable[[Result], list[Chunk]]
+    decoded_share: float
+    encoded_share: float
+
+
+def _decode_json(operation: Operation, body: memoryview) -> Mapping[str, Any]:
+    return json_body.decode(operation.request, body)
+
+
+def _encode_json(result: Result) -> list[Chunk]:
+    return json_answer.encode(result.outputs, result.report, result.request.response)
+
+
+def _decode_safetensors(operation: Operation, body: memoryview) -> Mapping[str, Any]:
+    tensors, metadata = safetensors.decode(body)
+    parameters = safetensors.parameters(metadata)
+    if both := sorted(tensors.keys() & parameters.keys()):
+        raise MalformedRequest(
+            f'"{both[0]}" is both a tensor and a parameter; expected one of them'
+        )
+    return {**parameters, **tensors}
+
+
+def _encode_safetensors(result: Result) -> list[Chunk]:
+    return safetensors.encode(result.outputs, {"report": result.report.model_dump_json()})
+
+
+# Base64 holds three bytes in four characters. JSON lists of numbers are worse, see json_body.
+JSON = Wire("application/json", "max_json_bytes", _decode_json, _encode_json, 1.0, 1.4)
+# Arrays are views into the body, and the answer is sent from the arrays.
+SAFETENSORS = Wire(
+    safetensors.MEDIA_TYPE, "max_body_bytes", _decode_safetensors, _encode_safetensors, 0, 0
+)
+WIRES: Mapping[str, Wire] = {wire.media_type: wire for wire in (JSON, SAFETENSORS)}
+MEDIA_TYPES = tuple(WIRES)

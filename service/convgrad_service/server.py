@@ -1,0 +1,126 @@
+"""One uvicorn server in one process: how it listens, tells that it does, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.protocol import guarded_protocol
+from convgrad_service.settings import Settings
+
+__all__ = ["ConvgradServer", "listening_socket"]
+
+_log = logging.getLogger("convgrad.server")
+
+
+class ConvgradServer(uvicorn.Server):
+    """Serves ``app`` until a signal, then lets what runs finish.
+
+    While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
+    load balancer has time to notice. A second signal ends it at once.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings, *, port_file: Path | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=guarded_protocol(settings),
+                ws="none",
+                # uvloop and httptools are dependencies, not options: named, so that one that is
+                # missing is an error and not a slower server.
+                loop="uvloop",
+                lifespan="on",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,  # ours has the request id, see middleware.py
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=settings.keep_alive_s,
+                timeout_graceful_shutdown=1,  # what could finish has, see on_tick
+            )
+        )
+        self._dataplane: Dataplane = app.state.dataplane
+        self._grace_s = settings.shutdown_grace_s
+        self._port_file = port_file
+        self._give_up_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening, and say where."""
+        await super().startup(sockets)
+        for listening in sockets or []:
+            host, port = listening.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            # For people and for programs; programs may rather wait for the port file.
+            print(f"convgrad listens on http://{shown}:{port}", flush=True)
+            if self._port_file is not None:
+                _write_whole(self._port_file, f"{port}\n")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second: whether to stop listening and end."""
+        wants_exit = await super().on_tick(counter)
+        if not wants_exit or self.force_exit:
+            return wants_exit
+        now_s = time.monotonic()
+        if self._give_up_s is None:
+            self._dataplane.draining = True
+            self._give_up_s = now_s + self._grace_s
+            _log.info("finishing %d requests", len(self.server_state.tasks))
+        return not self.server_state.tasks or now_s > self._give_up_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal asks to finish, the second to stop now."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but an end that was asked for is not raised again: the exit code is 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host`` and ``port`` (0: any free one); raises OSError if it cannot be.
+
+    Bound here and not by uvicorn, so that the real port is known and a port in use is an
+    exception, not an exit.
+    """
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _write_whole(path: Path, text: str) -> None:
+    # Renamed into place, so that whoever waits for the file never reads half a port.
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)

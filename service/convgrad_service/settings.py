@@ -1,0 +1,167 @@
+"""Every setting of the server, in one place: name, default, unit, meaning.
+
+Each field is read from the environment variable ``CONVGRAD_`` + its name in capitals; the command
+line of ``convgrad serve`` is made from the same class. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["Settings", "markdown_table", "setting_fields"]
+
+_KiB, _MiB, _GiB = 2**10, 2**20, 2**30
+
+# gt=0 everywhere it means something: a limit of zero is a server that refuses all, and a
+# mistyped unit is better refused at the start than found out from the answers.
+_Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
+_Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
+
+
+class Settings(BaseSettings):
+    """The settings of one server; immutable once made.
+
+    Bytes may be written with a unit (``256MiB``, ``4GB``); durations are seconds.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="CONVGRAD_", frozen=True, extra="ignore")
+
+    http_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on. The default is reached from this machine alone.",
+    )
+    http_port: int = Field(
+        default=8000,
+        ge=0,
+        le=65535,
+        description="Port to listen on; 0 lets the system choose a free one.",
+    )
+    backend: Literal["cpu"] = Field(default="cpu", description="What computes.")
+    threads: _Count | None = Field(
+        default=None,
+        description="Threads one problem computes on; unset means one per available core.",
+    )
+    compute_slots: _Count = Field(
+        default=2,
+        description="Problems computed at the same time; with two or more, the last free one "
+        "is kept for small problems.",
+    )
+    large_problem_s: _Seconds = Field(
+        default=1.0,
+        description="A problem estimated to take longer is large, and cannot take the last "
+        "free compute slot.",
+    )
+    codec_threads: _Count = Field(
+        default=2, description="Threads that decode requests and encode answers."
+    )
+    max_queue: _Count = Field(
+        default=64,
+        description="Problems that may wait for a compute slot; one more is refused with 429.",
+    )
+    max_json_bytes: _Bytes = Field(
+        default=ByteSize(256 * _MiB), description="Largest JSON body accepted."
+    )
+    max_body_bytes: _Bytes = Field(
+        default=ByteSize(4 * _GiB), description="Largest binary (safetensors) body accepted."
+    )
+    max_problem_bytes: _Bytes = Field(
+        default=ByteSize(16 * _GiB),
+        description="Most memory one problem's inputs and outputs may take.",
+    )
+    max_problem_flops: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
+    ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
+    max_inflight_bytes: _Bytes | None = Field(
+        default=None,
+        description="Most memory all requests in flight may hold together: bodies, arrays "
+        "and answers; unset means half of the machine's memory.",
+    )
+    workspace_bytes: _Bytes = Field(
+        default=ByteSize(256 * _MiB), description="Most scratch memory one running problem may use."
+    )
+    max_timeout_s: _Seconds = Field(
+        default=300.0,
+        description="Longest time a request may take; X-Request-Timeout may only shorten it.",
+    )
+    body_idle_timeout_s: _Seconds = Field(
+        default=20.0,
+        description="Longest pause between two parts of a body before it is refused with 408.",
+    )
+    min_body_bytes_per_s: _Bytes = Field(
+        default=ByteSize(32 * _KiB),
+        description="Slowest rate at which a body may arrive after the first body_idle_timeout_s.",
+    )
+    answer_idle_timeout_s: _Seconds = Field(
+        default=60.0,
+        description="Longest time a client may take none of its answer before it is cut off.",
+    )
+    header_timeout_s: _Seconds = Field(
+        default=15.0,
+        description="Longest time from a connection or a request line to the end of the headers.",
+    )
+    max_header_bytes: _Bytes = Field(
+        default=ByteSize(64 * _KiB), description="Largest request line and headers together."
+    )
+    max_connections: _Count = Field(default=512, description="Connections open at the same time.")
+    keep_alive_s: _Count = Field(
+        default=75,
+        json_schema_extra={"unit": "s"},
+        description="How long an idle connection is kept.",
+    )
+    shutdown_grace_s: _Seconds = Field(
+        default=30.0, description="How long running requests may finish after SIGINT or SIGTERM."
+    )
+    malloc_tuning: bool = Field(
+        default=True,
+        description="Let glibc keep large freed blocks for the next body instead of giving "
+        "them back to the system (see convgrad_service.malloc).",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log line written; a line a request at info."
+    )
+
+
+def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
+    """Each setting's name, its field and its unit ("" where it has none)."""
+    for name, field in Settings.model_fields.items():
+        yield name, field, _unit(field)
+
+
+def markdown_table() -> str:
+    """All settings as the Markdown table that the README shows."""
+    rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
+    for name, field, unit in setting_fields():
+        default = _shown(field.default, unit)
+        rows.append(f"| `CONVGRAD_{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _unit(field: FieldInfo) -> str:
+    extra: Any = field.json_schema_extra
+    if isinstance(extra, dict) and "unit" in extra:
+        return str(extra["unit"])
+    # Optional fields keep the inner Annotated in their union's arguments.
+    for member in getattr(field.annotation, "__args__", ()):
+        for item in getattr(member, "__metadata__", ()):
+            inner = getattr(item, "json_schema_extra", None)
+            if isinstance(inner, dict) and "unit" in inner:
+                return str(inner["unit"])
+    return ""
+
+
+def _shown(value: Any, unit: str) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, ByteSize):
+        return f"`{value.human_readable(separator=' ')}`".replace(".0 ", " ")
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    suffix = f" {unit}" if unit not in ("", "count") else ""
+    return f"`{value:g}`{suffix}" if isinstance(value, float) else f"`{value}`{suffix}"
