@@ -7,20 +7,29 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from convgrad_service.problems.base import Epilogue, Piece, Problem, TensorSpec
+from convgrad_service.problems.conv3d_backprop_input import Conv3dBackpropInput
+from convgrad_service.problems.conv3d_transpose import Conv3dTranspose
+from convgrad_service.problems.conv_backward import ConvBackward
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.conv_fwd import ConvFwd
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
+from convgrad_service.problems.grouped_conv_conv_fwd import GroupedConvConvFwd
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
+from convgrad_service.problems.pieces import run_in_pieces
 
 __all__ = [
     "PROBLEMS",
+    "Conv3dBackpropInput",
+    "Conv3dTranspose",
+    "ConvBackward",
     "ConvBwdData",
     "ConvFwd",
     "ConvShape",
     "Epilogue",
     "GroupedConvBwdWeight",
+    "GroupedConvConvFwd",
     "Layout",
     "MaxPoolBwd",
     "MaxPoolFwd",
@@ -29,6 +38,7 @@ __all__ = [
     "Problem",
     "TensorSpec",
     "problem_from",
+    "run_in_pieces",
 ]
 
 
@@ -42,9 +52,13 @@ PROBLEMS: Mapping[str, _FromRequest] = MappingProxyType(
         "grouped_conv_bwd_weight": GroupedConvBwdWeight,
         "maxpool2d_bwd": MaxPoolBwd,
         "maxpool3d_bwd": MaxPoolBwd,
+        "conv3d_backprop_input": Conv3dBackpropInput,
+        "grouped_conv_conv_fwd": GroupedConvConvFwd,
+        "conv3d_transpose": Conv3dTranspose,
         "conv_fwd": ConvFwd,
         "maxpool2d_fwd": MaxPoolFwd,
         "maxpool3d_fwd": MaxPoolFwd,
+        "conv_backward": ConvBackward,
     }
 )
 """The problem class of every operation, by its name."""

@@ -10,7 +10,8 @@ from convgrad.contract import ConvFwdRequest
 from convgrad_service.problems.base import Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
-from convgrad_service.problems.geometry import ConvShape, conv_output_size
+from convgrad_service.problems.formulas import conv_output_size
+from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,

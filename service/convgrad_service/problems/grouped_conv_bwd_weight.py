@@ -25,6 +25,7 @@ from convgrad_service.problems.reading import (
     read_activation,
     same_batch,
     shared_dtype,
+    wanted_outputs,
 )
 from convgrad_service.problems.sizes import (
     Size,
@@ -88,7 +89,7 @@ class GroupedConvBwdWeight(ConvProblem):
             weight_dtype=_weight_dtype(dtype, request.weight_dtype),
             epilogue=Epilogue.of(request.alpha, request.beta, request.accumulate),
             split_k=None if request.split_k == "auto" else positive("split_k", request.split_k),
-            wanted=_wanted(request.outputs),
+            wanted=wanted_outputs(request.outputs, OUTPUTS),
         )
         problem._check_outputs()
         if request.accumulate is not None:
@@ -112,6 +113,21 @@ class GroupedConvBwdWeight(ConvProblem):
     @property
     def operation(self) -> str:
         return "grouped_conv_bwd_weight"
+
+    @property
+    def flops(self) -> int:
+        return self._count(self.conv.flops)
+
+    @property
+    def valid_flops(self) -> int:
+        return self._count(self.conv.valid_flops)
+
+    def _count(self, weight_flops: int) -> int:
+        """The products of grad_weight, and the additions of grad_bias."""
+        bias_flops = self.output_spec.elements
+        return weight_flops * ("grad_weight" in self.wanted) + bias_flops * (
+            "grad_bias" in self.wanted
+        )
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
@@ -205,11 +221,3 @@ def _weight_dtype(dtype: DType, stated: str | None) -> DType:
         return DType.FLOAT32
     offers = f"{dtype} or float32" if dtype.itemsize == 2 else str(dtype)
     raise InvalidProblem(f"weight_dtype is {stated[:32]!r}; expected {offers} for {dtype} inputs")
-
-
-def _wanted(outputs: Sequence[str]) -> tuple[str, ...]:
-    if not outputs or len(set(outputs)) != len(outputs) or not set(outputs) <= set(OUTPUTS):
-        raise InvalidProblem(
-            f"outputs is {list(outputs)}; expected one or more of {', '.join(OUTPUTS)}, each once"
-        )
-    return tuple(name for name in OUTPUTS if name in outputs)

@@ -14,7 +14,8 @@ from convgrad.dtypes import INDEX, DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
 from convgrad_service.problems.cutting import activation_slices, grid
-from convgrad_service.problems.geometry import PoolShape, Span, pool_output_size
+from convgrad_service.problems.formulas import pool_output_size
+from convgrad_service.problems.geometry import PoolShape, Span
 from convgrad_service.problems.layouts import Layout, activation_shape
 from convgrad_service.problems.reading import (
     Activation,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad.errors import InvalidProblem
-from convgrad_service.problems.geometry import ConvShape, conv_output_size
+from convgrad_service.problems.formulas import conv_output_size
+from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
 from convgrad_service.problems.sizes import (
     IntOrSequence,
@@ -43,9 +44,11 @@ __all__ = [
     "input_size_of",
     "read_activation",
     "read_filter",
+    "read_output_padding",
     "same_batch",
     "same_channels",
     "shared_dtype",
+    "wanted_outputs",
 ]
 
 
@@ -159,7 +162,9 @@ def read_filter(layout: Layout, name: str, shape: Sequence[int]) -> Filter:
     return Filter(name, checked, *layout.weight_sizes(checked))
 
 
-def agreed_groups(layout: Layout, stated: int, *tensors: Activation | Filter) -> int:
+def agreed_groups(
+    layout: Layout, stated: int, *tensors: Activation | Filter, prefix: str = ""
+) -> int:
     """The groups: stated, or in a grouped layout the tensors' own.
 
     There ``groups`` may stay at its default of 1, or repeat what the tensors say.
@@ -167,7 +172,7 @@ def agreed_groups(layout: Layout, stated: int, *tensors: Activation | Filter) ->
     Raises:
         InvalidProblem: two sources differ, or fewer than one group.
     """
-    positive("groups", stated)
+    positive(f"{prefix}groups", stated)
     if not layout.grouped:
         return stated
     for tensor in tensors[1:]:
@@ -180,8 +185,8 @@ def agreed_groups(layout: Layout, stated: int, *tensors: Activation | Filter) ->
     assert groups is not None  # noqa: S101 - a grouped layout has a G
     if stated not in (1, groups):
         raise InvalidProblem(
-            f"groups is {show(stated)}; expected {groups}, the G of {tensors[0].name}'s shape "
-            f"{tuple_text(tensors[0].shape)} in layout {layout.name}"
+            f"{prefix}groups is {show(stated)}; expected {groups}, the G of {tensors[0].name}'s "
+            f"shape {tuple_text(tensors[0].shape)} in layout {layout.name}"
         )
     return groups
 
@@ -288,3 +293,33 @@ def check_precision(precision: str) -> str:
     if precision not in ("highest", "high"):
         raise InvalidProblem(f"precision is {precision[:32]!r}; expected highest or high")
     return precision
+
+
+def wanted_outputs(stated: Sequence[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The outputs asked for, in the order in which they are known.
+
+    Raises:
+        InvalidProblem: none, one twice, or an unknown one.
+    """
+    if not stated or len(set(stated)) != len(stated) or not set(stated) <= set(known):
+        raise InvalidProblem(
+            f"outputs is {tuple_text(stated) if stated else 'empty'}; expected one or more of "
+            f"{', '.join(known)}, each once"
+        )
+    return tuple(name for name in known if name in stated)
+
+
+def read_output_padding(value: IntOrSequence, steps: Steps, ndim: int) -> Size:
+    """output_padding: rows beyond the smallest input, fewer than max(stride, dilation) of them.
+
+    Raises:
+        InvalidProblem: a wrong number of values, or one out of its bounds.
+    """
+    extra = per_dimension("output_padding", value, ndim, minimum=0)
+    for i, (more, s, d) in enumerate(zip(extra, steps.stride, steps.dilation, strict=True)):
+        if more >= max(s, d):
+            raise InvalidProblem(
+                f"output_padding is {show(more)} in spatial dimension {i}; expected less than "
+                f"{show(max(s, d))}, the larger of stride {show(s)} and dilation {show(d)}"
+            )
+    return extra

@@ -1,0 +1,138 @@
+"""The problem of conv_backward: any of a convolution's three gradients from one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from numpy.typing import NDArray
+
+from convgrad.contract import ConvBackwardRequest
+from convgrad_service.problems.base import Piece, TensorSpec
+from convgrad_service.problems.conv_bwd_data import ConvBwdData
+from convgrad_service.problems.convolution import ConvProblem
+from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
+from convgrad_service.problems.layouts import Layout
+from convgrad_service.problems.reading import (
+    Steps,
+    agreed_groups,
+    check_filter_inputs,
+    check_output_size,
+    check_precision,
+    read_activation,
+    read_filter,
+    same_batch,
+    same_channels,
+    shared_dtype,
+    wanted_outputs,
+)
+
+__all__ = ["ConvBackward"]
+
+OUTPUTS = ("grad_input", "grad_weight", "grad_bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvBackward(ConvProblem):
+    """grad_input as conv_bwd_data has it, grad_weight and grad_bias as grouped_conv_bwd_weight.
+
+    ``wanted`` names the gradients asked for, in that order; ``parts`` are the problems that give
+    them.
+
+    Raises (from_request):
+        InvalidProblem: sizes, types or parameters contradict each other.
+    Source: PyTorch's aten::convolution_backward.
+    """
+
+    wanted: tuple[str, ...] = OUTPUTS
+
+    @classmethod
+    def from_request(cls, request: ConvBackwardRequest) -> Self:
+        dtype = shared_dtype(request.tensors())
+        layout = Layout.of_tensor(request.layout, "grad_output", request.grad_output.shape)
+        grad = read_activation(layout, "grad_output", request.grad_output.shape)
+        input = read_activation(layout, "input", request.input.shape)
+        weight = read_filter(layout, "weight", request.weight.shape)
+        steps = Steps.of(request, layout.ndim)
+        groups = agreed_groups(layout, request.groups, input, grad, weight)
+        same_batch(grad, input)
+        same_channels(weight, grad)
+        check_filter_inputs(layout, weight, input, groups)
+        conv = ConvShape(
+            batch=input.batch,
+            groups=groups,
+            in_channels=input.channels,
+            out_channels=grad.channels,
+            input_size=input.size,
+            kernel_size=weight.kernel,
+            output_size=grad.size,
+            **steps._asdict(),
+        )
+        check_output_size(layout, "grad_output", grad.shape, conv)
+        return cls(
+            conv=conv,
+            dtype=dtype,
+            layout=layout,
+            precision=check_precision(request.precision),
+            deterministic=request.deterministic,
+            wanted=wanted_outputs(request.outputs, OUTPUTS),
+        )
+
+    @property
+    def operation(self) -> str:
+        return "conv_backward"
+
+    @property
+    def parts(self) -> tuple[ConvBwdData | GroupedConvBwdWeight, ...]:
+        """The problems whose outputs are this one's."""
+        data = ConvBwdData(
+            conv=self.conv,
+            dtype=self.dtype,
+            layout=self.layout,
+            precision=self.precision,
+            deterministic=self.deterministic,
+        )
+        of_weight = tuple(name for name in self.wanted if name != "grad_input")
+        weight = GroupedConvBwdWeight(
+            conv=self.conv,
+            dtype=self.dtype,
+            layout=self.layout,
+            precision=self.precision,
+            deterministic=self.deterministic,
+            weight_dtype=self.dtype,
+            wanted=of_weight,
+        )
+        chosen: list[ConvBwdData | GroupedConvBwdWeight] = []
+        if "grad_input" in self.wanted:
+            chosen.append(data)
+        if of_weight:
+            chosen.append(weight)
+        return tuple(chosen)
+
+    @property
+    def flops(self) -> int:
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def valid_flops(self) -> int:
+        return sum(part.valid_flops for part in self.parts)
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        """Those that the wanted gradients need; the others of the request are not read."""
+        return {name: spec for part in self.parts for name, spec in part.inputs.items()}
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for part in self.parts for name, spec in part.outputs.items()}
+
+    def _cut(self, parts: int) -> tuple[Piece, ...]:
+        """The pieces of each part: rows of grad_input overlap where rows of grad_output do not."""
+        return tuple(piece for part in self.parts for piece in part.split(parts))
+
+    def finish(
+        self, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
+    ) -> NDArray[Any]:
+        return self.parts[-1].finish(name, total, tensors)

@@ -1,0 +1,147 @@
+"""From one size of a convolution or a pooling to the other, with every refusal on the way."""
+
+from __future__ import annotations
+
+from convgrad.errors import InvalidProblem
+from convgrad_service.problems.lattice import count_residues_from
+from convgrad_service.problems.sizes import (
+    MAX_EXTENT,
+    Pads,
+    Size,
+    by,
+    pads_text,
+    show,
+    tuple_text,
+)
+
+__all__ = ["conv_output_size", "minimal_input_size", "pool_output_size"]
+
+
+def conv_output_size(
+    name: str, input_size: Size, kernel_size: Size, stride: Size, padding: Pads, dilation: Size
+) -> Size:
+    """out = (in + pad_before + pad_after - dilation*(k-1) - 1) // stride + 1, per dimension.
+
+    ``name`` is the tensor whose size is meant, for the sentence.
+
+    Raises:
+        InvalidProblem: the kernel does not fit, or an extent is beyond MAX_EXTENT.
+    """
+    out = []
+    for i, (size, k, s, (before, after), d) in enumerate(
+        zip(input_size, kernel_size, stride, padding, dilation, strict=True)
+    ):
+        reach = d * (k - 1) + 1
+        padded = size + before + after
+        if reach > padded:
+            raise InvalidProblem(
+                f"the kernel reaches over {show(reach)} positions in spatial dimension {i} "
+                f"(size {show(k)}, dilation {show(d)}); expected at most {show(padded)}, {name}'s "
+                f"{show(size)} with padding [{show(before)}, {show(after)}]"
+            )
+        out.append((padded - reach) // s + 1)
+    return _representable("the output", tuple(out))
+
+
+def minimal_input_size(
+    output_size: Size,
+    kernel_size: Size,
+    stride: Size,
+    padding: Pads,
+    dilation: Size,
+    output_padding: Size | None = None,
+) -> Size:
+    """(out - 1)*stride + dilation*(k-1) + 1 - pad_before - pad_after, per dimension.
+
+    The smallest input whose convolution has ``output_size``, and ``output_padding`` beyond it.
+
+    Raises:
+        InvalidProblem: nothing is left of the input, or an extent is beyond MAX_EXTENT.
+    """
+    size = tuple(
+        (out - 1) * s + d * (k - 1) + 1 - before - after + extra
+        for out, k, s, (before, after), d, extra in zip(
+            output_size,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            output_padding or (0,) * len(output_size),
+            strict=True,
+        )
+    )
+    if min(size) < 1:
+        raise InvalidProblem(
+            f"the input that yields an output of size {tuple_text(output_size)} has size "
+            f"{tuple_text(size)} with kernel {by(kernel_size)}, padding {pads_text(padding)}; "
+            "expected at least 1 in every dimension"
+        )
+    return _representable("the input", size)
+
+
+def pool_output_size(
+    input_size: Size,
+    kernel_size: Size,
+    stride: Size,
+    padding: Pads,
+    dilation: Size,
+    *,
+    ceil_mode: bool,
+) -> Size:
+    """The convolution's formula, or with ceil_mode the same rounded up, as PyTorch has it.
+
+    ceil_mode drops a last window that would start beyond the input plus its left padding.
+
+    Raises:
+        InvalidProblem: a padding reaches the effective kernel, the kernel does not fit, an extent
+            is beyond MAX_EXTENT, or a window holds no input element (dilated ones may).
+    """
+    for i, (k, d, pair) in enumerate(zip(kernel_size, dilation, padding, strict=True)):
+        reach = d * (k - 1) + 1
+        if max(pair) >= reach:
+            raise InvalidProblem(
+                f"padding is [{show(pair[0])}, {show(pair[1])}] in spatial dimension {i}; "
+                f"expected less than the effective kernel, {show(reach)} (size {show(k)}, "
+                f"dilation {show(d)})"
+            )
+    out = list(conv_output_size("input", input_size, kernel_size, stride, padding, dilation))
+    if ceil_mode:
+        for i, (size, k, s, (before, after), d) in enumerate(
+            zip(input_size, kernel_size, stride, padding, dilation, strict=True)
+        ):
+            rounded_up = -((d * (k - 1) + 1 - size - before - after) // s) + 1
+            starts_inside = (rounded_up - 1) * s < size + before
+            out[i] = rounded_up if starts_inside else rounded_up - 1
+    output_size = _representable("the output", tuple(out))
+    _check_windows(input_size, output_size, stride, padding, dilation)
+    return output_size
+
+
+def _check_windows(
+    input_size: Size, output_size: Size, stride: Size, padding: Pads, dilation: Size
+) -> None:
+    """Refuse a window with no valid element.
+
+    A window that starts at a >= 0 holds its own start. One that starts in the padding steps over
+    the input when its first tap at or past zero, a mod dilation, lies past the end; only windows
+    o < pad_before/stride start there.
+    """
+    for i, (size, out, s, (before, _), d) in enumerate(
+        zip(input_size, output_size, stride, padding, dilation, strict=True)
+    ):
+        early = min(out, -(-before // s))
+        if d > size and count_residues_from(size, early, s, -before, d):
+            raise InvalidProblem(
+                f"a pooling window holds no input element in spatial dimension {i}: with dilation "
+                f"{show(d)} and padding {show(before)} before it, it steps over the input's "
+                f"{show(size)}; expected every window to hold at least one"
+            )
+
+
+def _representable(name: str, size: Size) -> Size:
+    if max(size) > MAX_EXTENT:
+        raise InvalidProblem(
+            f"{name} would have spatial size {tuple_text(size)}; expected at most {MAX_EXTENT} in "
+            "any dimension"
+        )
+    return size

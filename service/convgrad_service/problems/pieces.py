@@ -1,0 +1,73 @@
+"""Running a problem in pieces, one after another, and putting the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.problems.base import Piece, Problem
+
+__all__ = ["Run", "piece_tensors", "place_part", "run_in_pieces"]
+
+Run = Callable[[Problem, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]
+"""Computes one problem from its tensors; the arrays that it returns are the caller's to keep."""
+
+
+def run_in_pieces(
+    problem: Problem, tensors: Mapping[str, NDArray[Any]], parts: int, run: Run
+) -> dict[str, NDArray[Any]]:
+    """The outputs of `problem`, computed in its `split(parts)` one piece at a time.
+
+    Inputs are views of `tensors`. Beyond the outputs there is memory for one piece's, and where
+    parts are summed for one sum in float32 (float64 for float64). The order of the sum is that of
+    the pieces, so equal `parts` give equal bits.
+    """
+    pieces = problem.split(parts)
+    if len(pieces) == 1:
+        return dict(run(problem, tensors))
+    outputs: dict[str, NDArray[Any]] = {}
+    totals: dict[str, NDArray[Any]] = {}
+    for piece in pieces:
+        for name, part in run(piece.problem, piece_tensors(piece, tensors)).items():
+            if piece.combine[name] == "sum":
+                _add(totals, name, part)
+                continue
+            if name not in outputs:
+                spec = problem.outputs[name]
+                outputs[name] = np.empty(spec.shape, spec.dtype.numpy)
+            place_part(piece, name, part, outputs[name])
+    for name, total in totals.items():
+        outputs[name] = problem.finish(name, total, tensors)
+    return {name: outputs[name] for name in problem.outputs}
+
+
+def piece_tensors(piece: Piece, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The piece's own inputs: views of the whole's, indices made its own."""
+    own = {}
+    for name, slices in piece.inputs.items():
+        part = tensors[name][slices]
+        shift = piece.shifts.get(name, 0)
+        # An index beyond the piece becomes one out of its range, which its kernel refuses.
+        own[name] = part - part.dtype.type(shift) if shift else part
+    return own
+
+
+def place_part(piece: Piece, name: str, part: NDArray[Any], output: NDArray[Any]) -> None:
+    """Write what a piece computed where it belongs in the whole output."""
+    kept = part[piece.take[name]] if name in piece.take else part
+    target = output[piece.outputs[name]]
+    shift = piece.shifts.get(name, 0)
+    if shift:
+        np.add(kept, output.dtype.type(shift), out=target)
+    else:
+        target[...] = kept
+
+
+def _add(totals: dict[str, NDArray[Any]], name: str, part: NDArray[Any]) -> None:
+    if name in totals:
+        totals[name] += part
+    else:
+        totals[name] = part
