@@ -9,6 +9,7 @@ from typing import Self
 from convgrad.contract import Conv3dBackpropInputRequest, Region
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
+from convgrad_service.problems.agreement import divisible
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.cutting import grid, whole
@@ -24,7 +25,6 @@ from convgrad_service.problems.layouts import LAYOUTS
 from convgrad_service.problems.reading import (
     Steps,
     check_precision,
-    divisible,
     input_size_of,
     read_output_padding,
     shared_dtype,

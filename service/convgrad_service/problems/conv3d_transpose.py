@@ -8,6 +8,7 @@ from typing import Self
 
 from convgrad.contract import Conv3dTransposeRequest
 from convgrad.errors import InvalidProblem
+from convgrad_service.problems.agreement import agreed_groups, check_bias, divisible
 from convgrad_service.problems.base import Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
@@ -16,10 +17,7 @@ from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,
-    agreed_groups,
-    check_bias,
     check_precision,
-    divisible,
     read_activation,
     read_filter,
     read_output_padding,

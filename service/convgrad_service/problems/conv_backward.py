@@ -9,6 +9,13 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from convgrad.contract import ConvBackwardRequest
+from convgrad_service.problems.agreement import (
+    agreed_groups,
+    check_filter_inputs,
+    check_output_size,
+    same_batch,
+    same_channels,
+)
 from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.convolution import ConvProblem
@@ -17,14 +24,9 @@ from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeig
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,
-    agreed_groups,
-    check_filter_inputs,
-    check_output_size,
     check_precision,
     read_activation,
     read_filter,
-    same_batch,
-    same_channels,
     shared_dtype,
     wanted_outputs,
 )

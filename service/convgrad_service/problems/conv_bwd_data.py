@@ -7,6 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from convgrad.contract import ConvBwdDataRequest
+from convgrad_service.problems.agreement import (
+    agreed_groups,
+    check_output_size,
+    divisible,
+    same_channels,
+)
 from convgrad_service.problems.base import PLAIN, Epilogue, Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
@@ -15,14 +21,10 @@ from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,
-    agreed_groups,
-    check_output_size,
     check_precision,
-    divisible,
     input_size_of,
     read_activation,
     read_filter,
-    same_channels,
     shared_dtype,
 )
 from convgrad_service.problems.sizes import require_shape

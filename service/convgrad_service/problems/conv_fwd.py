@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from convgrad.contract import ConvFwdRequest
+from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, Slices, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
@@ -15,9 +16,6 @@ from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,
-    agreed_groups,
-    check_bias,
-    check_filter_inputs,
     check_precision,
     read_activation,
     read_filter,

@@ -11,6 +11,12 @@ from numpy.typing import NDArray
 from convgrad.contract import GroupedConvBwdWeightRequest
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
+from convgrad_service.problems.agreement import (
+    agreed_groups,
+    check_output_size,
+    divisible,
+    same_batch,
+)
 from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
@@ -18,12 +24,8 @@ from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.layouts import Layout, weight_shape
 from convgrad_service.problems.reading import (
     Steps,
-    agreed_groups,
-    check_output_size,
     check_precision,
-    divisible,
     read_activation,
-    same_batch,
     shared_dtype,
     wanted_outputs,
 )

@@ -9,6 +9,7 @@ from typing import Self
 from convgrad.contract import GroupedConvConvFwdRequest
 from convgrad.contract.fused import ConvParameters
 from convgrad.dtypes import DType
+from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
 from convgrad_service.problems.base import Piece, Problem, Slices, TensorSpec
 from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import conv_output_size
@@ -18,9 +19,6 @@ from convgrad_service.problems.reading import (
     Activation,
     Filter,
     Steps,
-    agreed_groups,
-    check_bias,
-    check_filter_inputs,
     check_precision,
     read_activation,
     read_filter,
