@@ -26,6 +26,8 @@ def shown(value: Any) -> str:
         return repr(float(value))
     if isinstance(value, str):
         return _quoted(value)
+    if isinstance(value, memoryview):  # a long string, as the JSON decoder leaves it
+        return f"a string of {value.nbytes} characters"
     if isinstance(value, list | tuple):
         return _shown_list(value)
     if isinstance(value, dict):

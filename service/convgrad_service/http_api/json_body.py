@@ -140,7 +140,9 @@ def _cut_long_strings(view: memoryview) -> _Cut:
     cut = _Cut()
     quotes = _Quotes(view)
     kept = 0
-    while (opening := quotes.find(kept_end := quotes.position)) >= 0:
+    while (opening := quotes.find(quotes.position)) >= 0:
+        if opening - kept > _MAX_TEXT_BYTES:
+            break  # `keep` below refuses it: no need to look further
         closing = quotes.closing(opening + 1)
         if closing < 0:
             raise MalformedRequest(
@@ -150,8 +152,6 @@ def _cut_long_strings(view: memoryview) -> _Cut:
             cut.keep(view[kept : opening + 1])
             cut.replace(view[opening + 1 : closing], closing)
             kept = closing
-        elif kept_end - kept > _MAX_TEXT_BYTES:
-            break  # `keep` below refuses it: no need to look further
     cut.keep(view[kept:])
     return cut
 

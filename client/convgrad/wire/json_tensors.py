@@ -1,0 +1,148 @@
+"""A tensor in a JSON body, in its three forms, both ways.
+
+::
+
+    {"npy": "<base64 of a .npy file>"}                          "dtype" beside it for bfloat16
+    {"data": "<base64>", "dtype": "float32", "shape": [2, 3]}   little-endian, row-major
+    {"values": [[1, 2], [3, 4]], "dtype": "float32"}            "NaN", "Infinity", "-Infinity"
+
+Client and server both decode and encode here. The server brings a faster base64; what is refused,
+and in which words, does not depend on it.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire import npy
+from convgrad.wire.json_values import array_from_values, values_from_array
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import array_view, checked_dtype, checked_shape, data_view
+
+__all__ = ["Base64Text", "Form", "decode_tensor", "encode_tensor"]
+
+Form = Literal["npy", "data", "values"]
+Base64Text: TypeAlias = str | memoryview
+"""Base64 as it was found: a Python string, or the bytes between the quotes of a JSON text."""
+
+
+def _b64decode(text: Base64Text) -> bytes:
+    return binascii.a2b_base64(text, strict_mode=True)
+
+
+def _b64encode(parts: list[bytes | memoryview]) -> str:
+    return "".join(binascii.b2a_base64(part, newline=False).decode("ascii") for part in parts)
+
+
+def decode_tensor(
+    tensor: Any,
+    *,
+    name: str,
+    b64decode: Callable[[Base64Text], bytes | bytearray] = _b64decode,
+) -> NDArray[Any]:
+    """The array that a JSON object describes, read-only; ``name`` names it in sentences.
+
+    ``b64decode`` must be strict (no other characters, right padding) and raise ValueError.
+
+    Raises
+    ------
+    MalformedRequest
+        Not one of the three forms, or one that contradicts itself.
+    """
+    if not isinstance(tensor, Mapping):
+        raise MalformedRequest(
+            f'{name}: expected a tensor, an object with "npy", "data" or "values", '
+            f"got {shown(tensor)}"
+        )
+    forms = [form for form in _DECODERS if form in tensor]
+    if len(forms) != 1:
+        found = " and ".join(f'"{form}"' for form in forms) or "none of them"
+        raise MalformedRequest(
+            f'{name}: expected a tensor to have one of "npy", "data" and "values", got {found}'
+        )
+    decode, keys = _DECODERS[forms[0]]
+    for key in tensor:
+        if key not in keys:
+            raise MalformedRequest(
+                f"{name}: unknown key {shown(key)}; beside {forms[0]} go {', '.join(keys[1:])}"
+            )
+    return decode(tensor, name, b64decode)
+
+
+def encode_tensor(
+    array: NDArray[Any],
+    form: Form,
+    *,
+    b64encode: Callable[[list[bytes | memoryview]], Any] = _b64encode,
+) -> dict[str, Any]:
+    """The object that describes ``array``, for json.dumps.
+
+    ``b64encode`` gets consecutive parts of the data, of which all but the last have a multiple of
+    3 bytes, so that their base64 joins; what it returns stands in the object.
+    """
+    dtype = DType(str(array.dtype))
+    if form == "values":
+        return {"values": values_from_array(array), "dtype": dtype.value}
+    if form == "data":
+        return {
+            "data": b64encode([data_view(array)]),
+            "dtype": dtype.value,
+            "shape": list(array.shape),
+        }
+    encoded: dict[str, Any] = {"npy": b64encode(npy.encode(array))}
+    if dtype is DType.BFLOAT16:
+        encoded["dtype"] = dtype.value
+    return encoded
+
+
+_Decode: TypeAlias = Callable[[Base64Text], bytes | bytearray]
+
+
+def _from_npy(tensor: Mapping[str, Any], name: str, b64decode: _Decode) -> NDArray[Any]:
+    beside = tensor.get("dtype")
+    dtype = None if beside is None else checked_dtype(beside, name=name)
+    return npy.decode(_base64(tensor["npy"], "npy", name, b64decode), name=name, dtype=dtype)
+
+
+def _from_data(tensor: Mapping[str, Any], name: str, b64decode: _Decode) -> NDArray[Any]:
+    for key in ("dtype", "shape"):
+        if key not in tensor:
+            raise MalformedRequest(f'{name}: missing "{key}" beside "data"')
+    dtype = checked_dtype(tensor["dtype"], name=name)
+    shape = checked_shape(tensor["shape"], name=name)
+    data = _base64(tensor["data"], "data", name, b64decode)
+    return array_view(data, dtype, shape, name=name)
+
+
+def _from_values(tensor: Mapping[str, Any], name: str, _: _Decode) -> NDArray[Any]:
+    if "dtype" not in tensor:
+        raise MalformedRequest(f'{name}: missing "dtype" beside "values"')
+    dtype = checked_dtype(tensor["dtype"], name=name)
+    return array_from_values(tensor["values"], dtype, name=name)
+
+
+def _base64(text: Any, key: str, name: str, b64decode: _Decode) -> bytes | bytearray:
+    if not isinstance(text, str | memoryview):
+        raise MalformedRequest(f'{name}: expected base64 text in "{key}", got {shown(text)}')
+    try:
+        return b64decode(text)
+    except ValueError:
+        raise MalformedRequest(
+            f'{name}: "{key}" is not base64 (only A-Z a-z 0-9 + / and the right = padding, '
+            f"no line breaks)"
+        ) from None
+
+
+_DECODERS: Mapping[
+    str, tuple[Callable[[Mapping[str, Any], str, _Decode], NDArray[Any]], tuple[str, ...]]
+] = {
+    "npy": (_from_npy, ("npy", "dtype")),
+    "data": (_from_data, ("data", "dtype", "shape")),
+    "values": (_from_values, ("values", "dtype")),
+}

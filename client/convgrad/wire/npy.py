@@ -1,0 +1,183 @@
+"""The .npy format, both ways, without copying the data.
+
+Source: NEP 1 and ``numpy.lib.format``, versions 1.0 to 3.0. The header is a Python literal; it is
+read here by a pattern and never evaluated, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view
+
+__all__ = ["decode", "encode"]
+
+_MAGIC = b"\x93NUMPY"
+_MAX_HEADER_BYTES = 10_000
+# numpy wants a multiple of 64 for alignment; a multiple of 3 as well makes the header's base64
+# end without padding, so that header and data can be encoded apart and joined.
+_HEADER_MULTIPLE = 192
+_CODES = {
+    DType.FLOAT16: "<f2",
+    DType.BFLOAT16: "<V2",  # what numpy.save writes for ml_dtypes.bfloat16
+    DType.FLOAT32: "<f4",
+    DType.FLOAT64: "<f8",
+    DType.INT32: "<i4",
+    DType.INT64: "<i8",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items() if dtype is not DType.BFLOAT16}
+# NumPy has no bfloat16, so other writers store its bits as whatever has two bytes.
+_TWO_BYTE_CODES = frozenset({"<V2", "|V2", "<u2", "<i2"})
+
+_ITEM = re.compile(
+    r"""\s*(['"])(?P<key>descr|fortran_order|shape)\1\s*:\s*
+        (?:(['"])(?P<text>[^'"]{1,16})\3 | (?P<flag>True|False) | \((?P<ints>[0-9,\sL]*)\))
+        \s*(?:,|(?=\}))""",
+    re.VERBOSE,
+)
+
+
+class _Header(NamedTuple):
+    code: str
+    fortran_order: bool
+    shape: tuple[int, ...]
+
+
+def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
+    """Header and data of a .npy file; a contiguous array's data is not copied.
+
+    bfloat16 is stored as 2-byte void items, as numpy.save does: its name must travel beside it.
+    The header is always a multiple of 3 bytes.
+    """
+    dtype = DType.of(array.dtype.newbyteorder("="))
+    if dtype is None:
+        raise TypeError(f"{array.dtype} is none of {', '.join(DType)}")
+    return [_written_header(dtype, array.shape), data_view(array)]
+
+
+def decode(buffer: Buffer, *, name: str, dtype: DType | None = None) -> NDArray[Any]:
+    """The array in the bytes of a .npy file, as a read-only view.
+
+    Copied are only arrays in Fortran order and data that is not aligned for its dtype. ``dtype``
+    is what stands beside the file: needed for bfloat16, and otherwise it must agree.
+
+    Raises
+    ------
+    MalformedRequest
+        Not a .npy file, a header that lies or cannot be read, a pickled or structured array, or
+        an element type that no operation takes.
+    """
+    header, data_offset = _read(buffer, name)
+    array = array_view(
+        buffer,
+        _element_type(header.code, dtype, name),
+        header.shape[::-1] if header.fortran_order else header.shape,
+        name=name,
+        offset=data_offset,
+    )
+    if header.fortran_order and array.ndim > 1:
+        array = np.ascontiguousarray(array.T)
+        array.flags.writeable = False
+    return array
+
+
+def _read(buffer: Buffer, name: str) -> tuple[_Header, int]:
+    """The header, and where the data begins."""
+    prefix = bytes(buffer[:12])
+    if prefix[:6] != _MAGIC:
+        raise MalformedRequest(f"{name}: not a .npy file (it does not begin with \\x93NUMPY)")
+    if prefix[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        raise MalformedRequest(f"{name}: expected .npy version 1.0, 2.0 or 3.0")
+    begin = 10 if prefix[6] == 1 else 12
+    length = int.from_bytes(prefix[8:begin], "little")
+    if length > _MAX_HEADER_BYTES:
+        raise MalformedRequest(
+            f"{name}: the .npy header claims {length} bytes; at most {_MAX_HEADER_BYTES} are read"
+        )
+    text = bytes(buffer[begin : begin + length])
+    if len(prefix) < begin or len(text) < length:
+        raise MalformedRequest(f"{name}: the .npy file ends inside its header")
+    header = _parsed(text)
+    if isinstance(header, str):
+        raise MalformedRequest(f"{name}: {header}")
+    checked_shape(header.shape, name=name)
+    return header, begin + length
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: bytes) -> _Header | str:
+    """The header, or a sentence that says why it is none."""
+    content = text.decode("latin-1").strip(" \n\r\t\0")
+    if "descr" in content and re.search(r"""['"]descr['"]\s*:\s*\[""", content):
+        return "the .npy file holds a structured array; expected plain numbers"
+    found: dict[str, str] = {}
+    position = 1
+    while item := _ITEM.match(content, position):
+        key = item["key"]
+        if key in found:
+            return f'the .npy header names "{key}" twice'
+        found[key] = item[_VALUE_OF[key]] or ""
+        if item[_VALUE_OF[key]] is None:
+            return f'the .npy header has no usable "{key}"'
+        position = item.end()
+    if not content.startswith("{") or content[position:].strip() != "}" or len(found) != 3:
+        return "the .npy header is not the dictionary of descr, fortran_order and shape"
+    extents = [extent.strip().rstrip("L") for extent in found["shape"].split(",")]
+    if extents[-1] == "":
+        extents.pop()
+    # 19 digits hold any size that memory can: a longer one is a lie, and slow to convert.
+    if not all(extent.isdigit() and len(extent) <= 19 for extent in extents):
+        return "the .npy header's shape is not a list of sizes"
+    return _Header(found["descr"], found["fortran_order"] == "True", tuple(map(int, extents)))
+
+
+_VALUE_OF = {"descr": "text", "fortran_order": "flag", "shape": "ints"}
+
+
+def _element_type(code: str, beside: DType | None, name: str) -> DType:
+    """The element type, from the file's type code and the dtype that stands beside it."""
+    if code == "|O":
+        raise MalformedRequest(f"{name}: the .npy file holds pickled objects, which are not read")
+    if beside is DType.BFLOAT16 and code in _TWO_BYTE_CODES:
+        return beside
+    if code in ("<V2", "|V2") and beside is None:
+        raise MalformedRequest(
+            f'{name}: the .npy file holds 2-byte items of no type; for bfloat16 put "dtype": '
+            f'"bfloat16" beside it'
+        )
+    if code.startswith(">"):
+        raise MalformedRequest(f"{name}: the .npy file is big-endian; expected little-endian")
+    dtype = _DTYPES.get(code.replace("=", "<"))
+    if dtype is None:
+        raise MalformedRequest(
+            f"{name}: expected {', '.join(DType)}; the .npy file holds {_type_name(code)}"
+        )
+    if beside is not None and beside is not dtype:
+        raise MalformedRequest(f"{name}: dtype says {beside}, but the .npy file holds {dtype}")
+    return dtype
+
+
+def _type_name(code: str) -> str:
+    known = re.fullmatch(r"[<|=]?[?bBiufcmMSUV][0-9]{0,4}", code)
+    try:
+        return str(np.dtype(code)) if known else "an unknown type"
+    except TypeError:
+        return "an unknown type"
+
+
+@lru_cache(maxsize=256)
+def _written_header(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    extents = "(" + "".join(f"{int(extent)}, " for extent in shape).rstrip() + ")"
+    if len(shape) > 1:
+        extents = extents[:-2] + ")"
+    text = f"{{'descr': '{_CODES[dtype]}', 'fortran_order': False, 'shape': {extents}, }}"
+    length = -(-(len(_MAGIC) + 4 + len(text) + 1) // _HEADER_MULTIPLE) * _HEADER_MULTIPLE
+    padded = text.ljust(length - len(_MAGIC) - 5) + "\n"
+    return _MAGIC + b"\x01\x00" + len(padded).to_bytes(2, "little") + padded.encode("ascii")
