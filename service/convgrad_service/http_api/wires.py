@@ -10,7 +10,8 @@ from convgrad.contract import Operation
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
 from convgrad_service.engine.dataplane import Result
-from convgrad_service.http_api import json_answer, json_body
+from convgrad_service.http_api.json_answer import encode_json_answer
+from convgrad_service.http_api.json_body import decode_json_request
 
 __all__ = ["JSON", "MEDIA_TYPES", "SAFETENSORS", "WIRES", "Chunk", "Wire"]
 
@@ -35,11 +36,11 @@ class Wire:
 
 
 def _decode_json(operation: Operation, body: memoryview) -> Mapping[str, Any]:
-    return json_body.decode(operation.request, body)
+    return decode_json_request(body, operation)
 
 
 def _encode_json(result: Result) -> list[Chunk]:
-    return json_answer.encode(result.outputs, result.report, result.request.response)
+    return encode_json_answer(result.outputs, result.report, result.request.response)
 
 
 def _decode_safetensors(operation: Operation, body: memoryview) -> Mapping[str, Any]:
