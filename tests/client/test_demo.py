@@ -75,8 +75,8 @@ def test_every_operation_passes_its_checks(client: Client, seed: int) -> None:
     assert [result for result in results if not result.passed] == []
 
 
-def test_an_operation_without_a_check_is_an_error(client: Client) -> None:
-    rng = np.random.default_rng(0)
+def test_an_operation_without_a_check_is_an_error() -> None:
+    rng, client = np.random.default_rng(0), Client("http://127.0.0.1:9", retries=0)
     with pytest.raises(LookupError, match="without a check: conv_of_tomorrow;"):
         next(run_checks(client, [*OPERATIONS, "conv_of_tomorrow"], rng))
     stray = replace(CASES[0], operation="conv_of_yesterday")
@@ -137,16 +137,18 @@ def test_no_server_at_the_url(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "convgrad", "demo", "--output", str(tmp_path)]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert demo.stdout is not None
-    with demo.stdout as shown:
-        while (line := shown.readline()) and "epoch" not in line:
-            pass
-        assert line, "the demo ended before its first epoch"
-        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
-        assert children
-        demo.send_signal(number)
-        assert demo.wait(timeout=20) == 128 + number
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stdout is not None
+            while (line := demo.stdout.readline()) and "epoch" not in line:
+                pass
+            assert line, "the demo ended before its first epoch"
+            children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+            assert children
+            demo.send_signal(number)
+            assert demo.wait(timeout=20) == 128 + number
+        finally:
+            demo.terminate()
     deadline = time.monotonic() + 5
     while any(_exists(int(child)) for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)

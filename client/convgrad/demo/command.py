@@ -102,7 +102,9 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
         )
         rng = np.random.default_rng(_SEED)
         network = Network(client, rng)
-        steps = display.training(train(network, data, schedule, rng))
+        steps = display.training(
+            train(network, data, schedule, rng), schedule.steps(len(data.train_labels))
+        )
         training_s, training_requests = time.perf_counter() - started, meter.requests
         accuracy = steps[-1].test_accuracy or 0.0
 

@@ -45,29 +45,33 @@ class Display:
     _started: float = field(init=False)
     _requests_before: int = field(init=False)
 
+    @property
+    def _moves(self) -> bool:
+        """Whether what was written can be written over: not in a log, though it be coloured."""
+        return self.console.is_interactive and self.console.file.isatty()
+
     def title(self, text: str) -> None:
         self.console.print(f"\n[bold]{text}[/bold]")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
-    def training(self, steps: Iterable[Step]) -> list[Step]:
+    def training(self, steps: Iterable[Step], total: int) -> list[Step]:
         """Run the steps to their end, showing how far they are."""
         self._started = time.perf_counter()
         self._requests_before = self.meter.requests
-        return self._bar(steps) if self.console.is_terminal else self._lines(steps)
+        return self._bar(steps, total) if self._moves else self._lines(steps)
 
-    def _bar(self, steps: Iterable[Step]) -> list[Step]:
+    def _bar(self, steps: Iterable[Step], total: int) -> list[Step]:
         done: list[Step] = []
         columns = (
-            TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console, expand=True) as progress:
-            task = progress.add_task("", total=None, status="")
+            task = progress.add_task("", total=total, status="")
             loss, accuracy = None, "..."
             for step in steps:
                 done.append(step)
@@ -75,7 +79,7 @@ class Display:
                 if step.test_accuracy is not None:
                     accuracy = f"{step.test_accuracy:.1%}"
                 status = f"loss {loss:.3f}  accuracy {accuracy}  {self._rate():.0f} requests/s"
-                progress.update(task, completed=step.number, total=step.steps, status=status)
+                progress.update(task, completed=step.number, status=status)
         return done
 
     def _lines(self, steps: Iterable[Step]) -> list[Step]:
@@ -99,7 +103,7 @@ class Display:
 
     def checks(self, results: Iterable[CheckResult]) -> list[CheckResult]:
         """Run the checks to their end, then show them."""
-        if not self.console.is_terminal:
+        if not self._moves:
             done = list(results)
         else:
             done = []

@@ -26,6 +26,9 @@ class Schedule:
     def steps_per_epoch(self, images: int) -> int:
         return images // self.batch_size
 
+    def steps(self, images: int) -> int:
+        return self.epochs * self.steps_per_epoch(images)
+
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step: a short climb, then half a cosine down to zero."""
         climb = min(1.0, (step + 1) / self.warmup_steps)
@@ -37,7 +40,6 @@ class Step:
     """What one step of training did; ``test_accuracy`` is measured at the end of an epoch."""
 
     number: int
-    steps: int
     epoch: int
     epochs: int
     loss: float
@@ -73,7 +75,7 @@ def train(
     """Train, one `Step` after another."""
     optimizer = Adam(network.parameters())
     per_epoch = schedule.steps_per_epoch(len(digits.train_labels))
-    steps = schedule.epochs * per_epoch
+    steps = schedule.steps(len(digits.train_labels))
     for epoch in range(schedule.epochs):
         epoch_batches = batches(digits.train_images, digits.train_labels, schedule.batch_size, rng)
         for index, (images, labels) in enumerate(epoch_batches):
@@ -84,7 +86,6 @@ def train(
             optimizer.update(network.gradients(), schedule.rate(done, steps))
             yield Step(
                 number=done + 1,
-                steps=steps,
                 epoch=epoch + 1,
                 epochs=schedule.epochs,
                 loss=float(losses.mean()),
