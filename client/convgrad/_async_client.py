@@ -16,7 +16,7 @@ from convgrad._call import Answer, Call
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._http_errors import ROOTS
 from convgrad._methods import async_method
-from convgrad._reply import Receiver, Reply
+from convgrad._reply import Receiver, Reply, async_raw_chunks
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad.errors import ConvgradError
 
@@ -130,7 +130,7 @@ class AsyncClient:
             response = await self._http.send(request, stream=True, follow_redirects=False)
             try:
                 receiver = Receiver(response, exchange.request_id)
-                async for chunk in response.aiter_raw():
+                async for chunk in async_raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
                     if receiver.has_enough:

@@ -1,7 +1,7 @@
 """A Call as the bytes of a request, and the bytes of an answer as arrays: once per wire form.
 
-Tensor bytes are not joined: a request body is a list of buffers, most of which are the arrays'
-own memory, and a safetensors answer's arrays are views of the buffer that received it.
+In safetensors no bytes are joined: a request is a list of buffers, most of them the arrays' own
+memory, and an answer's arrays are views of the one buffer that received it. JSON costs copies.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def _decode_safetensors(content: NDArray[np.uint8]) -> Decoded:
 
 
 def _encode_json(call: Call[Any]) -> Sequence[Buffer]:
-    fields: dict[str, Any] = {
+    tensors = {
         name: json_tensors.encode_tensor(array, "npy") for name, array in call.tensors.items()
     }
-    return [json.dumps(fields | dict(call.parameters)).encode()]
+    return [json.dumps({**tensors, **call.parameters}).encode()]
 
 
 def _decode_json(content: NDArray[np.uint8]) -> Decoded:

@@ -16,7 +16,7 @@ from convgrad._call import Answer, Call
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._http_errors import ROOTS
 from convgrad._methods import method
-from convgrad._reply import Receiver, Reply
+from convgrad._reply import Receiver, Reply, raw_chunks
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad.errors import ConvgradError
 
@@ -150,7 +150,7 @@ class Client:
             response = self._http.send(request, stream=True, follow_redirects=False)
             try:
                 receiver = Receiver(response, exchange.request_id)
-                for chunk in response.iter_raw():
+                for chunk in raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
                     if receiver.has_enough:

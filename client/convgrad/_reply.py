@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from convgrad._retry import parse_retry_after
 from convgrad.errors import ConnectionFailed, ConvgradError, InvalidAnswer, service_error
 
-__all__ = ["Receiver", "Reply", "error_of", "read_json", "server_timing_s"]
+__all__ = [
+    "Receiver",
+    "Reply",
+    "async_raw_chunks",
+    "error_of",
+    "raw_chunks",
+    "read_json",
+    "server_timing_s",
+]
 
 # An error is a few sentences; whatever is longer is not worth waiting for.
 _MAX_ERROR_BYTES = 1 << 16
@@ -81,6 +89,20 @@ class Receiver:
 
     def _invalid(self, detail: str) -> InvalidAnswer:
         return InvalidAnswer(detail, request_id=self._request_id)
+
+
+def raw_chunks(response: httpx.Response) -> Iterator[bytes]:
+    """The bytes of a response as they come, or as an injected client's hook has read them."""
+    return iter([response.content]) if response.is_stream_consumed else response.iter_raw()
+
+
+async def async_raw_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
+    """`raw_chunks` for `AsyncClient`."""
+    if response.is_stream_consumed:
+        yield response.content
+    else:
+        async for chunk in response.aiter_raw():
+            yield chunk
 
 
 def error_of(reply: Reply) -> ConvgradError | None:

@@ -1,0 +1,136 @@
+"""Calls: what the operations' functions take, check and build, with no connection in sight."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import convgrad
+from convgrad import AsyncClient, Client, MalformedRequest, calls
+from convgrad.contract import OPERATIONS
+from tests.client.fake import ones
+
+ASKED_FOR_NOTHING = {"response"}  # the form of tensors in JSON is the SDK's own business
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_function_takes_the_fields_of_its_contract(name: str) -> None:
+    signature = inspect.signature(getattr(calls, name))
+    fields = OPERATIONS[name].request.model_fields
+    assert set(signature.parameters) == set(fields) - ASKED_FOR_NOTHING
+    for field_name, parameter in signature.parameters.items():
+        field = fields[field_name]
+        if parameter.default is inspect.Parameter.empty:
+            assert field.is_required(), field_name
+        elif parameter.default is not None:
+            assert parameter.default == field.default, field_name
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_both_clients_have_every_operation(client: type, name: str) -> None:
+    method, build = getattr(client, name), getattr(calls, name)
+    assert method.__doc__ == build.__doc__
+    assert method.__name__ == name
+    ours, theirs = inspect.signature(method), inspect.signature(build)
+    assert list(ours.parameters.values())[1:] == list(theirs.parameters.values())
+    assert theirs.return_annotation == f"Call[{ours.return_annotation}]"
+    assert inspect.iscoroutinefunction(method) == (client is AsyncClient)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_docstrings_say_all_that_the_design_asks_for(name: str) -> None:
+    text = getattr(calls, name).__doc__
+    places = [text.index(f"\n{heading}\n") for heading in map(" ".__mul__(4).__add__, HEADINGS)]
+    assert places == sorted(places)
+
+
+HEADINGS = ("Shapes", "Dtypes", "Layout", "Raises", "Source")
+
+
+def test_a_call_holds_what_was_given_and_no_defaults() -> None:
+    call = calls.conv_bwd_data(
+        ones(1, 2, 3), ones(2, 2, 3), stride=(2,), padding=[(0, 1)], groups=1
+    )
+    assert call.operation == "conv_bwd_data"
+    assert set(call.tensors) == {"grad_output", "weight"}
+    assert call.parameters == {"stride": [2], "padding": [[0, 1]]}
+
+
+def test_numpy_ints_are_ints() -> None:
+    call = calls.conv_fwd(ones(1, 1, 4), ones(1, 1, 2), stride=np.int64(2))  # type: ignore[arg-type]
+    assert call.parameters == {"stride": 2}
+
+
+def test_lists_become_float64() -> None:
+    call = calls.conv_fwd([[[1.0, 2.0]]], [[[1.0]]])
+    assert call.tensors["input"].dtype == np.float64
+
+
+def test_a_contiguous_array_is_not_copied() -> None:
+    array = ones(1, 1, 4)
+    assert calls.conv_fwd(array, array).tensors["input"] is array
+
+
+def test_strides_and_byte_order_are_made_plain() -> None:
+    array = np.arange(24, dtype=">f4").reshape(1, 4, 6)
+    sent = calls.conv_fwd(array[:, :, ::2], ones(1, 4, 1)).tensors["input"]
+    assert sent.flags.c_contiguous
+    assert sent.dtype.isnative
+    np.testing.assert_array_equal(sent, array[:, :, ::2])
+
+
+def test_bfloat16_is_taken() -> None:
+    array = ones(1, 1, 4, dtype=ml_dtypes.bfloat16)
+    assert calls.conv_fwd(array, array).tensors["input"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (np.ones(3, np.complex64), "input: expected a dtype of float16, .*; got complex64"),
+        (np.ones(3, bool), "input: .* got bool"),
+        ([[1.0], [1.0, 2.0]], "input: expected a numeric array, got builtins.list"),
+        ("words", "input: expected a dtype of"),
+        (object(), "input: expected a dtype of"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(value: Any, sentence: str) -> None:
+    with pytest.raises(MalformedRequest, match=sentence):
+        calls.conv_fwd(value, ones(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"stride": 1.5}, "stride: expected .*, got 1.5"),
+        ({"stride": "2"}, "stride: expected"),
+        ({"precision": "low"}, 'precision: expected "highest" or "high"'),
+        ({"deterministic": 1}, "deterministic: expected true or false"),
+    ],
+)
+def test_wrong_parameters_are_refused_by_the_contract(
+    parameters: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(MalformedRequest, match=sentence):
+        calls.conv_fwd(ones(1, 1, 4), ones(1, 1, 2), **parameters)
+
+
+def test_results_are_read_by_name() -> None:
+    arrays = {"grad_bias": ones(1), "grad_weight": ones(2)}
+    some = calls.conv_backward(
+        ones(1, 1, 1), ones(1, 1, 1), ones(1, 1, 1), outputs=("grad_weight", "grad_bias")
+    ).read(arrays)
+    assert some == convgrad.ConvBackwardResult(None, arrays["grad_weight"], arrays["grad_bias"])
+    weight_alone = calls.grouped_conv_bwd_weight(ones(1, 1, 1), ones(1, 1, 1)).read(arrays)
+    assert weight_alone == convgrad.ConvWeightResult(arrays["grad_weight"], None)
+
+
+def test_an_output_that_did_not_come_is_an_invalid_answer() -> None:
+    call = calls.maxpool2d_fwd(ones(1, 1, 2, 2), 2, return_indices=True)
+    with pytest.raises(convgrad.InvalidAnswer, match="lacks indices; it has output"):
+        call.read({"output": ones(1)})

@@ -1,0 +1,108 @@
+"""The package from outside: what it exports, what importing it costs, what it never imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import convgrad
+
+PACKAGE = Path(convgrad.__file__).parent
+HEAVY = ("httpx", "pydantic", "numpy", "ml_dtypes", "importlib.metadata", "asyncio")
+SERVICE = ("convgrad_service", "fastapi", "starlette", "uvicorn", "prometheus_client", "msgspec")
+
+
+def modules_after(code: str) -> set[str]:
+    """Names of the modules that a fresh interpreter has after running ``code``."""
+    program = f"{code}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    before = modules_after("pass")
+    loaded = modules_after("import convgrad") - before
+    assert not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import convgrad; [getattr(convgrad, name) for name in convgrad.__all__]",
+        "import convgrad.cli; convgrad.cli.main(['operations', '--offline'])",
+        "import convgrad; convgrad.calls.conv_fwd([[[1.0]]], [[[1.0]]])",
+    ],
+)
+def test_no_use_of_the_client_imports_the_service(code: str) -> None:
+    assert not modules_after(
+        f"import io, sys; sys.stdout = io.StringIO()\n{code}\nsys.stdout = sys.__stdout__"
+    ) & set(SERVICE)
+
+
+def test_client_source_never_names_the_service() -> None:
+    naming = [
+        path.relative_to(PACKAGE)
+        for path in PACKAGE.rglob("*.py")
+        if any(module.startswith("convgrad_service") for module in imported_by(path))
+    ]
+    assert naming == []
+
+
+def imported_by(path: Path) -> set[str]:
+    """Every module that a file imports, at any depth, and every string that could name one."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+def test_all_is_what_can_be_had() -> None:
+    for name in convgrad.__all__:
+        assert getattr(convgrad, name) is not None
+    assert set(convgrad.__all__) <= set(dir(convgrad))
+    with pytest.raises(AttributeError, match="Clint"):
+        convgrad.Clint  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(seen) | {"__version__"} == set(convgrad.__all__)
+    for name, module in seen.items():
+        if name not in ("calls", "errors"):
+            assert module is not None
+            assert getattr(convgrad, name) is getattr(__import__(module, fromlist=[name]), name)
+
+
+def test_every_public_error_is_exported() -> None:
+    tree = [convgrad.errors.ConvgradError]
+    for error in tree:
+        tree += error.__subclasses__()
+        if error.__module__ == "convgrad.errors":
+            assert error.__name__ in convgrad.__all__
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in set(convgrad.__all__) - {"__version__"}:
+        assert getattr(convgrad, name).__doc__, name
