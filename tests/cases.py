@@ -13,7 +13,7 @@ from typing import Any
 from tests.geometries import CONVS, POOLS, Conv, Pool, Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One request: its operation, the shapes of its tensors (channels first), its parameters."""
 

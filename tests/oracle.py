@@ -106,7 +106,7 @@ def _conv3d_backprop_input(t: Tensors, params: Params) -> Answer:
         **_only(params, _GEOMETRY),
     )
     if params.get("region") is not None:
-        d, h = (slice(*params["region"][axis]) for axis in "dh")
+        d, h = (slice(*params["region"].get(axis, (None,))) for axis in "dh")
         grad = grad.map(lambda a: a[:, :, d, h])
     return {"grad_input": grad}
 

@@ -1,0 +1,78 @@
+"""Backends that compute nothing: for tests of what surrounds a backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from convgrad_service.backends.base import Outcome, Plan
+from numpy.typing import NDArray
+
+from convgrad_service.problems import Problem
+
+__all__ = ["Blocking", "Failing", "Zeros"]
+
+
+class Zeros:
+    """Answers every problem with zeros, at once."""
+
+    name = "zeros"
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        outputs = {
+            name: np.zeros(spec.shape, spec.dtype.numpy) for name, spec in problem.outputs.items()
+        }
+        return Outcome(outputs, "zeros", 1e-6, 1, 0)
+
+    def explain(self, problem: Problem) -> Plan:
+        raise NotImplementedError
+
+
+class Blocking(Zeros):
+    """Answers with zeros once `release` is set or it is told to give up; counts what it saw."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.started = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.cancelled = 0
+        self.runs = 0
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        self.runs += 1
+        self.started.release()
+        try:
+            while not self.release.wait(0.01):
+                if cancelled is not None and cancelled.is_set():
+                    self.cancelled += 1
+                    break
+            return super().run(problem, tensors, cancelled)
+        finally:
+            self.ended.release()
+
+
+class Failing(Zeros):
+    """Raises ``error`` whatever the problem."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        raise self.error

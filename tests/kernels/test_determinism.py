@@ -1,0 +1,165 @@
+"""The same bits, whatever runs beside, however many threads, wherever the arrays lie."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from convgrad_service.backends.base import Backend
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cpu import CpuBackend
+from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.bounds import assert_same_bits
+from tests.cases import (
+    FROM_CONV,
+    FUSED,
+    Case,
+    conv3d_backprop_input,
+    conv3d_transpose,
+    maxpool_bwd,
+    maxpool_fwd,
+)
+from tests.geometries import POOLS, Conv, Pool
+from tests.kernels.harness import answers, run
+
+# Large enough for several threads to have work, and for sums to depend on their order.
+CONV_SHAPES = {
+    "dense": Conv(3, 48, 40, (19, 23), (3, 3), padding=1),
+    "strided": Conv(2, 24, 32, (21, 22), (3, 3), 2, 1),
+    "depthwise": Conv(2, 40, 40, (20, 19), (3, 3), padding=1, groups=40),
+    "grouped": Conv(2, 64, 32, (14, 13), (3, 3), padding=1, groups=8),
+    "first_layer": Conv(2, 3, 32, (30, 31), (7, 7), 2, 3),
+    "1d": Conv(2, 31, 33, (200,), (5,), padding=2),
+    "3d": Conv(1, 16, 12, (6, 9, 10), (3, 3, 3), padding=1),
+}
+POOL_SHAPES = {
+    "2d": Pool(2, 33, (27, 25), 3, 2, 1),
+    "3d": Pool(1, 17, (9, 11, 10), 3, 2, 1),
+}
+
+
+def _cases() -> list[Case]:
+    cases = [make(name, conv) for name, conv in CONV_SHAPES.items() for make in FROM_CONV.values()]
+    cases += [make("3d", CONV_SHAPES["3d"]) for make in (conv3d_transpose, conv3d_backprop_input)]
+    for name, pool in POOL_SHAPES.items():
+        cases += [maxpool_fwd(name, pool), maxpool_bwd(name, pool)]
+    return [*cases, *FUSED[:4]]
+
+
+CASES = _cases()
+
+
+def assert_same(found: Arrays, wanted: Arrays, what: str) -> None:
+    for name, array in wanted.items():
+        assert_same_bits(found[name], array, f"{what} {name}")
+
+
+def tensors_of(seed: int, case: Case, dtype: str) -> Arrays:
+    return draw(case, rng_for(seed, case.id, dtype), DTYPES[dtype], normals)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_ten_runs_and_other_thread_counts(
+    backend: Backend, seed: int, case: Case, dtype: str
+) -> None:
+    tensors = tensors_of(seed, case, dtype)
+    first = answers(backend, case, tensors)
+    for again in range(9):
+        assert_same(answers(backend, case, tensors), first, f"seed {seed}, run {again + 2}")
+    if isinstance(backend, CpuBackend):
+        for threads in (1, 3):
+            found = answers(CpuBackend(threads=threads), case, tensors)
+            assert_same(found, first, f"seed {seed}, {threads} threads")
+
+
+def test_requests_side_by_side_do_not_touch_each_other(backend: Backend, seed: int) -> None:
+    """Eight threads, each with its own case, through one backend."""
+    work = [(case, tensors_of(seed, case, "float32")) for case in CASES[::4][:8]]
+    alone = [answers(backend, case, tensors) for case, tensors in work]
+    failures: list[str] = []
+
+    def repeat(index: int) -> None:
+        case, tensors = work[index]
+        for _ in range(5):
+            try:
+                assert_same(answers(backend, case, tensors), alone[index], case.id)
+            except AssertionError as error:
+                failures.append(str(error))
+
+    threads = [threading.Thread(target=repeat, args=(index,)) for index in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def at_odd_address(array: NDArray[Any]) -> NDArray[Any]:
+    """As a body's bytes may hold it: not aligned to its own item size."""
+    room = np.empty(array.nbytes + 64, np.uint8)
+    start = (1 - room.ctypes.data) % 64
+    view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    assert view.ctypes.data % 64 == 1
+    return view
+
+
+def at_item_address(array: NDArray[Any]) -> NDArray[Any]:
+    """Aligned to its item size and to nothing more."""
+    room = np.empty(array.nbytes + 128, np.uint8)
+    start = (array.itemsize - room.ctypes.data) % 64
+    view = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def every_second(array: NDArray[Any]) -> NDArray[Any]:
+    """A view with gaps in its last dimension."""
+    room = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+    room[..., ::2] = array
+    return room[..., ::2]
+
+
+PLACES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "odd address": at_odd_address,
+    "item address": at_item_address,
+    "read-only": read_only,
+    "column-major": np.asfortranarray,
+    "with gaps": every_second,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place: str) -> None:
+    """The answer is the same to the bit, and the inputs are as they were."""
+    for case in CASES:
+        tensors = tensors_of(seed, case, dtype)
+        wanted = run(backend, case.operation, tensors, case.params).outputs
+        moved = {name: PLACES[place](array) for name, array in tensors.items()}
+        found = run(backend, case.operation, moved, case.params).outputs
+        assert_same(found, wanted, f"seed {seed}, {case.id}")
+        assert_same(moved, tensors, f"seed {seed}, {case.id}: the input")
+
+
+def test_pooling_reads_odd_indices(backend: Backend, seed: int) -> None:
+    """Indices at an odd address too."""
+    pool = POOLS["overlapping"]
+    tensors = tensors_of(seed, maxpool_fwd("", pool), "float32")
+    found = answers(backend, maxpool_fwd("", pool), tensors)
+    given = {"grad_output": found["output"], "indices": at_odd_address(found["indices"])}
+    params = {**pool.params, "input_size": pool.size}
+    odd = run(backend, "maxpool2d_bwd", given, params).outputs
+    given["indices"] = found["indices"]
+    assert_same(odd, run(backend, "maxpool2d_bwd", given, params).outputs, "grad_input")

@@ -1,0 +1,146 @@
+"""Max pooling forward and backward: maxima, ties, NaNs, indices good and bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from convgrad_service.backends.base import Backend
+from numpy.typing import NDArray
+
+from convgrad.errors import InvalidProblem
+from tests.arrays import DTYPES, Arrays, draw, integers, normals, request_arrays, rng_for
+from tests.cases import Case, maxpool_bwd, pool_cases
+from tests.geometries import POOLS
+from tests.kernels.harness import answers, check, run, with_layouts
+from tests.oracle import expected
+from tests.reference_pool import maxpool_fwd
+
+FORWARD = [case for n in (2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
+BACKWARD = [case for n in (2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]
+
+
+def with_nans(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """Few different integers, so many ties, with NaNs and infinities strewn among them."""
+    array = integers(rng, shape, np.dtype(np.float64))
+    strewn = rng.random(shape)
+    for low, value in ((0.9, np.nan), (0.86, np.inf), (0.75, -np.inf)):
+        array[(strewn > low) & (strewn < low + 0.05)] = value
+    return array.astype(dtype)
+
+
+INPUTS = {"ties": integers, "normals": normals, "nans": with_nans}
+
+
+def sources(case: Case, tensors: Arrays) -> dict[str, tuple[Case, Arrays]]:
+    """The backward from the input, and from indices of either width."""
+    size = tensors["input"].shape[2:]
+    _, indices = maxpool_fwd(tensors["input"], **case.params)
+    given = {"input": (case, tensors)}
+    for width in (np.int64, np.int32):
+        from_indices = {"grad_output": tensors["grad_output"], "indices": indices.astype(width)}
+        given[np.dtype(width).name] = (case.with_params("i", input_size=size), from_indices)
+    return given
+
+
+@pytest.mark.parametrize("numbers", INPUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.id)
+def test_forward(backend: Backend, seed: int, case: Case, dtype: str, numbers: str) -> None:
+    tensors = draw(case, rng_for(seed, case.id, numbers), DTYPES[dtype], INPUTS[numbers])
+    wanted = expected(case.operation, tensors, case.params)
+    for layout in with_layouts(case.ndim, grouped=False):
+        found = answers(backend, case, tensors, layout)
+        assert found["indices"].dtype == np.int64
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("numbers", INPUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", BACKWARD, ids=lambda case: case.id)
+def test_backward(backend: Backend, seed: int, case: Case, dtype: str, numbers: str) -> None:
+    rng = rng_for(seed, case.id, numbers)
+    tensors = draw(case, rng, DTYPES[dtype], INPUTS[numbers])
+    for gate, grads in (("exact", integers), ("bounded", normals)):
+        tensors["grad_output"] = grads(rng, case.shapes["grad_output"], DTYPES[dtype])
+        wanted = expected(case.operation, tensors, case.params)
+        for source, (asked, given) in sources(case, tensors).items():
+            for layout in with_layouts(case.ndim, grouped=False):
+                what = f"seed {seed}, {case.id} {dtype} {layout} from {source}"
+                check(answers(backend, asked, given, layout), wanted, gate, what)
+
+
+@pytest.mark.parametrize("return_indices", [False, True])
+def test_forward_with_narrow_indices_or_none(
+    backend: Backend, seed: int, return_indices: bool
+) -> None:
+    for case in FORWARD[::4]:
+        tensors = draw(case, rng_for(seed, case.id), DTYPES["bfloat16"], integers)
+        wanted = expected(case.operation, tensors, case.params)
+        if not return_indices:
+            del wanted["indices"]
+        asked = case.with_params("n", index_dtype="int32", return_indices=return_indices)
+        found = answers(backend, asked, tensors)
+        assert not return_indices or found["indices"].dtype == np.int32
+        check(found, wanted, "bounded", asked.id)
+
+
+def test_a_nan_gradient_reaches_its_maximum_alone(backend: Backend, seed: int) -> None:
+    case = maxpool_bwd("overlapping", POOLS["overlapping"])
+    rng = rng_for(seed, "nan gradients")
+    for dtype in DTYPES.values():
+        tensors = draw(case, rng, dtype, normals)
+        tensors["grad_output"] = with_nans(rng, case.shapes["grad_output"], dtype)
+        wanted = expected(case.operation, tensors, case.params)
+        for asked, given in sources(case, tensors).values():
+            check(answers(backend, asked, given), wanted, "bounded", f"seed {seed}")
+
+
+def bad_indices(
+    rng: np.random.Generator, case: Case, good: NDArray[Any]
+) -> dict[str, NDArray[Any]]:
+    """One index of many made wrong: beyond the plane, negative, or outside its window."""
+    plane = int(np.prod(case.shapes["input"][2:]))
+    wrong = {"plane": plane, "negative": -1, "least": -(2**31), "most": 2**31 - 1}
+    # The plane's last element is not in the first window of these poolings.
+    made = {}
+    for name, value in wrong.items():
+        made[name] = good.copy()
+        made[name].flat[rng.integers(good.size)] = value
+    made["outside its window"] = good.copy()
+    made["outside its window"][:, :, *[0] * case.ndim] = plane - 1
+    return made
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize("layout", [None, "last"])
+@pytest.mark.parametrize("name", ["overlapping", "plain", "gaps", "3d_overlapping", "3d_plain"])
+def test_indices_that_point_elsewhere_are_refused(
+    backend: Backend, seed: int, name: str, layout: str | None, width: type[np.generic]
+) -> None:
+    case = maxpool_bwd(name, POOLS[name])
+    rng = rng_for(seed, name)
+    tensors = draw(case, rng, DTYPES["float32"], normals)
+    (asked, given) = sources(case, tensors)[np.dtype(width).name]
+    used = layout and with_layouts(case.ndim, grouped=False)[-1]
+    params = asked.params if used is None else {**asked.params, "layout": used}
+    for indices in bad_indices(rng, case, given["indices"]).values():
+        arrays = request_arrays(asked, {**given, "indices": indices.astype(width)}, used)
+        with pytest.raises(InvalidProblem, match=r"(?i)ind(ex|ices)"):
+            run(backend, case.operation, arrays, params)
+
+
+def test_an_index_between_the_taps_of_a_dilated_window_is_refused(backend: Backend) -> None:
+    grad = np.ones((1, 1, 1, 1), np.float32)
+    params = {"kernel_size": 2, "dilation": 2, "input_size": (3, 3)}
+    for index in range(9):
+        arrays = {"grad_output": grad, "indices": np.full(grad.shape, index)}
+        if index in (0, 2, 6, 8):
+            out = run(backend, "maxpool2d_bwd", arrays, params).outputs["grad_input"]
+            assert out.sum() == out.flat[index] == 1
+        else:
+            with pytest.raises(InvalidProblem):
+                run(backend, "maxpool2d_bwd", arrays, params)

@@ -1,0 +1,179 @@
+"""A problem in pieces is the problem whole; and memory beyond inputs and outputs stays bounded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from convgrad_service.backends.base import Backend
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.problems import Problem, problem_from, run_in_pieces
+from tests.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
+from tests.bounds import assert_bounded, assert_same_bits
+from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.kernels.harness import answers, check, with_layouts
+from tests.kernels.test_determinism import CASES as LARGER
+from tests.oracle import expected
+from tests.reference import Reference
+
+NAMES = (
+    "plain",
+    "batch_5",
+    "stride_beyond_kernel",
+    "stride_shares_factor_with_dilation",
+    "rows_past_the_last_window",
+    "asymmetric_padding",
+    "padding_beyond_the_kernel",
+    "output_extent_1",
+    "channels_67",
+    "depthwise",
+    "groups_4",
+    "1d_causal",
+    "1d_stride_shares_factor_with_dilation",
+    "3d_plain",
+    "3d_rows_past_the_last_window",
+)
+OPERATIONS_OF_CONV = (*FROM_CONV, *FROM_CONV3D)
+CASES = [
+    *(case for op in OPERATIONS_OF_CONV for case in conv_cases(op) if case.name in NAMES),
+    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *FUSED,
+    *(case for case in EPILOGUES if case.name.endswith("bilinear")),
+]
+# Along these each part is a sum over its share of the batch, so the whole's bits may differ.
+SUMMED = ("grad_weight", "grad_bias")
+
+
+def stated(case: Case, tensors: Arrays, layout: str | None) -> tuple[Problem, Arrays]:
+    params = dict(case.params) if layout is None else {**case.params, "layout": layout}
+    arrays = request_arrays(case, tensors, layout)
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
+    return problem_from(case.operation, request), request.tensors()
+
+
+def check_sum(found: NDArray[Any], reference: Reference, parts: int, what: str) -> None:
+    """The parts' own addition joins the chain of each element."""
+    longer = Reference(reference.value, reference.magnitude, reference.terms + parts)
+    assert_bounded(found, longer, what)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 1000])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: int) -> None:
+    """To the bit where parts are put side by side, within the bound where they are summed."""
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
+    wanted = expected(case.operation, tensors, case.params)
+    layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
+    for layout in layouts[-2:]:
+        problem, arrays = stated(case, tensors, layout)
+        whole = backend.run(problem, arrays).outputs
+        found = run_in_pieces(problem, arrays, parts, lambda p, t: backend.run(p, t).outputs)
+        assert set(found) == set(whole)
+        for name, array in found.items():
+            what = f"seed {seed}, {case.id} {layout} {name} in {parts} parts"
+            reference = wanted[name]
+            if name in SUMMED and layout is None and isinstance(reference, Reference):
+                check_sum(array, reference, parts, what)
+            elif name not in SUMMED:
+                assert_same_bits(array, whole[name], what)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_pieces_cover_every_output_once(case: Case) -> None:
+    """No element twice, none left out; more parts than there is to divide are no error."""
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in case.shapes.items()}
+    problem, _ = stated(case, tensors, None)
+    for parts in (1, 2, 5, 10_000):
+        pieces = problem.split(parts)
+        for name, spec in problem.outputs.items():
+            count = np.zeros(spec.shape, np.int64)
+            for piece in pieces:
+                if piece.combine[name] == "sum":
+                    assert count[piece.outputs[name]].shape == spec.shape
+                    continue
+                count[piece.outputs[name]] += 1
+            summed = {piece.combine[name] == "sum" for piece in pieces}
+            assert summed == {True} or (count == 1).all(), f"{case.id} {name} {parts}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGER, ids=lambda case: case.id)
+def test_with_hardly_any_workspace(seed: int, case: Case, dtype: str) -> None:
+    """The bits do not depend on how much memory a kernel was allowed."""
+    tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], normals)
+    roomy = answers(CpuBackend(threads=2), case, tensors)
+    tight = answers(CpuBackend(threads=2, workspace_limit_bytes=64 * 1024), case, tensors)
+    for name, array in roomy.items():
+        assert_same_bits(tight[name], array, f"seed {seed}, {case.id} {dtype} {name}")
+    if case.operation in FROM_CONV:
+        check(tight, expected(case.operation, tensors, case.params), "bounded", case.id)
+
+
+PROBE = """
+import numpy as np, re, sys
+from pathlib import Path
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.problems import problem_from
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def problem(n, size):
+    x = np.ones((n, 32, size, size), np.float32)
+    fields = {"input": x, "grad_output": x, "weight": np.ones((32, 32, 3, 3), np.float32)}
+    fields["weight_size"], fields["kernel_size"] = (3, 3), 3
+    model = OPERATIONS[sys.argv[1]].request
+    fields = {k: v for k, v in fields.items() if k in model.model_fields}
+    if "maxpool" in sys.argv[1]:
+        fields["stride"] = 1
+    request = validate(model, {**fields, "padding": 1})
+    return problem_from(sys.argv[1], request), request.tensors()
+
+backend = CpuBackend(threads=2, workspace_limit_bytes=int(sys.argv[2]))
+backend.run(*problem(1, 8))
+stated, tensors = problem(8, 128)
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+outcome = backend.run(stated, tensors)
+made = sum(array.nbytes for array in outcome.outputs.values())
+print(status("VmHWM") - before - made, outcome.workspace_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "conv_fwd",
+        "conv_bwd_data",
+        "grouped_conv_bwd_weight",
+        "conv_backward",
+        "maxpool2d_fwd",
+        "maxpool2d_bwd",
+    ],
+)
+def test_memory_beyond_inputs_and_outputs_is_bounded(operation: str) -> None:
+    """Unfolded, this problem's input would take 150 MiB; the kernel is allowed 16."""
+    limit = 16 * 2**20
+    ran = subprocess.run(
+        [sys.executable, "-c", PROBE, operation, str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    beyond, said = map(int, ran.stdout.split())
+    # Stacks and the allocator's own rounding are not the kernel's.
+    assert beyond <= limit + 8 * 2**20, f"{beyond} bytes beyond inputs and outputs"
+    assert said <= limit

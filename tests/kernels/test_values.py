@@ -1,0 +1,123 @@
+"""What values do: infinities, NaNs, overflow, subnormals; and that gradients are adjoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from convgrad_service.backends.base import Backend
+
+from tests.arrays import DTYPES, draw, normals, rng_for
+from tests.bounds import U, limits
+from tests.cases import FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
+from tests.geometries import CONVS
+from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.oracle import expected
+
+# Every way through a kernel: dense, strided, padded past the kernel, grouped, depthwise, tails.
+NAMES = (
+    "plain",
+    "pointwise",
+    "first_layer_7x7",
+    "stride_beyond_kernel",
+    "stride_shares_factor_with_dilation",
+    "padding_beyond_the_kernel",
+    "channels_67",
+    "depthwise",
+    "depthwise_multiplier_2",
+    "groups_3_odd",
+    "groups_4",
+    "1d_k31",
+    "1d_groups_4",
+    "3d_plain",
+    "3d_groups_2",
+)
+CASES = [
+    case
+    for operation in (*FROM_CONV, *FROM_CONV3D)
+    for case in conv_cases(operation)
+    if case.name in NAMES
+] + [case for case in FUSED if "silu" not in case.params.values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_non_finite_inputs_reach_what_they_meet_and_no_more(
+    backend: Backend, seed: int, case: Case, dtype: str
+) -> None:
+    """As in the definition: never through padding, never into another group."""
+    rng = rng_for(seed, case.id, dtype)
+    tensors = draw(case, rng, DTYPES[dtype], normals)
+    tensor = tensors[rng.choice(sorted(tensors))]
+    for value in rng.choice([np.inf, -np.inf, np.nan], 3):
+        tensor.flat[rng.integers(tensor.size)] = value
+    wanted = expected(case.operation, tensors, case.params)
+    layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
+    for layout in layouts:
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_float16_overflows_to_infinity(backend: Backend, seed: int, case: Case) -> None:
+    """Sums past 65504 are infinite; those before it are not, whatever they passed on the way."""
+    if case in FUSED:
+        pytest.skip("an intermediate that overflows has no error bound")
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["float16"], normals)
+    first = tensors[min(tensors)]
+    first *= np.float16(100)
+    wanted = expected(case.operation, tensors, case.params)
+    check(answers(backend, case, tensors), wanted, "bounded", f"seed {seed}, {case.id}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str) -> None:
+    """Small integers times the smallest subnormal: every sum is exact, and none is flushed."""
+    if case in FUSED:
+        pytest.skip("covered by the two convolutions it is made of")
+    tensors, _ = drawn(seed, case, dtype, "exact")
+    tiny = DTYPES[dtype].type(limits(DTYPES[dtype]).smallest_subnormal)
+    linear = [name for name in ("grad_output", "bias", "input") if name in tensors]
+    # conv_backward's grad_weight would multiply two of them: the gradient alone is made tiny.
+    for name in linear[:1] if case.operation == "conv_backward" else linear:
+        if case.operation == "grouped_conv_bwd_weight" and name == "input":
+            continue
+        tensors[name] = tensors[name] * tiny
+        assert (tensors[name] != 0).any()
+    wanted = expected(case.operation, tensors, case.params)
+    for name, array in answers(backend, case, tensors).items():
+        reference = wanted[name]
+        assert not isinstance(reference, np.ndarray)
+        assert (array.astype(np.float64) == reference.value).all(), f"seed {seed}, {case.id} {name}"
+        assert not reference.value.any() or array.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", CONVS)
+def test_adjointness(backend: Backend, seed: int, name: str, dtype: str) -> None:
+    """<dy, conv(x, w)> = <bwd_data(dy, w), x> = <bwd_weight(x, dy), w>, all three computed here."""
+    conv, of = CONVS[name], DTYPES[dtype]
+    rng = rng_for(seed, name)
+    x, w = normals(rng, conv.input_shape, of), normals(rng, conv.weight_shape, of)
+    dy = normals(rng, conv.output_shape, of)
+    tensors = {"input": x, "weight": w, "grad_output": dy}
+
+    def answer(operation: str, output: str) -> np.ndarray:
+        shapes = {k: v for k, v in FROM_CONV[operation](name, conv).shapes.items() if k != "bias"}
+        case = Case(name, operation, shapes, FROM_CONV[operation](name, conv).params)
+        given = {tensor: tensors[tensor] for tensor in shapes}
+        return answers(backend, case, given)[output].astype(np.float64)
+
+    def product(a: np.ndarray, b: np.ndarray) -> float:
+        return float((a * b.astype(np.float64)).sum())
+
+    case = FROM_CONV["conv_fwd"](name, conv)
+    forward = expected("conv_fwd", {"input": x, "weight": w}, case.params)["output"]
+    assert not isinstance(forward, np.ndarray)
+    # Each of the three rounds every term at most n times, in all.
+    terms = int(forward.terms.max()) + conv.n * int(np.prod(conv.output_size))
+    scale = float((forward.magnitude * np.abs(dy.astype(np.float64))).sum())
+    allowed = 2 * (terms + 2) * U[dtype] * scale
+    by_output = product(answer("conv_fwd", "output"), dy)
+    assert abs(by_output - product(answer("conv_bwd_data", "grad_input"), x)) <= allowed
+    assert abs(by_output - product(answer("grouped_conv_bwd_weight", "grad_weight"), w)) <= allowed
