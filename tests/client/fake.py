@@ -69,7 +69,7 @@ class FakeServer:
         self._next: Any = None
 
     def client(self, **options: Any) -> convgrad.Client:
-        http = httpx.Client(transport=httpx.MockTransport(self._handle))
+        http = httpx.Client(transport=httpx.MockTransport(self.handle))
         return convgrad.Client(
             "http://server", http_client=http, sleep=self.slept_s.append, **options
         )
@@ -104,7 +104,7 @@ class FakeServer:
             {name: value for name, value in fields.items() if not is_tensor[name]},
         )
 
-    def _handle(self, request: httpx.Request) -> httpx.Response:
+    def handle(self, request: httpx.Request) -> httpx.Response:
         request.read()
         return self._reply(request)
 

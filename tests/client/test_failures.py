@@ -305,6 +305,6 @@ def test_an_injected_client_stays_open() -> None:
 
 def test_a_path_in_the_base_url_is_kept() -> None:
     server = FakeServer([GOOD])
-    http = httpx.Client(transport=httpx.MockTransport(server._handle))
+    http = httpx.Client(transport=httpx.MockTransport(server.handle))
     ask(convgrad.Client("https://host/grad/", http_client=http))
     assert str(server.requests[0].url) == "https://host/grad/conv_fwd"

@@ -1,0 +1,152 @@
+"""The SDK against the real server, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+
+import convgrad
+from convgrad import calls
+from convgrad._body import WIRES
+from convgrad._call import make_call
+from convgrad.contract import OPERATIONS
+from convgrad.wire import json_tensors
+from tests.client.fake import ones
+from tests.contract.server import LiveServer, serving
+from tests.fake_backends import Blocking, Zeros
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    with serving(Zeros(), log_level="error") as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: LiveServer) -> Iterator[convgrad.Client]:
+    with convgrad.Client(live.url) as client:
+        yield client
+
+
+def example(name: str) -> dict[str, Any]:
+    """The contract's example request, its tensors as arrays."""
+    return {
+        field: json_tensors.decode_tensor(value, name=field)
+        if field in OPERATIONS[name].tensors
+        else value
+        for field, value in OPERATIONS[name].example.items()
+        if field != "response"
+    }
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_answers(name: str, wire: str, client: convgrad.Client) -> None:
+    answer = client.with_options(wire=wire).call(make_call(name, example(name), dict))
+    assert set(answer.outputs) <= set(OPERATIONS[name].outputs)
+    assert OPERATIONS[name].outputs[0] in answer.outputs
+    assert answer.report.kernel == "zeros"
+    assert answer.attempts == 1
+    assert "compute" in answer.server_timing_s
+    for array in answer.outputs.values():
+        assert isinstance(array, np.ndarray)
+        assert array.flags.writeable
+        assert not array.any()
+
+
+def test_methods_take_pytorchs_arguments(client: convgrad.Client) -> None:
+    x, weight = ones(2, 4, 9, 9), ones(6, 2, 3, 3)
+    output = client.conv_fwd(x, weight, ones(6), 2, 1, groups=2)
+    assert output.shape == (2, 6, 5, 5)
+    grad = client.conv_bwd_data(output, weight, stride=2, padding=1, groups=2, input_size=(9, 9))
+    assert grad.shape == x.shape
+    gradients = client.conv_backward(
+        output, x, weight, stride=2, padding=1, groups=2, outputs=("grad_weight", "grad_bias")
+    )
+    assert gradients.grad_input is None
+    assert gradients.grad_weight is not None
+    assert gradients.grad_weight.shape == weight.shape
+    pooled, indices = client.maxpool2d_fwd(x, 3, 2, padding=1, return_indices=True)
+    assert indices is not None
+    assert pooled.shape == indices.shape == (2, 4, 5, 5)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes_survive(wire: str, dtype: Any, client: convgrad.Client) -> None:
+    given = ones(1, 1, 4, dtype=dtype)
+    output = client.with_options(wire=wire).conv_fwd(given, given)
+    assert output.dtype == given.dtype
+
+
+def test_large_tensors(client: convgrad.Client) -> None:
+    x = np.zeros((1, 16, 1024, 1024), np.float32)
+    started = time.monotonic()
+    output = client.conv_fwd(x, ones(16, 1, 1, 1), groups=16)
+    assert output.shape == x.shape
+    assert time.monotonic() - started < 20
+
+
+def test_the_server_and_the_client_refuse_in_the_same_words(
+    live: LiveServer, client: convgrad.Client
+) -> None:
+    body = {**OPERATIONS["conv_fwd"].example, "strid": 2}
+    refused = httpx.post(f"{live.url}/conv_fwd", json=body).json()
+    with pytest.raises(convgrad.MalformedRequest) as caught:
+        make_call("conv_fwd", {**example("conv_fwd"), "strid": 2}, dict)
+    assert refused["detail"] == caught.value.detail
+
+
+def test_a_refusal_carries_the_request_id_it_was_sent_with(client: convgrad.Client) -> None:
+    with pytest.raises(convgrad.InvalidProblem) as caught:
+        client.conv_fwd(ones(1, 3, 4), ones(1, 2, 1))
+    assert caught.value.request_id is not None
+    assert len(caught.value.request_id) == 16
+    assert not caught.value.retryable
+
+
+def test_operations_and_health(client: convgrad.Client) -> None:
+    listed: Mapping[str, Any] = client.operations()
+    assert list(listed) == list(OPERATIONS)
+    assert listed["conv_fwd"]["tensors"]["bias"]["required"] is False
+    assert client.is_live()
+    assert client.is_ready()
+    with convgrad.Client("http://127.0.0.1:9") as nowhere:
+        assert not nowhere.is_live()
+        assert not nowhere.is_ready()
+
+
+def test_async_requests_run_side_by_side(live: LiveServer) -> None:
+    async def run() -> None:
+        async with convgrad.AsyncClient(live.url) as client:
+            x = [ones(1, 1, size) for size in range(1, 9)]
+            outputs = await asyncio.gather(*(client.conv_fwd(each, ones(1, 1, 1)) for each in x))
+            assert [output.shape for output in outputs] == [each.shape for each in x]
+            assert await client.is_live()
+            assert await client.is_ready()
+            assert set(await client.operations()) == set(OPERATIONS)
+            report = (await client.call(calls.conv_fwd(x[0], ones(1, 1, 1)))).report
+            assert report.kernel == "zeros"
+
+    asyncio.run(run())
+
+
+def test_a_server_too_slow_is_a_timeout() -> None:
+    backend = Blocking()
+    with serving(backend, log_level="error") as server:
+        for client in (
+            convgrad.Client(server.url, timeout=0.3),
+            convgrad.Client(server.url, timeout=0.3, wire="json"),
+        ):
+            with client, pytest.raises((convgrad.ClientTimeout, convgrad.DeadlineExceeded)):
+                client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
+        backend.release.set()
