@@ -79,8 +79,11 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
     """
     try:
         array: NDArray[Any] = np.asarray(value, order="C")
-    except (TypeError, ValueError) as refused:
-        raise MalformedRequest(f"{name}: expected a numeric array, got {_what(value)}") from refused
+    # RuntimeError: what torch raises for a tensor that requires grad or is not on the CPU.
+    except (TypeError, ValueError, RuntimeError) as refused:
+        raise MalformedRequest(
+            f"{name}: expected a numeric array, got {_what(value)}: {refused}"
+        ) from refused
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if DType.of(array.dtype) is None:

@@ -101,6 +101,7 @@ class Exchange(Generic[R]):
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt. Its body starts afresh each time, so sending again is safe."""
+        self.check_deadline()
         self._attempts += 1
         remaining_s = self._remaining_s()
         timeout = httpx.Timeout(remaining_s, connect=_soonest(remaining_s, _CONNECT_TIMEOUT_S))
@@ -152,7 +153,8 @@ class Exchange(Generic[R]):
         """Raise ClientTimeout once the time is up, and shorten the socket's timeouts to it.
 
         httpx bounds each read and each write; a peer that sends a byte now and then would pass
-        those forever.
+        those forever. (A read already begun keeps its bound: only a peer that falls silent in the
+        middle of an answer can take longer than asked, and at most twice as long.)
         """
         remaining_s = self._remaining_s()
         if remaining_s is None:
@@ -168,8 +170,9 @@ class Exchange(Generic[R]):
         remaining_s = self._deadline_s - self._clock()
         return None if math.isinf(remaining_s) else remaining_s
 
-    def _headers(self, remaining_s: float | None) -> dict[str, str]:
-        headers = {**self._options.headers, "Accept-Encoding": "identity"}
+    def _headers(self, remaining_s: float | None) -> httpx.Headers:
+        headers = httpx.Headers(dict(self._options.headers))  # whose names know no case
+        headers["Accept-Encoding"] = "identity"
         headers["X-Request-Id"] = self.request_id
         body = self._target.body
         if body is not None:

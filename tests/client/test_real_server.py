@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -150,3 +151,43 @@ def test_a_server_too_slow_is_a_timeout() -> None:
             with client, pytest.raises((convgrad.ClientTimeout, convgrad.DeadlineExceeded)):
                 client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
         backend.release.set()
+
+
+def test_a_body_too_large_is_told_even_while_it_is_sent() -> None:
+    with (
+        serving(Zeros(), max_body_bytes="1MiB", log_level="error") as server,
+        convgrad.Client(server.url) as client,
+    ):
+        for _ in range(3):
+            with pytest.raises(convgrad.PayloadTooLarge):
+                client.conv_fwd(np.zeros((1, 1, 32 * MIB), np.float32), ones(1, 1, 1))
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    backend = Blocking()
+
+    def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        backend.release.set()
+        server.wait_until_idle()
+
+    waited_s: list[float] = []
+    with serving(backend, compute_slots=1, max_queue=1, log_level="error") as server:
+        patient = convgrad.Client(server.url, retries=0)
+        with (
+            ThreadPoolExecutor(8) as pool,
+            patient,
+            convgrad.Client(server.url, sleep=wait) as client,
+        ):
+            filling = [
+                pool.submit(patient.conv_fwd, ones(1, 1, 4), ones(1, 1, 1)) for _ in range(6)
+            ]
+            while server.dataplane.queue.waiting == 0:
+                time.sleep(0.005)
+            answer = client.call(calls.conv_fwd(ones(1, 1, 4), ones(1, 1, 1)))
+            for future in filling:
+                error = future.exception()
+                assert error is None or isinstance(error, convgrad.Overloaded)
+    assert answer.attempts == 2
+    assert len(waited_s) == 1
+    assert waited_s[0] >= 1
