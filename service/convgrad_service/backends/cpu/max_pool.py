@@ -1,0 +1,208 @@
+"""Max pooling in 2D and 3D: kernels/pool_forward.cpp and pool_backward.cpp.
+
+All take views (N, C, *spatial) of any strides, and answer how many bytes of work memory they used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import InvalidProblem, UnsupportedProblem
+from convgrad_service.backends.cpu.arguments import DTYPE_CODES, View, view_of
+from convgrad_service.backends.cpu.library import Library
+from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.plans.planar import triple
+from convgrad_service.plans.pooling import PoolPlan, pool_backward_plan, pool_forward_plan
+from convgrad_service.problems.geometry import PoolShape
+
+__all__ = ["backward", "forward"]
+
+Array = NDArray[Any]
+_Int64x3 = ctypes.c_int64 * 3
+LARGEST_PLANE = 2**31 - 1
+
+
+class PoolArgs(ctypes.Structure):
+    """``kernels/pool_args.hpp`` for ctypes."""
+
+    _fields_ = (
+        ("x", View),
+        ("y", View),
+        ("indices", View),
+        ("grad_input", View),
+        ("batch", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("input", _Int64x3),
+        ("output", _Int64x3),
+        ("kernel", _Int64x3),
+        ("stride", _Int64x3),
+        ("dilation", _Int64x3),
+        ("pad", _Int64x3),
+        ("tile", _Int64x3),
+        ("tiles", _Int64x3),
+        ("windows", _Int64x3),
+        ("scratch_bytes", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("index_bytes", ctypes.c_int32),
+        ("from_indices", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+def forward(
+    library: Library,
+    workers: Workers,
+    pool: PoolShape,
+    dtype: DType,
+    input: Array,
+    output: Array,
+    indices: Array | None = None,
+    *,
+    cancelled: threading.Event | None = None,
+) -> int:
+    """output = the maximum of each window; indices, where given, receive its flat positions."""
+    tensors = [input, output] if indices is None else [input, output, indices]
+    merged, (input, output, *rest) = _merged(pool, tensors)
+    plan = pool_forward_plan(merged, library.vector_bytes, _lanes(library, dtype))
+    args = _args(merged, dtype, plan)
+    args.x, args.y = view_of(input, 2), view_of(output, 2)
+    if rest:
+        args.indices = view_of(rest[0], 2)
+        args.index_bytes = rest[0].itemsize
+    return _launch(library, workers, "pool_forward", args, plan, cancelled)[0]
+
+
+def backward(
+    library: Library,
+    workers: Workers,
+    pool: PoolShape,
+    dtype: DType,
+    grad_output: Array,
+    grad_input: Array,
+    *,
+    input: Array | None = None,
+    indices: Array | None = None,
+    cancelled: threading.Event | None = None,
+) -> int:
+    """grad_input[i] = the sum of grad_output over the windows whose maximum is at i.
+
+    The maxima are searched for in ``input``, or given by ``indices`` (int32 or int64).
+
+    Raises:
+        InvalidProblem: an index is none of its window's positions inside the input.
+    """
+    source = input if indices is None else indices
+    assert source is not None
+    given = indices
+    merged, (grad_output, grad_input, source) = _merged(pool, [grad_output, grad_input, source])
+    lanes = _lanes(library, dtype)
+    plan = pool_backward_plan(merged, library.vector_bytes, lanes, given is None)
+    args = _args(merged, dtype, plan)
+    args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
+    if given is None:
+        args.x = view_of(source, 2)
+    else:
+        args.indices = view_of(source, 2)
+        args.index_bytes = source.itemsize
+        args.from_indices = 1
+    used, error = _launch(library, workers, "pool_backward", args, plan, cancelled)
+    if error:
+        assert given is not None
+        raise InvalidProblem(_wrong_index(pool, given, error - 1))
+    return used
+
+
+def _wrong_index(pool: PoolShape, indices: Array, position: int) -> str:
+    """The sentence about the first index that is not in its window."""
+    at = tuple(int(i) for i in np.unravel_index(position, indices.shape))
+    value = int(indices[at])
+    size = prod(pool.input_size)
+    where = f"indices{list(at)} (as N, C, then the output's dimensions) is {value}"
+    if not 0 <= value < size:
+        return f"{where}; expected a flat position in the input's plane, 0 to {size - 1}"
+    ranges = []
+    for axis, o in enumerate(at[2:]):
+        first = o * pool.stride[axis] - pool.padding[axis][0]
+        taps = range(first, first + pool.kernel_size[axis] * pool.dilation[axis])
+        steps = taps[:: pool.dilation[axis]]
+        inside = [i for i in steps if 0 <= i < pool.input_size[axis]]
+        step = f" in steps of {pool.dilation[axis]}" if pool.dilation[axis] > 1 else ""
+        ranges.append(f"{inside[0]} to {inside[-1]}{step}" if inside else "none")
+    found = tuple(int(i) for i in np.unravel_index(value, pool.input_size))
+    return (
+        f"{where}, the input position {found}; expected one inside its window, "
+        f"{' by '.join(ranges)}"
+    )
+
+
+def _merged(pool: PoolShape, tensors: list[Array]) -> tuple[PoolShape, list[Array]]:
+    """Channels first, every plane is alike: N and C become one dimension, which fills vectors."""
+    batch, channels = pool.batch, pool.channels
+    if batch == 1 or any(
+        a.strides[0] != channels * a.strides[1] or a.strides[1] == a.itemsize for a in tensors
+    ):
+        return pool, tensors
+    views = []
+    for array in tensors:
+        shape = (1, batch * channels, *array.shape[2:])
+        strides = (array.strides[0] * batch, *array.strides[1:])
+        views.append(np.lib.stride_tricks.as_strided(array, shape, strides))
+    return replace(pool, batch=1, channels=batch * channels), views
+
+
+def _lanes(library: Library, dtype: DType) -> int:
+    return library.vector_bytes // (8 if dtype is DType.FLOAT64 else 4)
+
+
+def _args(pool: PoolShape, dtype: DType, plan: PoolPlan | None) -> PoolArgs:
+    """The arguments that both directions share."""
+    if plan is None:
+        raise UnsupportedProblem(
+            f"a max-pooling window reaches over too much of the input at once ({pool.geometry_text})"
+        )
+    if prod(pool.input_size) > LARGEST_PLANE:
+        raise UnsupportedProblem(
+            f"the input's planes have {prod(pool.input_size)} elements; the CPU's max pooling "
+            f"takes at most {LARGEST_PLANE}"
+        )
+    args = PoolArgs()
+    args.batch, args.channels = pool.batch, pool.channels
+    args.input = _Int64x3(*triple(pool.input_size, 1))
+    args.output = _Int64x3(*triple(pool.output_size, 1))
+    args.kernel = _Int64x3(*triple(pool.kernel_size, 1))
+    args.stride = _Int64x3(*triple(pool.stride, 1))
+    args.dilation = _Int64x3(*triple(pool.dilation, 1))
+    args.pad = _Int64x3(*triple(tuple(before for before, _ in pool.padding), 0))
+    args.tile, args.tiles = _Int64x3(*plan.tile), _Int64x3(*plan.tiles)
+    args.windows = _Int64x3(*plan.windows)
+    args.scratch_bytes = plan.scratch_bytes
+    args.dtype, args.index_bytes = DTYPE_CODES[dtype], 8
+    return args
+
+
+def _launch(
+    library: Library,
+    workers: Workers,
+    kernel: str,
+    args: PoolArgs,
+    plan: PoolPlan | None,
+    cancelled: threading.Event | None,
+) -> tuple[int, int]:
+    """Bytes of work memory used, and the kernel's error value."""
+    assert plan is not None
+    control = workers.launch(
+        library.kernel(kernel),
+        args,
+        scratch_bytes=plan.scratch_bytes,
+        tasks=plan.tasks,
+        cancelled=cancelled,
+    )
+    return plan.scratch_bytes * workers.threads, int(control.error)

@@ -1,0 +1,112 @@
+"""Tiles of the pooling kernels: how many windows, or input positions, a task handles.
+
+A task copies what its tile reaches into blocks in which every position is one vector of channels.
+The blocks should stay in the first-level cache, and the rows shared with the neighbours (which
+both read) should be few. Pure: sizes in, sizes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from convgrad_service.plans.planar import Triple, triple
+from convgrad_service.problems.geometry import PoolShape
+
+__all__ = ["PoolPlan", "pool_backward_plan", "pool_forward_plan"]
+
+BLOCK_BYTES = 96 * 1024
+SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One launch; names as in ``kernels/pool_args.hpp``."""
+
+    tile: Triple
+    tiles: Triple
+    windows: Triple
+    tasks: int
+    scratch_bytes: int
+
+
+@lru_cache(maxsize=256)
+def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan | None:
+    """Tiles of windows; None where one window alone would not fit the scratch."""
+    output = triple(pool.output_size, 1)
+
+    def scratch(tile: list[int]) -> int:
+        return (2 * prod(tile) + prod(_reached(pool, tile))) * vector_bytes
+
+    tile = _shrunk(list(output), [1, 1, 1], scratch)
+    return _plan(pool, output, tile, tile, scratch(tile), lanes)
+
+
+@lru_cache(maxsize=256)
+def pool_backward_plan(
+    pool: PoolShape, vector_bytes: int, lanes: int, searches: bool
+) -> PoolPlan | None:
+    """Tiles of input positions; ``searches`` where the maxima come from the input."""
+    size = triple(pool.input_size, 1)
+
+    def scratch(tile: list[int]) -> int:
+        windows = _met(pool, tile)
+        block = prod(_reached(pool, windows)) if searches else 0
+        return (tile[2] + 2 * prod(windows) + block) * vector_bytes
+
+    stride = triple(pool.stride, 1)
+    tile = _shrunk(list(size), list(stride), scratch)
+    return _plan(pool, size, tile, _met(pool, tile), scratch(tile), lanes)
+
+
+def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
+    """Input positions from the first tap of the first window to the last of the last."""
+    stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
+    dilation = triple(pool.dilation, 1)
+    return [
+        (w - 1) * s + (k - 1) * d + 1
+        for w, s, k, d in zip(windows, stride, kernel, dilation, strict=True)
+    ]
+
+
+def _met(pool: PoolShape, tile: list[int]) -> list[int]:
+    """Windows that may meet a run of input positions."""
+    stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
+    dilation, output = triple(pool.dilation, 1), triple(pool.output_size, 1)
+    return [
+        min(o, (t - 1 + (k - 1) * d) // s + 2)
+        for t, s, k, d, o in zip(tile, stride, kernel, dilation, output, strict=True)
+    ]
+
+
+def _shrunk(tile: list[int], least: list[int], scratch: object) -> list[int]:
+    """Halve the longest dimension until the blocks fit the cache or nothing is left to halve."""
+    assert callable(scratch)
+    while scratch(tile) > BLOCK_BYTES:
+        longest = max((0, 1, 2), key=lambda d: tile[d] / least[d])
+        if tile[longest] <= least[longest]:
+            break
+        half = -(-tile[longest] // 2)
+        tile[longest] = -(-half // least[longest]) * least[longest]
+    return tile
+
+
+def _plan(
+    pool: PoolShape,
+    extent: Triple,
+    tile: list[int],
+    windows: list[int],
+    scratch_bytes: int,
+    lanes: int,
+) -> PoolPlan | None:
+    if scratch_bytes > SCRATCH_LIMIT_BYTES:
+        return None
+    tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
+    tasks = pool.batch * -(-pool.channels // lanes) * prod(tiles)
+    return PoolPlan(_as(tile), _as(tiles), _as(windows), tasks, scratch_bytes)
+
+
+def _as(values: list[int]) -> Triple:
+    first, second, third = values
+    return first, second, third
