@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from convgrad_service.backends.base import Outcome, Plan
 from numpy.typing import NDArray
 
+from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.problems import Problem
 
 __all__ = ["Blocking", "Failing", "Zeros"]

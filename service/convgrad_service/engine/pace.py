@@ -11,7 +11,8 @@ __all__ = ["Pace", "Sized"]
 # 100 GFLOP/s and moves 10 GB/s. It only has to rank a pooling and a convolution sensibly.
 _FLOPS_PER_BYTE = 10
 
-# What is believed before anything ran: a modest CPU. The first measurements outweigh it at once.
+# What is believed before anything ran: a modest CPU. Ten microseconds' worth of it, so that the
+# first measurement of any weight replaces it.
 _FIRST_GUESS_PER_S = 2e10
 
 # Older measurements fade by this factor with every new one (about the last twenty count).
@@ -33,8 +34,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cost = _FIRST_GUESS_PER_S * 1e-3
-        self._seconds = 1e-3
+        self._cost = _FIRST_GUESS_PER_S * 1e-5
+        self._seconds = 1e-5
 
     @staticmethod
     def cost(problem: Sized) -> float:

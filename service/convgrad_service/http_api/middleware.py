@@ -152,7 +152,8 @@ class _Exchange:
         if self._body_unread and not self._body_withheld:
             if 0 < self._declared_bytes <= _SMALL_BODY_BYTES:
                 await self._drop_body(_SMALL_BODY_WAIT_S)
-            self._linger = self._body_unread
+            # After a 408 nothing is on its way.
+            self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
         headers.append((b"x-request-id", self._context.request_id.encode("latin-1")))
         headers.append((b"server-timing", self._context.server_timing()))
@@ -165,9 +166,9 @@ class _Exchange:
         until_s = time.monotonic() + patience_s
         try:
             while self._body_unread:
-                # The inner wait, not the outer clock alone: a flood never lets receive() wait.
                 async with asyncio.timeout(max(until_s - time.monotonic(), 0)):
                     await self.receive()
+                # The timeout strikes only where receive() waits, which in a flood it never does.
                 if time.monotonic() > until_s:
                     return
         except TimeoutError:

@@ -6,6 +6,7 @@ what it can see (health, metrics) it describes itself, and the operations are ad
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import Any
 
 from fastapi import FastAPI
@@ -71,7 +72,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
 
 def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
     model = operation.request
-    described = (model.__doc__ or "").partition("\n")[2]
+    described = cleandoc(model.__doc__ or "").partition("\n")[2]
     limits = {media_type: int(getattr(settings, wire.limit)) for media_type, wire in WIRES.items()}
     binary = {"type": "string", "format": "binary"}
     return {

@@ -69,7 +69,7 @@ class OperationEndpoint:
             )
             chunks = await _unless_gone(
                 self.dataplane.answer(
-                    call, lambda: wire_in.decode(self.operation, body), wire_out.encode
+                    call, lambda: wire_in.decode(body, self.operation), wire_out.encode
                 ),
                 receive,
             )

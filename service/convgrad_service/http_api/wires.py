@@ -29,21 +29,17 @@ class Wire:
 
     media_type: str
     limit: str
-    decode: Callable[[Operation, memoryview], Mapping[str, Any]]
+    decode: Callable[[memoryview, Operation], Mapping[str, Any]]
     encode: Callable[[Result], list[Chunk]]
     decoded_share: float
     encoded_share: float
-
-
-def _decode_json(operation: Operation, body: memoryview) -> Mapping[str, Any]:
-    return decode_json_request(body, operation)
 
 
 def _encode_json(result: Result) -> list[Chunk]:
     return encode_json_answer(result.outputs, result.report, result.request.response)
 
 
-def _decode_safetensors(operation: Operation, body: memoryview) -> Mapping[str, Any]:
+def _decode_safetensors(body: memoryview, _: Operation) -> Mapping[str, Any]:
     tensors, metadata = safetensors.decode(body)
     parameters = safetensors.parameters(metadata)
     if both := sorted(tensors.keys() & parameters.keys()):
@@ -57,8 +53,8 @@ def _encode_safetensors(result: Result) -> list[Chunk]:
     return safetensors.encode(result.outputs, {"report": result.report.model_dump_json()})
 
 
-# Base64 holds three bytes in four characters. JSON lists of numbers are worse, see json_body.
-JSON = Wire("application/json", "max_json_bytes", _decode_json, _encode_json, 1.0, 1.4)
+# Base64 holds three bytes in four characters; what lists of numbers take, json_body bounds.
+JSON = Wire("application/json", "max_json_bytes", decode_json_request, _encode_json, 0.75, 1.34)
 # Arrays are views into the body, and the answer is sent from the arrays.
 SAFETENSORS = Wire(
     safetensors.MEDIA_TYPE, "max_body_bytes", _decode_safetensors, _encode_safetensors, 0, 0

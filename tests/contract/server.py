@@ -1,0 +1,105 @@
+"""A real server on a free loopback port, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS
+from convgrad.wire import safetensors
+from convgrad_service.backends.base import Backend
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.app import create_app
+from convgrad_service.server import ConvgradServer, listening_socket
+from convgrad_service.settings import Settings
+
+__all__ = ["EXAMPLE", "JSON", "SAFETENSORS", "LiveServer", "binary_example", "serving"]
+
+JSON = "application/json"
+SAFETENSORS = "application/vnd.safetensors"
+EXAMPLE = json.dumps(OPERATIONS["conv_bwd_data"].example).encode()
+"""A JSON body for /conv_bwd_data that works."""
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """Where it listens, and its inside."""
+
+    host: str
+    port: int
+    dataplane: Dataplane
+    server: ConvgradServer
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def post(
+        self,
+        content: bytes = EXAMPLE,
+        *,
+        path: str = "/conv_bwd_data",
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """One JSON request on a connection of its own; ``headers`` win over Content-Type's."""
+        with httpx.Client(base_url=self.url, timeout=20) as client:
+            return client.post(
+                path, content=content, headers={"Content-Type": JSON, **(headers or {})}
+            )
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        with httpx.Client(base_url=self.url, timeout=20) as client:
+            return client.get(path, headers=headers)
+
+    def connect(self, timeout_s: float = 10) -> socket.socket:
+        """A raw connection, for what no HTTP client would send."""
+        return socket.create_connection((self.host, self.port), timeout_s)
+
+    def wait_until_idle(self, timeout_s: float = 10) -> None:
+        """Until no request holds memory or a slot."""
+        until = time.monotonic() + timeout_s
+        plane = self.dataplane
+        while plane.memory.used_bytes or plane.queue.running or plane.queue.waiting:
+            assert time.monotonic() < until, (plane.memory.used_bytes, plane.queue.running)
+            time.sleep(0.005)
+
+
+@contextmanager
+def serving(backend: Backend, **settings: Any) -> Iterator[LiveServer]:
+    """A server with this backend and these settings until the block ends."""
+    chosen = Settings(http_port=0, **settings)
+    bound = listening_socket(chosen.http_host, 0)
+    app = create_app(chosen, backend)
+    server = ConvgradServer(app, chosen)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        host, port = bound.getsockname()[:2]
+        yield LiveServer(host, port, app.state.dataplane, server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        bound.close()
+        assert not thread.is_alive(), "the server did not end"
+
+
+def binary_example(tensors: Mapping[str, NDArray[Any]] | None = None, **parameters: Any) -> bytes:
+    """A safetensors body for /conv_bwd_data."""
+    chosen = tensors or {
+        "grad_output": np.ones((1, 1, 2, 2), np.float32),
+        "weight": np.ones((1, 1, 2, 2), np.float32),
+    }
+    return b"".join(safetensors.encode(chosen, {"parameters": json.dumps(parameters)}))

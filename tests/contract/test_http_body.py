@@ -1,0 +1,253 @@
+"""Bodies that are too long, too slow, cut off or in crumbs, and connections that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.contract.server import EXAMPLE, JSON, SAFETENSORS, LiveServer, serving
+from tests.fake_backends import Zeros
+
+KiB = 1024
+
+
+def head(length: int | None, *, content_type: str = JSON, more: str = "") -> bytes:
+    framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return (
+        f"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+        f"{framing}\r\n{more}\r\n"
+    ).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[LiveServer]:
+    """A server whose patience a test can wait out."""
+    with serving(
+        Zeros(),
+        body_idle_timeout_s=0.3,
+        min_body_bytes_per_s="20KiB",
+        header_timeout_s=0.4,
+        answer_idle_timeout_s=0.5,
+        max_header_bytes="16KiB",
+        max_connections=20,
+    ) as server:
+        yield server
+
+
+def test_an_honest_length_over_the_limit_is_refused_at_once(live: LiveServer) -> None:
+    with live.connect() as connection:
+        started = time.monotonic()
+        connection.sendall(head(300 * KiB))
+        first = connection.recv(65536)
+        assert time.monotonic() - started < 0.5
+        assert first.startswith(b"HTTP/1.1 413 ")
+        assert b"payload-too-large" in first
+        assert b"connection: close" in first.lower()
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
+
+
+def test_a_length_that_lies_low_or_is_missing_does_not_help(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(head(None))
+        for _ in range(5):
+            connection.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_the_whole_refusal_reaches_a_client_that_is_still_sending(live: LiveServer) -> None:
+    # httpx sends all it has before it reads; a reset would lose the answer.
+    answer = live.post(b" " * (3 * 1024 * KiB))
+    assert answer.status_code == 413
+    assert answer.json()["code"] == "payload-too-large"
+
+
+def test_each_media_type_has_its_own_limit(live: LiveServer) -> None:
+    body = b"\0" * (300 * KiB)
+    assert live.post(body).status_code == 413
+    assert live.post(body, headers={"Content-Type": SAFETENSORS}).status_code == 400
+
+
+def test_curl_reads_the_refusal(live: LiveServer) -> None:
+    command = [
+        "curl",
+        "-sS",
+        "-o",
+        "/dev/null",
+        "-w",
+        "%{http_code}",
+        "-H",
+        f"Content-Type: {JSON}",
+    ]
+    done = subprocess.run(
+        [*command, "--data-binary", "@-", f"{live.url}/conv_bwd_data"],
+        input=b" " * (2 * 1024 * KiB),
+        capture_output=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout) == (0, b"413"), done
+
+
+def test_a_body_nobody_wanted_leaves_the_connection_usable(live: LiveServer) -> None:
+    with httpx.Client(base_url=live.url) as client:
+        for _ in range(2):
+            answer = client.post("/nothing", content=b"x" * 1000)
+            assert answer.status_code == 404
+            assert "connection" not in answer.headers
+
+
+def test_a_client_that_waits_to_be_told_sends_nothing_in_vain(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(head(300 * KiB, more="Expect: 100-continue\r\n"))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+    with live.connect() as connection:
+        connection.sendall(head(len(EXAMPLE), more="Expect: 100-continue\r\n"))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(EXAMPLE)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_chunked_body_works(live: LiveServer) -> None:
+    with httpx.Client(base_url=live.url) as client:
+        answer = client.post(
+            "/conv_bwd_data",
+            content=(EXAMPLE[at : at + 10] for at in range(0, len(EXAMPLE), 10)),
+            headers={"Content-Type": JSON},
+        )
+    assert answer.status_code == 200
+
+
+def test_a_body_that_stops_coming_is_408(impatient: LiveServer) -> None:
+    with impatient.connect() as connection:
+        connection.sendall(head(1000) + b"{")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"request-timeout" in answer
+    impatient.wait_until_idle()
+
+
+def test_a_body_that_drips_is_408(impatient: LiveServer) -> None:
+    with impatient.connect() as connection:
+        connection.sendall(head(100_000))
+        connection.settimeout(0.05)
+        answer = b""
+        started = time.monotonic()
+        while not answer and time.monotonic() - started < 5:
+            connection.sendall(b"{")
+            try:
+                answer = connection.recv(65536)
+            except TimeoutError:
+                continue
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - started < 2
+
+
+def test_a_client_that_leaves_in_the_middle_is_forgotten(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(head(100_000) + b"{" * 50_000)
+        time.sleep(0.1)
+        assert live.dataplane.memory.used_bytes > 0
+    live.wait_until_idle()
+
+
+def test_a_body_in_crumbs_is_refused(live: LiveServer) -> None:
+    with live.connect() as connection:
+        connection.sendall(head(None))
+        try:
+            for _ in range(50):
+                connection.sendall(b"1\r\n \r\n" * 1000)
+            answer = connection.recv(65536)
+        except ConnectionError:
+            pytest.skip("the kernel reset the connection before the answer was read")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    live.wait_until_idle()
+
+
+def test_headers_that_never_end_are_refused(impatient: LiveServer) -> None:
+    with impatient.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ")
+        try:
+            for _ in range(100):
+                connection.sendall(b"a" * 4096)
+            answer = read_all(connection)
+        except ConnectionError:
+            answer = b"HTTP/1.1 400 "  # reset: refused all the same
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_many_headers_are_refused(live: LiveServer) -> None:
+    with live.connect() as connection:
+        fields = b"".join(b"X-%d: %s\r\n" % (i, b"a" * 100) for i in range(200))
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"16,384 bytes" in answer
+    assert b"x-request-id: " in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_slow_headers_are_cut_off(impatient: LiveServer, sent: bytes) -> None:
+    with impatient.connect() as connection:
+        connection.sendall(sent)
+        started = time.monotonic()
+        answer = read_all(connection)
+        assert 0.2 < time.monotonic() - started < 2
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"],
+)
+def test_what_is_no_http_is_400(live: LiveServer, sent: bytes) -> None:
+    with live.connect() as connection:
+        connection.sendall(sent)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in answer
+
+
+def test_both_lengths_at_once_are_refused(live: LiveServer) -> None:
+    # Request smuggling: two readers of the same bytes must not see two different requests.
+    with live.connect() as connection:
+        connection.sendall(head(5, more="Transfer-Encoding: chunked\r\n") + b"0\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_there_are_only_so_many_connections(impatient: LiveServer) -> None:
+    open_ones = [impatient.connect() for _ in range(20)]
+    try:
+        with impatient.connect() as one_more:
+            answer = read_all(one_more)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: " in answer
+    finally:
+        for connection in open_ones:
+            connection.close()
+    time.sleep(0.05)
+    assert impatient.get("/v2/health/live").status_code == 200
+
+
+def test_an_answer_that_nobody_reads_is_let_go(impatient: LiveServer) -> None:
+    body = b'{"input": {"data": "AAAAAA==", "dtype": "float32", "shape": [1, 1, 1, 1]}, "weight": '
+    body += b'{"data": "AAAAAA==", "dtype": "float32", "shape": [1, 1, 1, 1]}, "padding": 1200}'
+    request = head(len(body), more=f"Accept: {SAFETENSORS}\r\n").replace(b"bwd_data", b"fwd") + body
+    with impatient.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(request)
+        time.sleep(0.2)
+        assert impatient.dataplane.memory.used_bytes > 20_000_000
+        impatient.wait_until_idle(5)

@@ -1,0 +1,180 @@
+"""Many requests at once: what waits, is refused or dropped, and what stays responsive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, binary_example, serving
+from tests.contract.test_http_body import head
+from tests.fake_backends import Blocking, Zeros
+
+Answers = Future[httpx.Response]
+
+
+@contextmanager
+def blocked(**settings: object) -> Iterator[tuple[LiveServer, Blocking, ThreadPoolExecutor]]:
+    """A server whose backend waits to be released, and threads to post from."""
+    backend = Blocking()
+    with serving(backend, **settings) as server, ThreadPoolExecutor(16) as posting:
+        try:
+            yield server, backend, posting
+        finally:
+            backend.release.set()
+
+
+def until(condition: object, timeout_s: float = 5) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
+    with blocked(compute_slots=1, max_queue=2) as (server, backend, posting):
+        answers: list[Answers] = [posting.submit(server.post)]
+        assert backend.started.acquire(timeout=5)
+        answers += [posting.submit(server.post) for _ in range(2)]
+        until(lambda: server.dataplane.queue.waiting == 2)
+        refused = server.post()
+        assert refused.status_code == 429
+        assert refused.json()["code"] == "overloaded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert server.get("/v2/health/ready").status_code == 200
+        backend.release.set()
+        assert [answer.result(10).status_code for answer in answers] == [200] * 3
+
+
+def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
+    with blocked(compute_slots=1, max_queue=1) as (server, backend, posting):
+        posting.submit(server.post)
+        assert backend.started.acquire(timeout=5)
+        posting.submit(server.post)
+        until(lambda: server.dataplane.queue.waiting == 1)
+        with server.connect() as connection:
+            connection.sendall(head(10_000_000))
+            assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
+
+
+def test_memory_in_flight_is_bounded() -> None:
+    with serving(Zeros(), max_inflight_bytes="1MiB") as server:
+        with server.connect() as connection:
+            connection.sendall(head(900_000, content_type=SAFETENSORS) + b"\0" * 800_000)
+            until(lambda: server.dataplane.memory.used_bytes >= 800_000)
+            refused = server.post(b"\0" * 400_000, headers={"Content-Type": SAFETENSORS})
+            assert refused.status_code == 429
+            assert "retry-after" in refused.headers
+        server.wait_until_idle()
+        # What could never fit is not worth trying again.
+        never = server.post(b"\0" * 2_000_000, headers={"Content-Type": SAFETENSORS})
+        assert never.status_code == 413
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "running"])
+def test_a_deadline_ends_the_wait(waiting: bool) -> None:
+    with blocked(compute_slots=1) as (server, backend, posting):
+        first = posting.submit(server.post) if waiting else None
+        if waiting:
+            assert backend.started.acquire(timeout=5)
+        started = time.monotonic()
+        late = server.post(headers={"X-Request-Timeout": "0.2"})
+        assert time.monotonic() - started < 2
+        assert late.status_code == 504
+        assert late.json()["code"] == "deadline-exceeded"
+        if first is None:
+            assert backend.ended.acquire(timeout=5)
+            assert backend.cancelled == 1
+        else:
+            backend.release.set()
+            assert first.result(10).status_code == 200
+            assert backend.runs == 1  # the late one never started
+        server.wait_until_idle()
+
+
+def test_a_deadline_covers_a_body_that_is_slow_to_come() -> None:
+    with serving(Zeros()) as server, server.connect() as connection:
+        connection.sendall(head(1000, more="X-Request-Timeout: 0.1\r\n") + b"{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 504 ")
+
+
+def test_the_server_has_a_longest_time_of_its_own() -> None:
+    with blocked(max_timeout_s=0.2) as (server, _, _):
+        assert server.post(headers={"X-Request-Timeout": "3600"}).status_code == 504
+        assert server.post().status_code == 504
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "running"])
+def test_a_client_that_leaves_takes_its_work_along(waiting: bool) -> None:
+    with blocked(compute_slots=1) as (server, backend, posting):
+        if waiting:
+            posting.submit(server.post)
+            assert backend.started.acquire(timeout=5)
+        with server.connect() as connection:
+            connection.sendall(head(len(EXAMPLE)) + EXAMPLE)
+            if waiting:
+                until(lambda: server.dataplane.queue.waiting == 1)
+            else:
+                assert backend.started.acquire(timeout=5)
+        if waiting:
+            until(lambda: server.dataplane.queue.waiting == 0)
+            assert backend.runs == 1
+            backend.release.set()
+        else:
+            assert backend.ended.acquire(timeout=5)
+            assert backend.cancelled == 1
+        server.wait_until_idle()
+        text = server.get("/metrics").text
+        assert 'code="client-gone",operation="conv_bwd_data"' in text
+
+
+def test_the_last_free_slot_is_not_for_large_problems() -> None:
+    # By this setting every problem is large, so only one runs and one slot stays free.
+    with blocked(compute_slots=2, large_problem_s=1e-12) as (server, backend, posting):
+        large = [posting.submit(server.post) for _ in range(2)]
+        assert backend.started.acquire(timeout=5)
+        until(lambda: server.dataplane.queue.waiting == 1)
+        assert server.dataplane.queue.running == 1
+        backend.release.set()
+        assert [answer.result(10).status_code for answer in large] == [200, 200]
+
+
+def test_draining_refuses_new_work_and_finishes_the_old() -> None:
+    with blocked() as (server, backend, posting):
+        running = posting.submit(server.post)
+        assert backend.started.acquire(timeout=5)
+        server.server.should_exit = True
+        until(lambda: not server.dataplane.ready)
+        ready = server.get("/v2/health/ready")
+        assert (ready.status_code, ready.json()["code"]) == (503, "device-unavailable")
+        assert server.get("/v2/health/live").status_code == 200
+        assert server.post().status_code == 503
+        backend.release.set()
+        assert running.result(10).status_code == 200
+
+
+def test_health_answers_while_many_large_bodies_are_decoded() -> None:
+    body = binary_example()
+    with serving(Zeros()) as server:
+        stop = threading.Event()
+
+        def load() -> None:
+            with httpx.Client(base_url=server.url) as client:
+                while not stop.is_set():
+                    headers = {"Content-Type": SAFETENSORS}
+                    client.post("/conv_bwd_data", content=body, headers=headers)
+
+        with ThreadPoolExecutor(4) as loading:
+            for _ in range(4):
+                loading.submit(load)
+            try:
+                with httpx.Client(base_url=server.url) as client:
+                    for _ in range(50):
+                        assert client.get("/v2/health/live").status_code == 200
+            finally:
+                stop.set()
