@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -61,16 +62,13 @@ class Request(Parameters):
     @classmethod
     def tensor_fields(cls) -> tuple[str, ...]:
         """Names of all tensors this operation can take, required ones among them."""
-        return tuple(name for name, field in cls.model_fields.items() if is_tensor(field))
+        return _tensor_fields(cls)
 
     @classmethod
     def required_tensor_fields(cls) -> tuple[str, ...]:
         """Names of the tensors without which there is no request."""
-        return tuple(
-            name
-            for name, field in cls.model_fields.items()
-            if is_tensor(field) and field.is_required()
-        )
+        fields = cls.model_fields
+        return tuple(name for name in _tensor_fields(cls) if fields[name].is_required())
 
     def tensors(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         """The tensors of this request by name, without those not given."""
@@ -113,6 +111,11 @@ def is_tensor(field: FieldInfo) -> bool:
         for member in getattr(field.annotation, "__args__", ())
         for item in getattr(member, "__metadata__", ())
     )
+
+
+@cache
+def _tensor_fields(model: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(name for name, field in model.model_fields.items() if is_tensor(field))
 
 
 def _unknown(model: type[BaseModel], names: Iterable[Any]) -> str | None:

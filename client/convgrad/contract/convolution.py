@@ -141,8 +141,8 @@ class GroupedConvBwdWeightRequest(ConvRequest):
     )
     weight_size: Ints | None = Field(
         default=None,
-        description="Size of the kernel, spatial alone or the weight's full shape. Left out: the "
-        "largest kernel that yields grad_output.",
+        description="Size of the kernel, spatial alone or the weight's full shape. Needed: several "
+        "kernels can yield one grad_output from one input.",
     )
     weight_dtype: FloatName | None = Field(
         default=None,

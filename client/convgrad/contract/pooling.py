@@ -95,8 +95,8 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
     )
     input_size: Ints | None = Field(
         default=None,
-        description="With indices: size of the input, spatial alone or the full shape. Left out: "
-        "the smallest input that yields grad_output.",
+        description="Size of the input, spatial alone or the full shape. Needed with indices, "
+        "which count positions in planes of that size.",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,203 @@
+"""The server's JSON decoder: the same answer as a plain parser's, and hostile bodies refused."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convgrad.contract import OPERATIONS, Report, validate
+from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad.wire.json_tensors import Form, decode_tensor, encode_tensor
+from convgrad_service.http_api import json_body
+from convgrad_service.http_api.json_answer import encode_json_answer
+from convgrad_service.http_api.json_body import decode_json_request, parse_json_body
+
+CONV = OPERATIONS["conv_bwd_data"]
+REPORT = Report(backend="cpu", kernel="k", flops=1, bytes=2, compute_s=0.5)
+LONG = b"A" * 100_000
+
+
+def refusal(body: bytes) -> str:
+    with pytest.raises(MalformedRequest) as refused:
+        decode_json_request(body, CONV)
+    assert len(refused.value.detail) < 500
+    return refused.value.detail
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("form", ["npy", "data", "values"])
+@pytest.mark.parametrize("extent", [2, 90])
+@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
+def test_a_body_becomes_arrays_and_parameters(
+    dtype: str, form: Form, extent: int, buffer: Any
+) -> None:
+    array = np.arange(3 * extent * extent).reshape(1, 3, extent, extent)
+    array = (array % 97).astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
+    tensor = encode_tensor(array, form)
+    body = {"grad_output": tensor, "stride": [2, 1], "weight": tensor, "accumulate": None}
+    fields = decode_json_request(buffer(json.dumps(body).encode()), CONV)
+    assert fields["stride"] == [2, 1]
+    for name in ("grad_output", "weight"):
+        assert fields[name].dtype == array.dtype
+        assert np.array_equal(fields[name], array)
+        assert fields[name].flags.aligned
+    request = validate(CONV.request, fields)
+    assert request.tensors().keys() == {"grad_output", "weight"}
+
+
+def test_no_array_refers_to_the_body() -> None:
+    tensor = encode_tensor(np.ones((1, 1, 99, 99)), "npy")
+    body = bytearray(json.dumps({"grad_output": tensor, "weight": tensor}).encode())
+    fields = decode_json_request(body, CONV)
+    body.clear()  # would raise BufferError if anything still looked into it
+    assert fields["weight"].sum() == 99 * 99
+
+
+@pytest.mark.parametrize("extent", [4, 64])
+@pytest.mark.parametrize("slash", ["\\/", "\\u002f", "\\u002F"])
+def test_escapes_in_base64_are_read(extent: int, slash: str) -> None:
+    array = np.full((1, 1, extent, extent), -1, np.int64).view(np.float64)
+    tensor = encode_tensor(array, "data")
+    body = json.dumps({"grad_output": tensor, "weight": tensor}).replace("/", slash)
+    assert slash in body
+    fields = decode_json_request(body.encode(), CONV)
+    assert fields["weight"].tobytes() == array.tobytes()
+
+
+json_texts = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=30),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.sampled_from(["npy", "data", 'a"', "\\", "b\\\\"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), json_texts), st.booleans())
+def test_cutting_strings_out_changes_nothing(body: dict[str, Any], ascii_only: bool) -> None:
+    text = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_SMALL_BODY_BYTES", 0)
+        patch.setattr(json_body, "_LONG_STRING_BYTES", 5)
+        patch.setattr(json_body, "_FIRST_WINDOW_BYTES", 1)
+        patch.setattr(json_body, "_LAST_WINDOW_BYTES", 4)
+        try:
+            read = _with_text(parse_json_body(text))
+        except MalformedRequest as refused:
+            read = refused.detail
+    # A string of more than five bytes must stand under npy or data and hold no escaped quote.
+    reasons = ("where no tensor's base64 belongs", "holds an escaped quote", "is not UTF-8")
+    assert read == body or any(reason in read for reason in reasons)
+
+
+def _with_text(value: Any) -> Any:
+    if isinstance(value, memoryview):
+        return json.loads(b'"' + bytes(value) + b'"')
+    if isinstance(value, dict):
+        return {key: _with_text(item) for key, item in value.items()}
+    return [_with_text(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "the body is not JSON"),
+        (b"null", "the body: expected a JSON object, got null"),
+        (b"[1]", "the body: expected a JSON object, got [1]"),
+        (b'"' + LONG + b'"', "a string of 100000 bytes stands where no tensor's base64 belongs"),
+        (b'"' + LONG, "the string that begins at byte 0 does not end"),
+        (b'{"stride":1} x', "Extra data (at 13)"),
+        (b'{"stride":1,}', "the body is not JSON"),
+        (b"\xff\xfe{\x00}\x00", "the body is not UTF-8: byte 0"),
+        (b'{"\xff":1}', "the body is not UTF-8: byte 2 cannot be decoded"),
+        (b'{"stride":1,"stride":2}', 'the key "stride" stands there twice'),
+        (b'{"weight":{"npy":"","npy":""}}', 'the key "npy" stands there twice'),
+        (
+            b'{"weight":{"npy":"' + LONG + b'","npy":"' + LONG + b'"}}',
+            'the key "npy" stands there twice',
+        ),
+        (b'{"alpha":NaN}', "NaN is no JSON"),
+        (b'{"alpha":-Infinity}', "-Infinity is no JSON"),
+        (b'{"stride":1' + b"0" * 5000 + b"}", "an int of thousands of digits"),
+        (b'{"strid":1}', 'unknown field "strid", did you mean "stride"?'),
+        (b'{"weight":null}', "weight: expected a tensor"),
+        (b'{"weight":{"stored":"a"}}', "weight: expected a tensor to have one of"),
+        (b'{"weight":{"npy":"' + LONG + b'!"}}', 'weight: "npy" is not base64'),
+        (b'{"weight":{"npy":"' + LONG + b'\\u00e9"}}', 'weight: "npy" is not base64'),
+        (b'{"weight":{"npy":"' + LONG + b'\\q"}}', 'weight: "npy" is not base64'),
+        (b'{"weight":{"npy":"' + LONG + b'\xff"}}', 'weight: "npy" is not base64'),
+        (b'{"weight":{"npy":"' + LONG + b'\n"}}', 'weight: "npy" is not base64'),
+        (b'{"weight":{"npy":"' + LONG + b'"}}', "weight: not a .npy file"),
+        (b'{"weight":{"npy":"' + LONG + b'"},}', "not JSON: Expecting property name"),
+        (b'{"' + LONG + b'":1}', "a string of 100000 bytes stands where no tensor's"),
+        (b'{"layout":"' + LONG + b'"}', "a string of 100000 bytes stands where no tensor's"),
+        (b'{"npy":"' + LONG + b'"}', 'unknown field "npy"'),
+        (b'{"weight":{"npy":["' + LONG + b'"]}}', "a string of 100000 bytes stands where no"),
+        (b'{"weight":"' + b'\\"' * 50_000 + b'"}', "holds an escaped quote, so it is not base64"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(body: bytes, sentence: str) -> None:
+    assert sentence in refusal(body)
+
+
+def test_the_position_of_an_error_counts_the_whole_body() -> None:
+    body = b'{"weight":{"npy":"' + LONG + b'"},}'
+    assert f"(at {len(body) - 1})" in refusal(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"weight":{"values":' + b"[" * 100_000, "nested too deep"),
+        (b'{"weight":"' + b'\\"' * 20_000_000 + b'"}', "escaped quote"),
+        (b'{"weight":"' + b"\\" * 40_000_000 + b'"}', "no tensor's base64 belongs"),
+        (b"[" + b'"",' * 10_000_000, "more than 100000 strings"),
+        (b'["' + (b"\\" * 900 + b'",') * 40_000, "beside its base64 strings"),
+        (b'{"weight":{"values":[' + b"1," * 20_000_000, "beside its base64 strings"),
+        (b" " * 40_000_000, "beside its base64 strings"),
+        (b"{" + b"".join(b'"%d":0,' % i for i in range(90_000)) + b'"a":0}', 'unknown field "0"'),
+    ],
+    ids=range(10),
+)
+def test_hostile_bodies_cost_little_time_and_memory(body: bytes, sentence: str) -> None:
+    tracemalloc.start()
+    started_s = time.perf_counter()
+    try:
+        assert sentence in refusal(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - started_s < 5
+    assert peak_bytes < 128 * 2**20
+
+
+@pytest.mark.parametrize("form", ["npy", "data", "values"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_an_answer_is_what_the_client_reads(form: Form, dtype: str) -> None:
+    array = np.arange(2000).reshape(2, 10, 100)
+    array = (array % 97).astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
+    indices = np.arange(6).reshape(2, 3)
+    outputs = {"output": array.transpose(1, 0, 2), "indices": indices}
+    answer = json.loads(b"".join(encode_json_answer(outputs, REPORT, form)))
+    assert list(answer) == ["output", "indices", "report"]
+    assert Report.model_validate(answer["report"]) == REPORT
+    for name, expected in outputs.items():
+        assert answer[name] == json.loads(json.dumps(encode_tensor(expected, form)))
+        assert np.array_equal(decode_tensor(answer[name], name=name), expected)
+
+
+def test_values_of_millions_of_elements_are_refused() -> None:
+    array = np.zeros((1025, 1024), np.float32)
+    with pytest.raises(ProblemTooLarge, match='1,049,600; ask for "npy" or "data"'):
+        encode_json_answer({"output": array}, REPORT, "values")
