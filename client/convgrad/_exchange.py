@@ -27,6 +27,8 @@ R = TypeVar("R")
 
 # A connection that is not made by then will not be; trying again may reach a healthy address.
 _CONNECT_TIMEOUT_S = 10.0
+# Three years: sockets refuse much longer ones, and no one waits for them.
+_LONGEST_TIMEOUT_S = 1e8
 
 
 class OptionChanges(TypedDict, total=False):
@@ -168,7 +170,7 @@ class Exchange(Generic[R]):
 
     def _remaining_s(self) -> float | None:
         remaining_s = self._deadline_s - self._clock()
-        return None if math.isinf(remaining_s) else remaining_s
+        return None if remaining_s > _LONGEST_TIMEOUT_S else remaining_s
 
     def _headers(self, remaining_s: float | None) -> httpx.Headers:
         headers = httpx.Headers(dict(self._options.headers))  # whose names know no case

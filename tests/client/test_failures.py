@@ -246,6 +246,13 @@ def test_all_attempts_share_one_deadline() -> None:
     http.close()
 
 
+@pytest.mark.parametrize("timeout", [None, float("inf"), 1e300])
+def test_an_endless_timeout_is_none(timeout: float | None) -> None:
+    exchange = Exchange(LIVE, Options("http://server", timeout, 0, "json"))
+    with httpx.Client() as http:
+        assert exchange.request(http).extensions["timeout"]["read"] is None
+
+
 def test_a_server_that_trickles_does_not_outlast_the_timeout() -> None:
     class Trickle(httpx.SyncByteStream):
         def __iter__(self) -> Any:
