@@ -54,6 +54,7 @@ def meetings(shape: ConvShape | PoolShape) -> Iterator[tuple[Position, Position,
 
 def fprop(conv: ConvShape, x: Array, w: Array) -> Array:
     """On canonical views, as are the two below."""
+    x, w = x.astype(np.float64), w.astype(np.float64)
     y = np.zeros((conv.batch, conv.groups, conv.out_channels_per_group, *conv.output_size))
     for i, o, r in meetings(conv):
         y[(..., *o)] += np.einsum("ngc,gkc->ngk", x[(..., *i)], w[(..., *r)])
@@ -61,6 +62,7 @@ def fprop(conv: ConvShape, x: Array, w: Array) -> Array:
 
 
 def dgrad(conv: ConvShape, dy: Array, w: Array) -> Array:
+    dy, w = dy.astype(np.float64), w.astype(np.float64)
     dx = np.zeros((conv.batch, conv.groups, conv.in_channels_per_group, *conv.input_size))
     for i, o, r in meetings(conv):
         dx[(..., *i)] += np.einsum("ngk,gkc->ngc", dy[(..., *o)], w[(..., *r)])
@@ -68,6 +70,7 @@ def dgrad(conv: ConvShape, dy: Array, w: Array) -> Array:
 
 
 def wgrad(conv: ConvShape, x: Array, dy: Array) -> Array:
+    x, dy = x.astype(np.float64), dy.astype(np.float64)
     k, c = conv.out_channels_per_group, conv.in_channels_per_group
     dw = np.zeros((conv.groups, k, c, *conv.kernel_size))
     for i, o, r in meetings(conv):
@@ -122,7 +125,7 @@ def _bwd_weight(p: GroupedConvBwdWeight, t: Tensors, out: dict[str, Array]) -> N
             dw += p.epilogue.beta * weight_view(t["accumulate"], p.layout, g)
         weight_view(out["grad_weight"], p.layout, g)[...] = dw
     if "grad_bias" in out:
-        out["grad_bias"][...] = dy.sum((0, *range(3, dy.ndim))).reshape(-1)
+        out["grad_bias"][...] = dy.astype(np.float64).sum((0, *range(3, dy.ndim))).reshape(-1)
 
 
 def _conv_backward(p: ConvBackward, t: Tensors, out: dict[str, Array]) -> None:

@@ -15,7 +15,7 @@ from convgrad.dtypes import DType
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
 from tests import strategies
 from tests.arrays import LAYOUTS, canonical, draw, integers, request_arrays, rng_for
-from tests.cases import BACKPROP_FORMATS, EPILOGUES, FUSED, Case
+from tests.cases import BACKPROP_FORMATS, EPILOGUES, FUSED, Case, maxpool_fwd
 from tests.geometries import CONVS
 from tests.oracle import expected
 from tests.reference import Reference
@@ -74,7 +74,7 @@ def test_poolings_in_any_layout_and_number_of_pieces(
 @given(strategies.pools(), st.integers(1, 9), st.sampled_from(["int32", "int64"]))
 @QUICK
 def test_pool_gradients_from_indices_in_pieces(pool: Any, parts: int, index_dtype: str) -> None:
-    forward = strategies.maxpool_fwd("random", pool)
+    forward = maxpool_fwd("random", pool)
     tensors = draw(forward, rng_for(0, forward.id), FLOAT64, integers)
     problem, arrays = problem_of(forward, tensors, index_dtype=index_dtype)
     indices = run_in_pieces(problem, arrays, parts, problem_loops.run)["indices"]
