@@ -133,8 +133,8 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
 
 def _judge(accuracy: float, checks: Sequence[CheckResult]) -> None:
     complaints = [
-        f"{check.operation} is off by {check.worst_share:.3g} times the allowed error "
-        f"({check.worst_case})"
+        f"{check.operation} is wrong by {check.worst_share:.3g} times the allowed error "
+        f"in the case '{check.worst_case}'"
         for check in checks
         if not check.passed
     ]
@@ -144,4 +144,4 @@ def _judge(accuracy: float, checks: Sequence[CheckResult]) -> None:
             f"{TARGET_ACCURACY:.0%} or more"
         )
     if complaints:
-        raise DemoError("; ".join(complaints))
+        raise DemoError("\n".join(complaints))

@@ -21,6 +21,8 @@ __all__ = ["Display", "Summary"]
 
 _LOSS_MEMORY = 0.9  # how much of the shown loss is that of the steps before
 
+_TENFOLD = 10.0  # from here on a percentage says less than a factor
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -121,7 +123,7 @@ class Display:
                 result.operation,
                 str(result.cases),
                 f"{result.elements:,}",
-                "exact" if result.worst_share == 0 else f"{result.worst_share:.1%}",
+                _share(result.worst_share),
                 "[green]ok[/green]" if result.passed else "[bold red]WRONG[/bold red]",
             )
         self.console.print(table, highlight=False)
@@ -139,7 +141,7 @@ class Display:
             "training": f"{summary.steps} steps, {summary.training_requests:,} requests, "
             f"{summary.training_s:.1f} s",
             "operations checked": f"{passed} of {len(summary.checks)} right; the worst error is "
-            f"{worst.worst_share:.0%} of the allowed one",
+            f"{_share(worst.worst_share)} of the allowed one",
             "requests": f"{summary.meter.requests:,}, "
             f"median {summary.meter.median_s * 1e3:.2f} ms each",
             "bytes": f"{_mib(summary.meter.sent_bytes)} sent, "
@@ -152,6 +154,12 @@ class Display:
         for name, value in rows.items():
             table.add_row(name, value)
         self.console.print(table, highlight=False)
+
+
+def _share(share: float) -> str:
+    if share == 0:
+        return "exact"
+    return f"{share:.1%}" if share < _TENFOLD else f"{share:.2g} times"
 
 
 def _smooth(before: float, now: float) -> float:
