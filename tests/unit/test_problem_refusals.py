@@ -315,6 +315,17 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "maxpool2d_bwd",
+        {
+            "grad_output": ones(1, 1, 2**15, 2**15),
+            "indices": ones(1, 1, 2**15, 2**15, dtype="int32"),
+            "kernel_size": 2,
+            "input_size": (2**16, 2**16),
+        },
+        "the dtype of indices is int32 and a plane of the input has 4294967296 elements; expected "
+        "int64, or at most 2147483648",
+    ),
+    (
+        "maxpool2d_bwd",
         POOL_BWD | {"input": ones(8, 31, 30, 30)},
         "input has shape (8, 31, 30, 30); expected (8, 32, 30, 30) from grad_output's N and C",
     ),

@@ -86,12 +86,8 @@ class MaxPoolFwd(_MaxPool):
         )
         for name, spec in problem.outputs.items():
             check_shape(name, spec.shape)
-        plane = prod(input.size)
-        if problem.return_indices and problem.index_dtype is DType.INT32 and plane > 2**31:
-            raise InvalidProblem(
-                f"index_dtype is int32 and a plane of the input has {plane} elements; expected "
-                f"int64, or at most {2**31}"
-            )
+        if problem.return_indices:
+            _check_plane("index_dtype", problem.index_dtype, input.size)
         return problem
 
     @property
@@ -173,6 +169,7 @@ class MaxPoolBwd(_MaxPool):
         check_shape("grad_input", problem.outputs["grad_input"].shape)
         if request.indices is not None:
             require_shape("indices", request.indices.shape, grad.shape, "(grad_output's shape)")
+            _check_plane("the dtype of indices", problem.index_dtype, size)
         return problem
 
     @property
@@ -275,3 +272,12 @@ def _index_dtype(indices: NDArray[Any] | None) -> DType | None:
             f"indices has dtype {dtype or indices.dtype}; expected {' or '.join(INDEX)}"
         )
     return dtype
+
+
+def _check_plane(name: str, dtype: DType | None, size: Size) -> None:
+    """Raises InvalidProblem where int32 cannot count the positions of a plane of the input."""
+    if dtype is DType.INT32 and prod(size) > 2**31:
+        raise InvalidProblem(
+            f"{name} is int32 and a plane of the input has {prod(size)} elements; expected int64, "
+            f"or at most {2**31}"
+        )
