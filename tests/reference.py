@@ -347,6 +347,8 @@ def fused(
     else:
         terms = first.terms + _ACTIVATION_TERMS
         error = u_intermediate * np.abs(middle) + _SLOPE * u_accumulate * terms * first.magnitude
+        # An infinity is exact, and so is what an activation makes of it.
+        error = np.where(np.isfinite(first.magnitude), error, 0.0)
     second = conv_fwd(middle, weight1, bias1, **conv1)
     slack = conv_fwd(error, np.abs(_float64(weight1)), **conv1).value
     return Reference(

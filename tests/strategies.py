@@ -120,8 +120,8 @@ def pools(draw: Draw) -> Pool:
 def pool_cases(draw: Draw) -> Case:
     """A request of a pooling, forward or backward."""
     pool = draw(pools())
-    make = draw(st.sampled_from([maxpool_fwd, maxpool_bwd]))
-    return make("random", pool)
+    case: Case = draw(st.sampled_from([maxpool_fwd, maxpool_bwd]))("random", pool)
+    return case
 
 
 def _changed(shape: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES, Arrays, draw, integers, normals, request_arrays, rng_for
 from tests.cases import Case, maxpool_bwd, pool_cases
 from tests.geometries import POOLS
@@ -111,7 +111,7 @@ def bad_indices(
         made[name] = good.copy()
         made[name].flat[rng.integers(good.size)] = value
     made["outside its window"] = good.copy()
-    made["outside its window"][:, :, *[0] * case.ndim] = plane - 1
+    made["outside its window"].reshape(*good.shape[:2], -1)[:, :, 0] = plane - 1
     return made
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
+from numpy.typing import NDArray
 
+from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.bounds import U, limits
 from tests.cases import FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
@@ -31,12 +34,14 @@ NAMES = (
     "3d_plain",
     "3d_groups_2",
 )
-CASES = [
+CONVOLUTIONS = [
     case
     for operation in (*FROM_CONV, *FROM_CONV3D)
     for case in conv_cases(operation)
     if case.name in NAMES
-] + [case for case in FUSED if "silu" not in case.params.values()]
+]
+# silu makes NaN of minus infinity only on the way to its limit, so it has no place here.
+CASES = [*CONVOLUTIONS, *(case for case in FUSED if "silu" not in case.params.values())]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,11 +62,9 @@ def test_non_finite_inputs_reach_what_they_meet_and_no_more(
         check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
 def test_float16_overflows_to_infinity(backend: Backend, seed: int, case: Case) -> None:
     """Sums past 65504 are infinite; those before it are not, whatever they passed on the way."""
-    if case in FUSED:
-        pytest.skip("an intermediate that overflows has no error bound")
     tensors = draw(case, rng_for(seed, case.id), DTYPES["float16"], normals)
     first = tensors[min(tensors)]
     first *= np.float16(100)
@@ -70,11 +73,9 @@ def test_float16_overflows_to_infinity(backend: Backend, seed: int, case: Case) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
 def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str) -> None:
     """Small integers times the smallest subnormal: every sum is exact, and none is flushed."""
-    if case in FUSED:
-        pytest.skip("covered by the two convolutions it is made of")
     tensors, _ = drawn(seed, case, dtype, "exact")
     tiny = DTYPES[dtype].type(limits(DTYPES[dtype]).smallest_subnormal)
     linear = [name for name in ("grad_output", "bias", "input") if name in tensors]
@@ -85,10 +86,12 @@ def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str)
         tensors[name] = tensors[name] * tiny
         assert (tensors[name] != 0).any()
     wanted = expected(case.operation, tensors, case.params)
-    for name, array in answers(backend, case, tensors).items():
-        reference = wanted[name]
+    for output, array in answers(backend, case, tensors).items():
+        reference = wanted[output]
         assert not isinstance(reference, np.ndarray)
-        assert (array.astype(np.float64) == reference.value).all(), f"seed {seed}, {case.id} {name}"
+        assert (array.astype(np.float64) == reference.value).all(), (
+            f"seed {seed}, {case.id} {output}"
+        )
         assert not reference.value.any() or array.any()
 
 
@@ -102,13 +105,13 @@ def test_adjointness(backend: Backend, seed: int, name: str, dtype: str) -> None
     dy = normals(rng, conv.output_shape, of)
     tensors = {"input": x, "weight": w, "grad_output": dy}
 
-    def answer(operation: str, output: str) -> np.ndarray:
+    def answer(operation: str, output: str) -> NDArray[Any]:
         shapes = {k: v for k, v in FROM_CONV[operation](name, conv).shapes.items() if k != "bias"}
         case = Case(name, operation, shapes, FROM_CONV[operation](name, conv).params)
         given = {tensor: tensors[tensor] for tensor in shapes}
         return answers(backend, case, given)[output].astype(np.float64)
 
-    def product(a: np.ndarray, b: np.ndarray) -> float:
+    def product(a: NDArray[Any], b: NDArray[Any]) -> float:
         return float((a * b.astype(np.float64)).sum())
 
     case = FROM_CONV["conv_fwd"](name, conv)

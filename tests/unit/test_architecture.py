@@ -155,7 +155,9 @@ def test_the_environment_is_read_in_settings_alone() -> None:
         if path.name in ENVIRONMENT_READERS:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            if not isinstance(node, ast.Attribute | ast.Name):
+                continue
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
             if name in ("environ", "environb", "getenv", "getenvb"):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} reads {name}")
     assert not wrong, wrong
