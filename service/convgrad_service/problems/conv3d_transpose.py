@@ -37,6 +37,10 @@ class Conv3dTranspose(ConvProblem):
     input the output, and its weight (K, C/G, T, R, S) is the weight [C_in, C_out/groups, D, H, W].
     out = (in - 1)*stride - pad_before - pad_after + dilation*(k-1) + output_padding + 1.
 
+    Shapes: input (N, K, *in), weight (K, C/G, *kernel), bias (C,) -> output (N, C, *out).
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, one of 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: Ascend C's Conv3DTranspose, PyTorch's conv_transpose3d.

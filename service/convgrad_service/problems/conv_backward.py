@@ -43,6 +43,11 @@ class ConvBackward(ConvProblem):
     ``wanted`` names the gradients asked for, in that order; ``parts`` are the problems that give
     them.
 
+    Shapes: grad_output (N, K, *out), input (N, C, *in), weight (K, C/G, *kernel) -> gradients of
+    the shapes of input, weight and bias (K,).
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, any of 1D to 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: PyTorch's aten::convolution_backward.

@@ -39,6 +39,11 @@ class ConvBwdData(ConvProblem):
 
     ``conv`` is the forward convolution: its input is grad_input, its output grad_output.
 
+    Shapes: grad_output (N, K, *out), weight (K, C/G, *kernel) -> grad_input (N, C, *in), and
+    accumulate like it.
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, any of 1D to 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: composable_kernel's convnd_bwd_data, PyTorch's convolution_backward.

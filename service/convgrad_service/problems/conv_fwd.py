@@ -30,6 +30,10 @@ class ConvFwd(ConvProblem):
     """output[n, k, o] = bias[k] + sum over c, r of input[n, c, i] * weight[k, c, r], i where
     (o, r) meet.
 
+    Shapes: input (N, C, *in), weight (K, C/G, *kernel), bias (K,) -> output (N, K, *out).
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, any of 1D to 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: PyTorch's convolution.

@@ -50,6 +50,11 @@ class GroupedConvBwdWeight(ConvProblem):
     The epilogue is grad_weight's alone. Outputs have ``weight_dtype``, and so has accumulate.
     ``split_k`` is None for auto.
 
+    Shapes: input (N, C, *in), grad_output (N, K, *out) -> grad_weight (K, C/G, *kernel), grad_bias
+    (K,).
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, any of 1D to 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: composable_kernel's grouped_conv_bwd_weight, PyTorch's convolution_backward.

@@ -37,6 +37,11 @@ class GroupedConvConvFwd(Problem):
     ``conv0.output_size`` are conv1's zero padding. Each convolution has groups of its own; a
     grouped layout shows conv0's in the input and conv1's in the output.
 
+    Shapes: input (N, C, *in), weight0 (M, C/G0, *kernel0), bias0 (M,), weight1 (K, M/G1, *kernel1),
+    bias1 (K,) -> output (N, K, *out).
+    Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
+    Layout: ``layout``, any of 1D to 3D.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: composable_kernel's grouped_conv_conv_fwd.

@@ -63,6 +63,10 @@ class MaxPoolFwd(_MaxPool):
     The first maximum wins a tie; a NaN wins over any number, of several the last. ``indices`` are
     flat in each (n, c) plane, in ``index_dtype``.
 
+    Shapes: input (N, C, *in) -> output and indices (N, C, *out).
+    Dtypes: ``dtype`` and ``index_dtype``.
+    Layout: ``layout``, channels first or last.
+
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
     Source: PyTorch's max_pool2d and max_pool3d, with ONNX's padding.
@@ -130,6 +134,11 @@ class MaxPoolBwd(_MaxPool):
 
     ``source`` says where the maxima are from: the input itself, or ``indices`` of the forward, in
     ``index_dtype`` (None with an input).
+
+    Shapes: grad_output (N, C, *out), input (N, C, *in) or indices (N, C, *out) -> grad_input
+    (N, C, *in).
+    Dtypes: ``dtype``; sums in float32 (float64 for float64).
+    Layout: ``layout``, channels first or last.
 
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
