@@ -51,8 +51,8 @@ class Conv3dBackpropInput(Problem):
     region's, its padding counts from the region's start, its output is all of grad_output. So
     ``plain`` is a conv_bwd_data like any other, and only the formats are this problem's own.
 
-    Shapes: grad_output (N, K, D, H, W), weight (K, C/G, T, R, S) -> grad_input (N, C, D, H, W), each
-    in its format.
+    Shapes: grad_output (N, K, D, H, W), weight (K, C/G, T, R, S) -> grad_input (N, C, D, H, W),
+    each in its format.
     Dtypes: ``dtype`` stored, sums in float32 (float64 for float64).
     Layout: one format for each tensor, see `formats3d`.
 
