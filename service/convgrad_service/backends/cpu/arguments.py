@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.plans.cpu_dense import Dense
 
-__all__ = ["DTYPE_CODES", "Control", "ConvArgs", "View", "spatial3", "view_of"]
+__all__ = ["DTYPE_CODES", "Control", "ConvArgs", "View", "aligned_empty", "conv_args", "view_of"]
 
 DTYPE_CODES = {DType.FLOAT16: 0, DType.BFLOAT16: 1, DType.FLOAT32: 2, DType.FLOAT64: 3}
+_CODE_OF = {dtype.numpy: code for dtype, code in DTYPE_CODES.items()}
 PHASES = 6
 
 
@@ -61,6 +62,7 @@ class Control(ctypes.Structure):
         ("error", ctypes.c_int64),
         ("next", ctypes.c_int64 * PHASES),
         ("done", ctypes.c_int64 * PHASES),
+        ("found_nonfinite", ctypes.c_int64),
     )
 
 
@@ -81,10 +83,19 @@ def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
     return view
 
 
-def spatial3(values: Sequence[int], missing: int) -> tuple[int, int, int]:
-    """Spatial values of one to three dimensions as three, the missing leading ones filled."""
-    first, second, third = (*(missing,) * (3 - len(values)), *values)
-    return first, second, third
+def conv_args(dense: Dense, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
+    """A convolution's numbers, with no tensors yet, alpha 1 and beta 0.
+
+    ``dtype`` is what the kernel reads, ``result_dtype`` what it writes.
+    """
+    args = ConvArgs()
+    args.batch, args.groups = dense.batch, dense.groups
+    args.in_channels, args.out_channels = dense.in_channels, dense.out_channels
+    for name in ("input", "kernel", "output", "stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(dense, name)
+    args.alpha = 1.0
+    args.dtype, args.result_dtype = _CODE_OF[dtype], _CODE_OF[result_dtype]
+    return args
 
 
 def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:

@@ -57,6 +57,7 @@ struct Control {
   int64_t error;      // set by a kernel; each kernel names its own values
   int64_t next[kPhases];
   int64_t done[kPhases];
+  int64_t found_nonfinite;  // set by a packing phase, read by the phases after it
 };
 
 // The index of the next task of this phase, or -1 where none is left or the launch is cancelled.
@@ -76,8 +77,8 @@ extern "C" int sched_yield(void);
 // Waits until every task of the phase is finished; false where the launch was cancelled instead.
 inline bool wait_phase(Control* control, int phase, int64_t total) {
   for (int64_t spin = 0; __atomic_load_n(&control->done[phase], __ATOMIC_ACQUIRE) < total; ++spin) {
-      if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return false;
-      if (spin > 2000) sched_yield();
+    if (__atomic_load_n(&control->cancelled, __ATOMIC_RELAXED)) return false;
+    if (spin > 2000) sched_yield();
   }
   return true;
 }

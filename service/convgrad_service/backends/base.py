@@ -1,0 +1,58 @@
+"""What the engine asks of a backend, and what a backend answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from convgrad_service.plans.base import Plan
+from convgrad_service.problems.base import Problem
+
+__all__ = ["Backend", "Outcome", "Plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One problem's outputs, by name, and what computing them took.
+
+    ``compute_s`` is seconds in the backend; ``workspace_bytes`` the memory used beyond inputs and
+    outputs.
+    """
+
+    outputs: dict[str, NDArray[Any]]
+    kernel: str
+    compute_s: float
+    pieces: int
+    workspace_bytes: int
+
+
+class Backend(Protocol):
+    """Computes problems. Safe to call from several threads at once."""
+
+    name: str
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        """Compute a problem; blocks, and leaves the interpreter to others meanwhile.
+
+        ``tensors`` are the problem's inputs, in its layout. Once ``cancelled`` is set, the answer
+        is not wanted any more.
+
+        Raises:
+            InvalidProblem: the data contradict the problem (a pool index out of its window).
+            DeadlineExceeded: ``cancelled`` was set before the answer was ready.
+            UnsupportedProblem, DeviceOutOfMemory, DeviceUnavailable: no kernel, memory or device.
+        """
+        ...
+
+    def explain(self, problem: Problem) -> Plan:
+        """Which kernel `run` would use, and why not another; computes nothing."""
+        ...

@@ -1,0 +1,102 @@
+"""`CpuBackend`: one runner for each class of problems, on shared threads and work memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import DeadlineExceeded, DeviceOutOfMemory, UnsupportedProblem
+from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.cpu.library import load
+from convgrad_service.backends.cpu.runner import Machine
+from convgrad_service.backends.cpu.runners import EXPLAINERS, RUNNERS
+from convgrad_service.backends.cpu.threads import Workers, available_cores
+from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.problems.base import Problem
+
+__all__ = ["CpuBackend"]
+
+# A problem of fewer operations ends sooner than a cancellation is worth watching for.
+WATCHED_FLOPS = 2_000_000_000
+
+
+class CpuBackend:
+    """Computes every operation on the CPU, deterministically, whatever the number of threads.
+
+    Memory beyond inputs and outputs stays below ``workspace_limit_bytes``. ``level`` picks an
+    instruction-set level by name; the default is the best that this CPU has.
+
+    Raises:
+        DeviceUnavailable: the kernels were not built, or not for this CPU.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        workspace_limit_bytes: int = 256 * 1024 * 1024,
+        level: str | None = None,
+    ) -> None:
+        library = load(level)
+        threads = threads or available_cores()
+        self._machine = Machine(
+            library,
+            # Of the limit, what is kept while nothing runs.
+            Workers(threads, keep_bytes=workspace_limit_bytes // 4),
+            CpuDevice(library.level, threads, workspace_limit_bytes),
+        )
+
+    @property
+    def device(self) -> CpuDevice:
+        """What plans are made for."""
+        return self._machine.device
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        """See `Backend.run`."""
+        runner = RUNNERS.get(type(problem))
+        if runner is None:
+            raise UnsupportedProblem(f"the CPU has no kernel for {problem.operation}")
+        if cancelled is not None:
+            if cancelled.is_set():
+                raise DeadlineExceeded("the request was cancelled before it was computed")
+            if problem.flops < WATCHED_FLOPS:
+                cancelled = None
+        started = time.perf_counter()
+        whole = {name: _in_elements(array) for name, array in tensors.items()}
+        try:
+            ran = runner(self._machine, problem, whole, cancelled)
+        except MemoryError as error:
+            raise DeviceOutOfMemory(
+                f"there is not enough free memory for {problem.operation}: {error}"
+            ) from error
+        compute_s = time.perf_counter() - started
+        return Outcome(ran.outputs, ran.kernel, compute_s, ran.pieces, ran.workspace_bytes)
+
+    def explain(self, problem: Problem) -> Plan:
+        """See `Backend.explain`."""
+        explainer = EXPLAINERS.get(type(problem))
+        if explainer is None:
+            raise UnsupportedProblem(f"the CPU has no kernel for {problem.operation}")
+        return explainer(problem, self._machine.device)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._machine.workers.close()
+
+
+def _in_elements(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself, or a copy where its strides are not whole elements: kernels count those."""
+    if any(stride % array.itemsize for stride in array.strides):
+        return np.ascontiguousarray(array)
+    return array

@@ -1,0 +1,124 @@
+// The dense engine's inner kernel, a batch-reduced small matrix product held in registers:
+//
+//   C[i][j] (+)= sum over segments b, sum over k < b.k :
+//                A[b.a + i * a_row + k * a_step] * B[b.b + k * b_step + j]
+//
+// GEMM view: M = i < rows (pixels of a gather, output channels of a weight gradient), N = j < one
+// or two vectors (channels), K = segments times k. A is broadcast, B is loaded as vectors. Each
+// C[i][j] is one chain of fused multiply-adds in the order of the segments, so its value does not
+// depend on which tile it falls into.
+//
+// Registers: rows * vectors accumulators + vectors for B + one broadcast: 14 * 2 + 3 of AVX-512's
+// 32, 6 * 2 + 3 of AVX2's 16. A tile of fewer rows still hides the multiply-add's latency from
+// 4 * 2 = 8 accumulators on.
+#pragma once
+
+#include "elements.hpp"
+
+namespace convgrad {
+
+// One term of the batch: where it starts in A and in B, and its length along K.
+struct Segment {
+  i64 a;
+  i64 b;
+  i64 k;
+};
+
+inline constexpr int kTileRows = kVectorRegisters == 32 ? 14 : 6;
+inline constexpr int kTileVectors = 2;
+// Channels of a full tile.
+template <class T>
+inline constexpr int kTileColumns = kTileVectors * kLanes<T>;
+
+template <class T>
+struct Product {
+  const T* a;
+  i64 a_row;
+  i64 a_step;
+  const T* b;
+  i64 b_step;
+  const Segment* segments;
+  i64 segment_count;
+  T* c;
+  i64 c_row;
+};
+
+// What is known of the strides at compile time: a gather walks A's contiguous channels, a weight
+// gradient broadcasts A's contiguous channels.
+enum class Walk { kUnitStep, kUnitRow };
+
+template <class T, int rows, int vectors, Walk walk, bool accumulate>
+__attribute__((noinline)) void brgemm_tile(const Product<T>& p) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> sum[rows][vectors];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < rows; ++i) {
+#pragma clang loop unroll(full)
+    for (int v = 0; v < vectors; ++v) {
+      if constexpr (accumulate) {
+        sum[i][v] = load_raw<Vec<T>>(p.c + i * p.c_row + v * lanes);
+      } else {
+        sum[i][v] = splat<T>(0);
+      }
+    }
+  }
+  const i64 a_row = walk == Walk::kUnitRow ? 1 : p.a_row;
+  const i64 a_step = walk == Walk::kUnitStep ? 1 : p.a_step;
+  const i64 b_step = walk == Walk::kUnitStep ? kTileColumns<T> : p.b_step;
+  for (i64 s = 0; s < p.segment_count; ++s) {
+    const Segment segment = p.segments[s];
+    const T* a = p.a + segment.a;
+    const T* b = p.b + segment.b;
+    for (i64 k = segment.k; k > 0; --k) {
+      Vec<T> column[vectors];
+#pragma clang loop unroll(full)
+      for (int v = 0; v < vectors; ++v) column[v] = load_raw<Vec<T>>(b + v * lanes);
+      const T* row = a;
+#pragma clang loop unroll(full)
+      for (int i = 0; i < rows; ++i) {
+        const Vec<T> value = splat<T>(row[(i % 3) * a_row]);
+#pragma clang loop unroll(full)
+        for (int v = 0; v < vectors; ++v) sum[i][v] += value * column[v];
+        if (i % 3 == 2) row += 3 * a_row;
+      }
+      a += a_step;
+      b += b_step;
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int i = 0; i < rows; ++i) {
+#pragma clang loop unroll(full)
+    for (int v = 0; v < vectors; ++v) store_raw(p.c + i * p.c_row + v * lanes, sum[i][v]);
+  }
+}
+
+template <class T>
+using TileFunction = void (*)(const Product<T>&);
+
+// Calls brgemm_tile<rows, vectors> for run-time rows in 1 .. kTileRows and vectors in 1 .. 2.
+template <class T, Walk walk, bool accumulate, int rows = kTileRows>
+CONVGRAD_INLINE void brgemm(const Product<T>& product, int row_count, int vectors) {
+  if (row_count == rows) {
+    if (vectors == 2) {
+      brgemm_tile<T, rows, 2, walk, accumulate>(product);
+    } else {
+      brgemm_tile<T, rows, 1, walk, accumulate>(product);
+    }
+  } else if constexpr (rows > 1) {
+    brgemm<T, walk, accumulate, rows - 1>(product, row_count, vectors);
+  }
+}
+
+// How `count` rows are cut into tiles: as evenly as possible, since a tile of one or two rows
+// waits for its own multiply-adds.
+struct Cut {
+  i64 tiles;
+  i64 base;   // rows of a tile
+  i64 extra;  // the first so many tiles have one more
+};
+CONVGRAD_INLINE Cut cut_rows(i64 count, i64 most) {
+  const i64 tiles = (count + most - 1) / most;
+  return tiles == 0 ? Cut{0, 0, 0} : Cut{tiles, count / tiles, count % tiles};
+}
+
+}  // namespace convgrad

@@ -1,0 +1,417 @@
+// Dense convolution forward, and its gradient with respect to the input, as one "gather":
+//
+//   result[n, g, j, u] = alpha * sum over taps t, channels c of
+//                            source[n, g, c, u's coordinate at t] * weight[g, j, c, t]
+//                        + beta * accumulate + bias[g, j]
+//
+// Forward: result coordinate u reads source coordinate u * stride + t * dilation - pad. Backward
+// data: u reads (u + pad - t * dilation) / stride where that divides, so u falls into `stride`
+// phases per dimension, each a gather of unit step over its own taps; inserted zeros are never
+// multiplied.
+//
+// GEMM view: M = result pixels of one row and phase, N = result channels, K = taps x source
+// channels. A task makes one tile of pixels for some channel blocks: it copies the source region
+// that the tile needs into its scratch (channels last, widened, zeros where the region leaves the
+// tensor in W), runs brgemm_tile per row, and writes the staged tile out in the result's layout.
+// Rows and planes outside the tensor are skipped, not multiplied.
+//
+// Weights are packed once per launch, phase 0, as panels [tap][source channel][tile columns].
+// If a weight is not finite, pixels next to the border in W go by their own tap lists, since
+// 0 * Inf must not appear; elsewhere no zero is ever multiplied that the definition does not have.
+//
+// Deterministic: each result is one chain of multiply-adds in the order of taps and channels,
+// whatever the tiles and threads.
+//
+// Relies on the launcher for: workspace of groups * blocks * taps * channels * tile columns sums;
+// scratch as laid out in `Scratch`; block[] = {tile planes, tile rows, tile columns (in steps of
+// the phases), channel blocks a task, floats a slab pixel}; a slab of less than 2^62 elements.
+#include "brgemm.hpp"
+#include "conv_args.hpp"
+#include "matrix_copy.hpp"
+
+namespace convgrad {
+namespace {
+
+constexpr int kErrorScratch = 1;
+
+// One spatial dimension of a gather. At tap t, result coordinate u = phase + phases * j reads
+// source coordinate j * step + base.
+struct Axis {
+  i64 result;  // extents
+  i64 source;
+  i64 taps;
+  i64 phases;
+  i64 step;
+  i64 tile;     // in j
+  i64 tiles;
+  i64 lowest;   // smallest and largest base of any phase and tap
+  i64 highest;
+  i64 dilation;
+  i64 pad;
+  bool backward;
+
+  i64 slab() const { return (tile - 1) * step + highest - lowest + 1; }
+  // False where this phase has no such tap.
+  CONVGRAD_INLINE bool base(i64 phase, i64 tap, i64* value) const {
+    if (!backward) {
+      *value = tap * dilation - pad;
+      return true;
+    }
+    const i64 numerator = phase + pad - tap * dilation;
+    if (phases == 1) {
+      *value = numerator;
+      return true;
+    }
+    *value = numerator / phases;
+    return *value * phases == numerator;
+  }
+};
+
+CONVGRAD_INLINE i64 floor_div(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+
+Axis make_axis(const ConvArgs& args, int d, bool backward) {
+  Axis axis;
+  axis.backward = backward;
+  axis.result = backward ? args.input[d] : args.output[d];
+  axis.source = backward ? args.output[d] : args.input[d];
+  axis.taps = args.kernel[d];
+  axis.phases = backward ? args.stride[d] : 1;
+  axis.step = backward ? 1 : args.stride[d];
+  axis.dilation = args.dilation[d];
+  axis.pad = args.pad[d];
+  const i64 steps = (axis.result + axis.phases - 1) / axis.phases;
+  axis.tile = least(args.block[d], steps);
+  axis.tiles = (steps + axis.tile - 1) / axis.tile;
+  // Bounds of (phase + pad - tap * dilation) / stride, or of tap * dilation - pad.
+  const i64 reach = (axis.taps - 1) * axis.dilation;
+  if (backward) {
+    const i64 last_phase = least(axis.phases, axis.result) - 1;
+    axis.lowest = -floor_div(reach - axis.pad, axis.phases);
+    axis.highest = floor_div(last_phase + axis.pad, axis.phases);
+    if (axis.highest < axis.lowest) axis.highest = axis.lowest;  // no tap at all
+  } else {
+    axis.lowest = -axis.pad;
+    axis.highest = reach - axis.pad;
+  }
+  return axis;
+}
+
+template <class E>
+struct Gather {
+  using S = typename E::Storage;
+  using T = typename E::Acc;
+  static constexpr i64 kColumns = kTileColumns<T>;
+
+  const ConvArgs& args;
+  Axis d, h, w;
+  View source, weight, result;  // weight's dimension 1 is the result's channel, 2 the source's
+  i64 source_channels, result_channels, blocks, taps, pixel;
+  i64 slab_row, slab_plane;
+  i64 stage_w, stage_h;  // tile pixels along W and H
+  T* panels;
+  i64 panel;  // sums of one panel
+  Segment* segments;
+  T* slab;
+  T* stage;
+
+  Gather(const ConvArgs& a, bool backward, void* scratch)
+      : args(a), d(make_axis(a, 0, backward)), h(make_axis(a, 1, backward)),
+        w(make_axis(a, 2, backward)), source(backward ? a.y : a.x), weight(a.w),
+        result(backward ? a.x : a.y) {
+    source_channels = backward ? a.out_channels : a.in_channels;
+    result_channels = backward ? a.in_channels : a.out_channels;
+    if (backward) {
+      const i64 swap = weight.stride[1];
+      weight.stride[1] = weight.stride[2];
+      weight.stride[2] = swap;
+    }
+    blocks = (result_channels + kColumns - 1) / kColumns;
+    taps = d.taps * h.taps * w.taps;
+    pixel = a.block[4];
+    slab_row = w.slab() * pixel;
+    slab_plane = h.slab() * slab_row;
+    stage_w = least(w.tile * w.phases, w.result);
+    stage_h = least(h.tile * h.phases, h.result);
+    panels = static_cast<T*>(a.workspace);
+    panel = taps * source_channels * kColumns;
+    // Scratch: segments, slab, stage, each on a 64-byte boundary.
+    char* at = static_cast<char*>(scratch);
+    segments = reinterpret_cast<Segment*>(at);
+    at += (taps * static_cast<i64>(sizeof(Segment)) + 63) / 64 * 64;
+    slab = reinterpret_cast<T*>(at);
+    at += (d.slab() * slab_plane * static_cast<i64>(sizeof(T)) + 127) / 64 * 64;
+    stage = reinterpret_cast<T*>(at);
+    at += stage_d() * stage_h * stage_w * kColumns * static_cast<i64>(sizeof(T));
+    scratch_needed = at - static_cast<char*>(scratch);
+  }
+  i64 scratch_needed;
+  i64 stage_d() const { return least(d.tile * d.phases, d.result); }
+  i64 workspace_needed() const {
+    return args.groups * blocks * panel * static_cast<i64>(sizeof(T));
+  }
+
+  // Packs the panel of one group and block; true if some weight is not finite.
+  bool pack_panel(i64 g, i64 block) const {
+    const i64 first = block * kColumns;
+    const i64 width = least(kColumns, result_channels - first);
+    T* to = panels + (g * blocks + block) * panel;
+    const S* from = static_cast<const S*>(weight.data) + g * weight.stride[0] +
+                    first * weight.stride[1];
+    const i64 by_result = weight.stride[1], by_source = weight.stride[2];
+    const i64 tap_row = source_channels * kColumns;
+    if (width < kColumns) __builtin_memset(to, 0, panel * sizeof(T));
+    if (weight.stride[5] == 1 && w.taps > 1 && by_result != 1 && by_source != 1) {
+      // Taps are innermost: for each source channel a (taps x result channels) transposition. The
+      // whole kernel is one run where it is contiguous.
+      const bool whole = weight.stride[4] == w.taps && weight.stride[3] == w.taps * h.taps;
+      const i64 run = whole ? taps : w.taps;
+      for (i64 tap = 0; tap < taps; tap += run) {
+        const S* at = from + tap_offset(tap);
+        for (i64 c = 0; c < source_channels; ++c) {
+          read_matrix<E>(at + c * by_source, 1, by_result, run, width,
+                         to + tap * tap_row + c * kColumns, tap_row);
+        }
+      }
+    } else {
+      for (i64 tap = 0; tap < taps; ++tap) {
+        read_matrix<E>(from + tap_offset(tap), by_source, by_result, source_channels, width,
+                       to + tap * tap_row, kColumns);
+      }
+    }
+    // x - x is zero for finite x alone.
+    Vec<T> check = splat<T>(0);
+    for (i64 i = 0; i < panel; i += kLanes<T>) {
+      const Vec<T> value = load_raw<Vec<T>>(to + i);
+      check += value - value;
+    }
+    return !(sum_lanes<T>(check) == 0);
+  }
+  i64 tap_offset(i64 tap) const {
+    const i64 s = tap % w.taps, r = tap / w.taps % h.taps, t = tap / w.taps / h.taps;
+    return t * weight.stride[3] + r * weight.stride[4] + s * weight.stride[5];
+  }
+
+  // Copies the source region of one tile into the slab.
+  void pack_slab(i64 n, i64 g, i64 d0, i64 h0, i64 w0, i64 w_steps) const {
+    const S* base =
+        static_cast<const S*>(source.data) + n * source.stride[0] + g * source.stride[1];
+    const i64 width = (w_steps - 1) * w.step + w.highest - w.lowest + 1;
+    const i64 left = w0 * w.step + w.lowest;  // source coordinate of the slab's first column
+    const i64 begin = least(most(left, 0), left + width);
+    const i64 end = most(least(left + width, w.source), begin);
+    for (i64 z = 0; z < d.slab(); ++z) {
+      const i64 source_d = d0 * d.step + d.lowest + z;
+      if (source_d < 0 || source_d >= d.source) continue;
+      for (i64 y = 0; y < h.slab(); ++y) {
+        const i64 source_h = h0 * h.step + h.lowest + y;
+        if (source_h < 0 || source_h >= h.source) continue;
+        T* row = slab + z * slab_plane + y * slab_row;
+        const i64 before = begin - left, after = left + width - end;
+        __builtin_memset(row, 0, before * pixel * sizeof(T));
+        read_matrix<E>(base + source_d * source.stride[3] + source_h * source.stride[4] +
+                           begin * source.stride[5],
+                       source.stride[5], source.stride[2], end - begin, source_channels,
+                       row + before * pixel, pixel);
+        __builtin_memset(row + (before + end - begin) * pixel, 0, after * pixel * sizeof(T));
+      }
+    }
+  }
+
+  // Lists the taps that one row of one phase meets; with `exact`, only those at which source
+  // column j * step + base lies inside the tensor. Adjacent taps that are contiguous in both the
+  // slab and the panel become one segment.
+  i64 list_taps(i64 jd, i64 d0, i64 fd, i64 jh, i64 h0, i64 fh, i64 fw, bool exact, i64 jw) const {
+    i64 count = 0;
+    const i64 tap_row = source_channels * kColumns;
+    for (i64 t = 0; t < d.taps; ++t) {
+      i64 base_d;
+      if (!d.base(fd, t, &base_d)) continue;
+      const i64 source_d = jd * d.step + base_d;
+      if (source_d < 0 || source_d >= d.source) continue;
+      const i64 z = source_d - (d0 * d.step + d.lowest);
+      for (i64 r = 0; r < h.taps; ++r) {
+        i64 base_h;
+        if (!h.base(fh, r, &base_h)) continue;
+        const i64 source_h = jh * h.step + base_h;
+        if (source_h < 0 || source_h >= h.source) continue;
+        const i64 y = source_h - (h0 * h.step + h.lowest);
+        for (i64 s = 0; s < w.taps; ++s) {
+          i64 base_w;
+          if (!w.base(fw, s, &base_w)) continue;
+          if (exact) {
+            const i64 source_w = jw * w.step + base_w;
+            if (source_w < 0 || source_w >= w.source) continue;
+          }
+          const i64 a = z * slab_plane + y * slab_row + (base_w - w.lowest) * pixel;
+          const i64 b = ((t * h.taps + r) * w.taps + s) * tap_row;
+          if (count > 0) {
+            Segment& last = segments[count - 1];
+            if (last.a + last.k == a && last.b + last.k * kColumns == b) {
+              last.k += source_channels;
+              continue;
+            }
+          }
+          segments[count++] = Segment{a, b, source_channels};
+        }
+      }
+    }
+    return count;
+  }
+
+  void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block,
+                bool exact) const {
+    const i64 d0 = td * d.tile, h0 = th * h.tile, w0 = tw * w.tile;
+    const i64 w_steps = least(w.tile, (w.result + w.phases - 1) / w.phases - w0);
+    pack_slab(n, g, d0, h0, w0, w_steps);
+    const i64 ud0 = d0 * d.phases, ud1 = least(ud0 + d.tile * d.phases, d.result);
+    const i64 uh0 = h0 * h.phases, uh1 = least(uh0 + h.tile * h.phases, h.result);
+    const i64 uw0 = w0 * w.phases, uw1 = least(uw0 + w.tile * w.phases, w.result);
+    const i64 width = uw1 - uw0;
+    for (i64 block = first_block; block < last_block; ++block) {
+      const i64 columns = least(kColumns, result_channels - block * kColumns);
+      const int vectors = columns > kLanes<T> ? 2 : 1;
+      Product<T> product{nullptr, w.step * pixel, 1,
+                         panels + (g * blocks + block) * panel, kColumns, segments, 0,
+                         nullptr, w.phases * kColumns};
+      for (i64 ud = ud0; ud < ud1; ++ud) {
+        const i64 fd = ud % d.phases, jd = ud / d.phases;
+        for (i64 uh = uh0; uh < uh1; ++uh) {
+          const i64 fh = uh % h.phases, jh = uh / h.phases;
+          T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
+          for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
+            const i64 steps = (width - fw + w.phases - 1) / w.phases;
+            for (i64 j = 0; j < steps;) {
+              // A run of pixels that meet the same taps.
+              const i64 stop = exact ? same_taps(fw, w0, j, steps) : steps;
+              product.segment_count =
+                  list_taps(jd, d0, fd, jh, h0, fh, fw, exact, w0 + j);
+              const Cut cut = cut_rows(stop - j, kTileRows);
+              for (i64 tile = 0; tile < cut.tiles; ++tile) {
+                const i64 rows = cut.base + (tile < cut.extra);
+                product.a = slab + j * w.step * pixel;
+                product.c = row + (fw + j * w.phases) * kColumns;
+                brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
+                j += rows;
+              }
+            }
+          }
+        }
+      }
+      write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
+    }
+  }
+
+  // The end of the run of steps, from j on, whose taps in W lie inside the tensor alike.
+  i64 same_taps(i64 fw, i64 w0, i64 j, i64 steps) const {
+    i64 stop = j + 1;
+    for (; stop < steps; ++stop) {
+      for (i64 s = 0; s < w.taps; ++s) {
+        i64 base;
+        if (!w.base(fw, s, &base)) continue;
+        const i64 here = (w0 + j) * w.step + base, there = (w0 + stop) * w.step + base;
+        if ((here >= 0 && here < w.source) != (there >= 0 && there < w.source)) return stop;
+      }
+    }
+    return stop;
+  }
+
+  void write_tile(i64 n, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1, i64 uh0, i64 uh1,
+                  i64 uw0, i64 width) const {
+    const i64 channel = block * kColumns;
+    const bool adds = args.accumulate.data != nullptr && args.beta != 0;
+    const View& add = args.accumulate;
+    Destination<E> to{};
+    to.row = result.stride[5];
+    to.column = result.stride[2];
+    to.accumulate_row = add.stride[5];
+    to.accumulate_column = add.stride[2];
+    to.alpha = static_cast<T>(args.alpha);
+    to.beta = static_cast<T>(args.beta);
+    if (args.bias.data) {
+      to.bias = static_cast<const S*>(args.bias.data) + g * args.bias.stride[0] +
+                channel * args.bias.stride[1];
+      to.bias_column = args.bias.stride[1];
+    }
+    // Rows that follow each other in memory, here and there, are written as one.
+    const bool joined = result.stride[4] == result.stride[5] * width &&
+                        (!adds || add.stride[4] == add.stride[5] * width);
+    const i64 at_once = joined ? uh1 - uh0 : 1;
+    for (i64 ud = ud0; ud < ud1; ++ud) {
+      for (i64 uh = uh0; uh < uh1; uh += at_once) {
+        const T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
+        to.result = static_cast<S*>(result.data) + n * result.stride[0] + g * result.stride[1] +
+                    channel * result.stride[2] + ud * result.stride[3] + uh * result.stride[4] +
+                    uw0 * result.stride[5];
+        to.accumulate = nullptr;
+        if (adds) {
+          to.accumulate = static_cast<const S*>(add.data) + n * add.stride[0] +
+                          g * add.stride[1] + channel * add.stride[2] + ud * add.stride[3] +
+                          uh * add.stride[4] + uw0 * add.stride[5];
+        }
+        write_matrix<E>(row, kColumns, at_once * width, columns, to);
+      }
+    }
+  }
+};
+
+template <class E>
+void gather(const ConvArgs& args, bool backward, Control* control, void* scratch) {
+  const Gather<E> work(args, backward, scratch);
+  if (work.scratch_needed > args.scratch_bytes || work.workspace_needed() > args.workspace_bytes) {
+    __atomic_store_n(&control->error, kErrorScratch, __ATOMIC_RELAXED);
+    return;
+  }
+  const i64 panels = args.groups * work.blocks;
+  for (i64 task; (task = take_task(control, 0, panels)) >= 0;) {
+    if (work.pack_panel(task / work.blocks, task % work.blocks)) {
+      __atomic_store_n(&control->found_nonfinite, 1, __ATOMIC_RELAXED);
+    }
+    finish_task(control, 0);
+  }
+  if (!wait_phase(control, 0, panels)) return;
+  const bool exact = __atomic_load_n(&control->found_nonfinite, __ATOMIC_RELAXED) != 0;
+  const i64 per_task = args.block[3];
+  const i64 shares = (work.blocks + per_task - 1) / per_task;
+  const i64 tiles = work.d.tiles * work.h.tiles * work.w.tiles;
+  const i64 total = args.batch * args.groups * tiles * shares;
+  for (i64 task; (task = take_task(control, 1, total)) >= 0;) {
+    i64 rest = task;
+    const i64 share = rest % shares;
+    rest /= shares;
+    const i64 tw = rest % work.w.tiles;
+    rest /= work.w.tiles;
+    const i64 th = rest % work.h.tiles;
+    rest /= work.h.tiles;
+    const i64 td = rest % work.d.tiles;
+    rest /= work.d.tiles;
+    work.run_tile(rest / args.groups, rest % args.groups, td, th, tw, share * per_task,
+                  least(share * per_task + per_task, work.blocks), exact);
+  }
+}
+
+void gather_any(const ConvArgs& args, bool backward, Control* control, void* scratch) {
+  switch (args.dtype) {
+    case kFloat16:
+      return gather<F16>(args, backward, control, scratch);
+    case kBfloat16:
+      return gather<BF16>(args, backward, control, scratch);
+    case kFloat32:
+      return gather<F32>(args, backward, control, scratch);
+    case kFloat64:
+      return gather<F64>(args, backward, control, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace convgrad
+
+extern "C" CONVGRAD_EXPORT void convgrad_dense_fwd(const convgrad::ConvArgs* args,
+                                                   convgrad::Control* control, void* scratch) {
+  convgrad::gather_any(*args, false, control, scratch);
+}
+
+extern "C" CONVGRAD_EXPORT void convgrad_dense_bwd_data(const convgrad::ConvArgs* args,
+                                                        convgrad::Control* control,
+                                                        void* scratch) {
+  convgrad::gather_any(*args, true, control, scratch);
+}

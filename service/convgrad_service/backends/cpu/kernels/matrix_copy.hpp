@@ -1,0 +1,209 @@
+// Moves small matrices between a tensor's own layout and element type and the kernels' row-major
+// blocks of sums, with the transposition that takes and the epilogue on the way out.
+//
+//   read_matrix    block[i][j] = widen(source[i * row + j * column])
+//   write_matrix   result[i * row + j * column] = round(alpha * block[i][j]
+//                      + beta * accumulate[...] + bias[j])
+//
+// Three ways, by the strides: columns contiguous (vectors), rows contiguous (transposition of
+// vector-by-vector blocks in registers), neither (one by one).
+#pragma once
+
+#include "elements.hpp"
+
+namespace convgrad {
+
+template <int... i>
+struct Lanes {};
+template <int n, int... i>
+struct MakeLanes : MakeLanes<n - 1, n - 1, i...> {};
+template <int... i>
+struct MakeLanes<0, i...> {
+  using type = Lanes<i...>;
+};
+
+// One butterfly step of a transposition: swaps the off-diagonal half x half blocks of two rows.
+template <class T, int half, int... i>
+CONVGRAD_INLINE void exchange(Vec<T>& a, Vec<T>& b, Lanes<i...>) {
+  constexpr int n = kLanes<T>;
+  const Vec<T> low = __builtin_shufflevector(a, b, ((i & half) ? n + i - half : i)...);
+  const Vec<T> high = __builtin_shufflevector(a, b, ((i & half) ? n + i : i + half)...);
+  a = low;
+  b = high;
+}
+
+template <class T, int half>
+CONVGRAD_INLINE void transpose_steps(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int n = kLanes<T>;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < n; ++i) {
+    if (!(i & half)) exchange<T, half>(rows[i], rows[i + half], typename MakeLanes<n>::type{});
+  }
+  if constexpr (half > 1) transpose_steps<T, half / 2>(rows);
+}
+
+// Transposes a square of kLanes<T> rows in registers.
+template <class T>
+CONVGRAD_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  transpose_steps<T, kLanes<T> / 2>(rows);
+}
+
+CONVGRAD_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+CONVGRAD_INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+
+// block[i * block_row + j], i < rows, j < columns; nothing else of the block is written.
+template <class E>
+void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 rows, i64 columns,
+                 typename E::Acc* block, i64 block_row) {
+  using T = typename E::Acc;
+  constexpr int lanes = kLanes<T>;
+  if (column == 1) {
+    for (i64 i = 0; i < rows; ++i) {
+      const auto* from = source + i * row;
+      T* to = block + i * block_row;
+      i64 j = 0;
+      for (; j + lanes <= columns; j += lanes) store_raw(to + j, load<E>(from + j));
+      const int rest = static_cast<int>(columns - j);
+      if (rest) store_raw_first<T, lanes>(to + j, load_first<E>(from + j, rest), rest);
+    }
+  } else if (row == 1) {
+    for (i64 i = 0; i < rows; i += lanes) {
+      const int height = static_cast<int>(least(lanes, rows - i));
+      for (i64 j = 0; j < columns; j += lanes) {
+        const int width = static_cast<int>(least(lanes, columns - j));
+        Vec<T> square[lanes];
+        const auto* from = source + i + j * column;
+        if (height == lanes && width == lanes) {
+#pragma clang loop unroll(full)
+          for (int l = 0; l < lanes; ++l) square[l] = load<E>(from + l * column);
+        } else {
+          for (int l = 0; l < lanes; ++l) {
+            square[l] = l < width ? load_first<E>(from + l * column, height) : splat<T>(0);
+          }
+        }
+        transpose<T>(square);
+        T* to = block + i * block_row + j;
+        if (height == lanes && width == lanes) {
+#pragma clang loop unroll(full)
+          for (int l = 0; l < lanes; ++l) store_raw(to + l * block_row, square[l]);
+        } else {
+          for (int l = 0; l < height; ++l) {
+            store_raw_first<T, lanes>(to + l * block_row, square[l], width);
+          }
+        }
+      }
+    }
+  } else {
+    for (i64 i = 0; i < rows; ++i) {
+      for (i64 j = 0; j < columns; ++j) {
+        block[i * block_row + j] = load_one<E>(source + i * row + j * column);
+      }
+    }
+  }
+}
+
+// Where write_matrix puts a block and what it adds. `accumulate` and `bias` may be null.
+template <class E>
+struct Destination {
+  typename E::Storage* result;
+  i64 row;
+  i64 column;
+  const typename E::Storage* accumulate;
+  i64 accumulate_row;
+  i64 accumulate_column;
+  const typename E::Storage* bias;  // by column
+  i64 bias_column;
+  typename E::Acc alpha;
+  typename E::Acc beta;
+};
+
+template <class E>
+CONVGRAD_INLINE Vec<typename E::Acc> load_strided(const typename E::Storage* p, i64 stride, int n) {
+  using T = typename E::Acc;
+  constexpr int lanes = kLanes<T>;
+  if (stride == 1) return n == lanes ? load<E>(p) : load_first<E>(p, n);
+  T values[lanes] = {};
+  for (int l = 0; l < n; ++l) values[l] = load_one<E>(p + l * stride);
+  return load_raw<Vec<T>>(values);
+}
+
+template <class E>
+CONVGRAD_INLINE void store_some(typename E::Storage* p, Vec<typename E::Acc> value, int n) {
+  if (n == kLanes<typename E::Acc>) {
+    store<E>(p, value);
+  } else {
+    store_first<E>(p, value, n);
+  }
+}
+
+template <class E>
+void write_matrix(const typename E::Acc* block, i64 block_row, i64 rows, i64 columns,
+                  const Destination<E>& to) {
+  using T = typename E::Acc;
+  constexpr int lanes = kLanes<T>;
+  if (to.column == 1) {
+    for (i64 j = 0; j < columns; j += lanes) {
+      const int width = static_cast<int>(least(lanes, columns - j));
+      Vec<T> bias = splat<T>(0);
+      if (to.bias) bias = load_strided<E>(to.bias + j * to.bias_column, to.bias_column, width);
+      for (i64 i = 0; i < rows; ++i) {
+        Vec<T> value = load_raw<Vec<T>>(block + i * block_row + j) * to.alpha;
+        if (to.accumulate) {
+          const auto* from = to.accumulate + i * to.accumulate_row + j * to.accumulate_column;
+          value += load_strided<E>(from, to.accumulate_column, width) * to.beta;
+        }
+        if (to.bias) value += bias;
+        store_some<E>(to.result + i * to.row + j, value, width);
+      }
+    }
+  } else if (to.row == 1) {
+    for (i64 j = 0; j < columns; j += lanes) {
+      const int width = static_cast<int>(least(lanes, columns - j));
+      for (i64 i = 0; i < rows; i += lanes) {
+        const int height = static_cast<int>(least(lanes, rows - i));
+        Vec<T> square[lanes];
+        const T* from = block + i * block_row + j;
+        if (height == lanes) {
+#pragma clang loop unroll(full)
+          for (int l = 0; l < lanes; ++l) square[l] = load_raw<Vec<T>>(from + l * block_row);
+        } else {
+          for (int l = 0; l < lanes; ++l) {
+            square[l] = l < height ? load_raw<Vec<T>>(from + l * block_row) : splat<T>(0);
+          }
+        }
+        transpose<T>(square);
+        if (width == lanes && height == lanes && !to.accumulate && !to.bias) {
+#pragma clang loop unroll(full)
+          for (int l = 0; l < lanes; ++l) {
+            store<E>(to.result + i + (j + l) * to.column, square[l] * to.alpha);
+          }
+          continue;
+        }
+        for (int l = 0; l < width; ++l) {
+          Vec<T> value = square[l] * to.alpha;
+          if (to.accumulate) {
+            const auto* add =
+                to.accumulate + i * to.accumulate_row + (j + l) * to.accumulate_column;
+            value += load_strided<E>(add, to.accumulate_row, height) * to.beta;
+          }
+          if (to.bias) value += load_one<E>(to.bias + (j + l) * to.bias_column);
+          store_some<E>(to.result + i + (j + l) * to.column, value, height);
+        }
+      }
+    }
+  } else {
+    for (i64 i = 0; i < rows; ++i) {
+      for (i64 j = 0; j < columns; ++j) {
+        T value = block[i * block_row + j] * to.alpha;
+        if (to.accumulate) {
+          value += load_one<E>(to.accumulate + i * to.accumulate_row +
+                               j * to.accumulate_column) * to.beta;
+        }
+        if (to.bias) value += load_one<E>(to.bias + j * to.bias_column);
+        store_one<E>(to.result + i * to.row + j * to.column, value);
+      }
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,98 @@
+"""Which CPU kernel computes a convolution, and why not another: pure functions of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from convgrad.dtypes import DType
+from convgrad_service.plans.base import Plan
+from convgrad_service.plans.cpu_dense import DensePlan, dense_of, gather_plan, weight_plan
+from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
+from convgrad_service.problems.geometry import ConvShape
+
+__all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
+
+CpuPlan = Plan
+Direction = Literal["fwd", "bwd_data", "bwd_weight"]
+Engine = Literal["grouped", "dense", "direct"]
+
+# Up to so many channels a group, the grouped kernels, whose vectors run over pixels or groups, do
+# better than dense ones, whose vectors run over one group's channels.
+GROUPED_CHANNELS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The engine for one direction of a convolution; ``dense`` is set for the dense one.
+
+    ``passed_over`` has the engines before it, with the reason for each.
+    """
+
+    direction: Direction
+    engine: Engine
+    level: str
+    dense: DensePlan | None
+    passed_over: tuple[tuple[str, str], ...]
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.engine}_{self.direction}/{self.level}"
+
+    @property
+    def plan(self) -> CpuPlan:
+        if self.dense is None:
+            return CpuPlan(self.kernel, 0, 1, self.passed_over)
+        return CpuPlan(
+            self.kernel, self.dense.workspace_bytes, len(self.dense.parts), self.passed_over
+        )
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    direction: Direction,
+    conv: ConvShape,
+    dtype: DType,
+    device: CpuDevice,
+    without: tuple[tuple[Engine, str], ...] = (),
+) -> Choice:
+    """The first engine that holds this problem: grouped, then dense, then direct.
+
+    ``without`` names engines that cannot, and why, for reasons beyond the sizes.
+    """
+    passed_over: list[tuple[str, str]] = []
+    excluded = dict(without)
+    reason = excluded.get("grouped") or _why_not_grouped(conv)
+    if reason is None:
+        return Choice(direction, "grouped", device.level, None, ())
+    passed_over.append(("grouped", reason))
+    dense = _dense_plan(direction, conv, dtype, device)
+    if dense is not None:
+        return Choice(direction, "dense", device.level, dense, tuple(passed_over))
+    passed_over.append(
+        (
+            "dense",
+            "one tile with its weights needs more than half of the workspace limit of "
+            f"{device.workspace_limit_bytes} bytes",
+        )
+    )
+    return Choice(direction, "direct", device.level, None, tuple(passed_over))
+
+
+def _why_not_grouped(conv: ConvShape) -> str | None:
+    if conv.groups == 1:
+        return "the convolution has one group"
+    channels = max(conv.in_channels_per_group, conv.out_channels_per_group)
+    if channels > GROUPED_CHANNELS:
+        return f"{channels} channels a group are more than {GROUPED_CHANNELS}"
+    return None
+
+
+def _dense_plan(
+    direction: Direction, conv: ConvShape, dtype: DType, device: CpuDevice
+) -> DensePlan | None:
+    dense, size = dense_of(conv), sum_bytes(dtype)
+    if direction == "bwd_weight":
+        return weight_plan(dense, sum_bytes=size, device=device)
+    return gather_plan(dense, backward=direction == "bwd_data", sum_bytes=size, device=device)

@@ -1,0 +1,366 @@
+"""Tile sizes of the dense CPU engine: pure arithmetic over one convolution and one CPU.
+
+The kernels (``backends/cpu/kernels/dense_gather.cpp``, ``dense_bwd_weight.cpp``) lay out their
+scratch by the same formulas and refuse to run where it is too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.problems.geometry import ConvShape
+
+__all__ = ["Dense", "DensePlan", "Part", "Tiles", "dense_of", "gather_plan", "weight_plan"]
+
+# A tile's copy of its source region is meant to stay in half of a core's L2 cache, beside the
+# weight panel that passes over it.
+SLAB_BYTES = 256 * 1024
+TASKS_PER_THREAD = 6
+# Of grad_output and input rows that one pass of a weight gradient reads: two thirds of the L1
+# cache, at one tile row of A (64 bytes) and one of B (128 bytes) a pixel.
+GROUP_PIXELS = 170
+# Partial weight gradients: at most so many, and together at most so large, since each is cleared,
+# read and added once.
+PARTIALS = 8
+PARTIAL_BYTES = 4 * 1024 * 1024
+SHARE_CHANNELS = 256
+SEGMENT_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One convolution as the kernels see it: three spatial dimensions, channels of one group."""
+
+    batch: int
+    groups: int
+    in_channels: int
+    out_channels: int
+    input: tuple[int, int, int]
+    kernel: tuple[int, int, int]
+    output: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    dilation: tuple[int, int, int]
+    pad: tuple[int, int, int]
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one launch is cut; ``block`` is the kernel's own list of numbers.
+
+    ``scratch_bytes`` is each thread's own, ``workspace_bytes`` what they share.
+    """
+
+    block: tuple[int, ...]
+    scratch_bytes: int
+    workspace_bytes: int
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One launch: a range of groups, and a range of the result's channels in each.
+
+    For a weight gradient these are output channels.
+    """
+
+    groups: tuple[int, int]
+    channels: tuple[int, int]
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """A dense convolution in one launch or several, and how many threads its memory allows."""
+
+    parts: tuple[Part, ...]
+    threads: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One dimension of a gather: result extent, phases, and the source span of a tile."""
+
+    result: int
+    phases: int
+    step: int
+    reach: int  # source coordinates that one step of all phases and taps spans
+
+    @property
+    def steps(self) -> int:
+        return -(-self.result // self.phases)
+
+    def slab(self, tile: int) -> int:
+        return (tile - 1) * self.step + self.reach
+
+    def stage(self, tile: int) -> int:
+        return min(tile * self.phases, self.result)
+
+
+def _axis(dense: Dense, dim: int, backward: bool) -> _Axis:
+    kernel, dilation, stride = dense.kernel[dim], dense.dilation[dim], dense.stride[dim]
+    reach = (kernel - 1) * dilation
+    if not backward:
+        return _Axis(dense.output[dim], 1, stride, reach + 1)
+    pad, result = dense.pad[dim], dense.input[dim]
+    lowest = -((reach - pad) // stride)
+    highest = (min(stride, result) - 1 + pad) // stride
+    return _Axis(result, stride, 1, max(highest - lowest, 0) + 1)
+
+
+def slab_pixel(channels: int, sum_bytes: int) -> int:
+    """Sums from one slab pixel to the next.
+
+    Few channels stay packed, so that neighbouring taps join into one run. Many get a spare cache
+    line where the distance would otherwise put every pixel into the same few sets of the L1 cache.
+    """
+    line = 64 // sum_bytes
+    if channels < line:
+        return channels
+    rounded = -(-channels // line) * line
+    return rounded + line if rounded * sum_bytes % 1024 == 0 else rounded
+
+
+def gather_tiles(
+    dense: Dense, *, backward: bool, sum_bytes: int, vector_bytes: int, threads: int
+) -> Tiles:
+    """Tiles for the forward pass (or, ``backward``, for the gradient of the input)."""
+    columns = 2 * vector_bytes // sum_bytes
+    source_channels = dense.out_channels if backward else dense.in_channels
+    result_channels = dense.in_channels if backward else dense.out_channels
+    blocks = -(-result_channels // columns)
+    pixel = slab_pixel(source_channels, sum_bytes)
+    d, h, w = (_axis(dense, dim, backward) for dim in range(3))
+
+    def slab_bytes(td: int, th: int, tw: int) -> int:
+        return d.slab(td) * h.slab(th) * w.slab(tw) * pixel * sum_bytes
+
+    def fits(td: int, th: int, tw: int) -> bool:
+        return slab_bytes(td, th, tw) <= SLAB_BYTES
+
+    outer = dense.batch * dense.groups
+    wanted = TASKS_PER_THREAD * threads
+    td, th, tw = 1, 1, w.steps
+    while tw > 28 and not fits(td, th, tw):
+        tw = -(-tw // 2)
+    while tw == w.steps and th < h.steps and fits(td, th + 1, tw):
+        th += 1
+    th = _even(h.steps, th)
+    while th == h.steps and td < d.steps and fits(td + 1, th, tw):
+        td += 1
+    td = _even(d.steps, td)
+
+    def tiles() -> int:
+        return -(-d.steps // td) * -(-h.steps // th) * -(-w.steps // tw)
+
+    # More tasks, so that the threads end together: first shorter tiles, while the halo stays
+    # small beside them, then fewer channel blocks a task.
+    while outer * tiles() < wanted and td > 1:
+        td = _even(d.steps, td - 1)
+    while outer * tiles() < wanted and th > max(4, h.reach):
+        th = _even(h.steps, th - 1)
+    shares = min(blocks, max(1, -(-wanted // (outer * tiles()))))
+    per_task = -(-blocks // shares)
+    pixels = d.stage(td) * h.stage(th) * w.stage(tw)
+    scratch = dense.taps * SEGMENT_BYTES + slab_bytes(td, th, tw) + pixels * columns * sum_bytes
+    panels = dense.groups * blocks * dense.taps * source_channels * columns * sum_bytes
+    return Tiles(
+        block=(td, th, tw, per_task, pixel),
+        scratch_bytes=scratch + 3 * 64,
+        workspace_bytes=panels,
+        tasks=max(outer * tiles() * -(-blocks // per_task), dense.groups * blocks),
+    )
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _even(extent: int, tile: int) -> int:
+    """The smallest tile that cuts the extent into as many parts as ``tile`` does."""
+    return -(-extent // -(-extent // tile))
+
+
+def weight_tiles(
+    dense: Dense, *, chunks: int, sum_bytes: int, vector_bytes: int, threads: int
+) -> Tiles:
+    """Tiles for the gradient of the weight.
+
+    The tiles and groups, which decide the order of additions, follow from the problem and the
+    vector width alone; the threads decide only the shares of channels.
+    """
+    lanes = vector_bytes // sum_bytes
+    columns = 2 * lanes
+    d, h, w = range(3)
+    channels_k, channels_c = dense.out_channels, dense.in_channels
+    padded_c = -(-channels_c // lanes) * lanes
+
+    # Tiles are sized for full shares of channels, so that fewer or more threads leave them alone.
+    y_bytes = _weight_pixel(min(channels_k, SHARE_CHANNELS), sum_bytes) * sum_bytes
+    x_bytes = _weight_pixel(min(channels_c, SHARE_CHANNELS), sum_bytes) * sum_bytes
+
+    def slab_pixels(rows: int, width: int) -> int:
+        high = (rows - 1) * dense.stride[h] + (dense.kernel[h] - 1) * dense.dilation[h] + 1
+        wide = (width - 1) * dense.stride[w] + (dense.kernel[w] - 1) * dense.dilation[w] + 1
+        return dense.kernel[d] * high * wide
+
+    def tile_bytes(rows: int, width: int) -> int:
+        return rows * width * y_bytes + slab_pixels(rows, width) * x_bytes
+
+    tile_columns, tile_rows = dense.output[w], 1
+    while tile_columns > GROUP_PIXELS and tile_bytes(1, tile_columns) > SLAB_BYTES:
+        tile_columns = -(-tile_columns // 2)
+    if tile_columns == dense.output[w]:
+        while tile_rows < dense.output[h] and tile_bytes(tile_rows + 1, tile_columns) <= SLAB_BYTES:
+            tile_rows += 1
+    group_rows = min(tile_rows, max(1, GROUP_PIXELS // tile_columns))
+
+    k_share, c_share = min(channels_k, SHARE_CHANNELS), channels_c
+    if channels_c > SHARE_CHANNELS:
+        c_share = SHARE_CHANNELS
+
+    def shares() -> int:
+        return -(-channels_k // k_share) * -(-channels_c // c_share)
+
+    while chunks * dense.groups * shares() < 2 * threads and k_share > 2 * lanes:
+        k_share = -(-k_share // 2)
+    while chunks * dense.groups * shares() < 2 * threads and c_share > columns:
+        c_share = _up(_up(c_share, 2) // 2, columns)
+
+    y_pixel, x_pixel = _weight_pixel(k_share, sum_bytes), _weight_pixel(c_share, sum_bytes)
+    scratch = (
+        group_rows * SEGMENT_BYTES
+        + tile_rows * tile_columns * y_pixel * sum_bytes
+        + slab_pixels(tile_rows, tile_columns) * x_pixel * sum_bytes
+        + 3 * 64
+    )
+    return Tiles(
+        block=(chunks, tile_rows, tile_columns, group_rows, k_share, c_share),
+        scratch_bytes=max(scratch, 64 * 128 * sum_bytes),
+        workspace_bytes=chunks * dense.groups * dense.taps * channels_k * padded_c * sum_bytes,
+        tasks=max(chunks * dense.groups * shares(), dense.groups * channels_k),
+    )
+
+
+def weight_chunks(dense: Dense, sum_bytes: int) -> int:
+    """In how many parts the pixels of a weight gradient are summed: by the problem alone."""
+    partial = dense.groups * dense.taps * dense.out_channels * dense.in_channels * sum_bytes
+    pixels = dense.batch * math.prod(dense.output)
+    rows = dense.batch * dense.output[0] * dense.output[1]
+    limit = min(PARTIALS, PARTIAL_BYTES // partial, pixels // GROUP_PIXELS)
+    if dense.output[2] <= GROUP_PIXELS:
+        limit = min(limit, rows)
+    return 1 << (max(1, limit).bit_length() - 1)
+
+
+def _weight_pixel(channels: int, sum_bytes: int) -> int:
+    # An odd number of cache lines, so that the pixels of a row spread over all sets of the L1.
+    line = 64 // sum_bytes
+    return (-(-channels // line) | 1) * line
+
+
+def dense_of(conv: ConvShape) -> Dense:
+    """A convolution of one to three dimensions as the kernels see it."""
+    return Dense(
+        batch=conv.batch,
+        groups=conv.groups,
+        in_channels=conv.in_channels_per_group,
+        out_channels=conv.out_channels_per_group,
+        input=_three(conv.input_size, 1),
+        kernel=_three(conv.kernel_size, 1),
+        output=_three(conv.output_size, 1),
+        stride=_three(conv.stride, 1),
+        dilation=_three(conv.dilation, 1),
+        pad=_three([before for before, _ in conv.padding], 0),
+    )
+
+
+def _three(values: Sequence[int], missing: int) -> tuple[int, int, int]:
+    first, second, third = (*(missing,) * (3 - len(values)), *values)
+    return first, second, third
+
+
+def gather_plan(
+    dense: Dense, *, backward: bool, sum_bytes: int, device: CpuDevice
+) -> DensePlan | None:
+    """The launches of a forward pass or a gradient of the input; None where memory forbids it."""
+    columns = 2 * device.vector_bytes // sum_bytes
+    source = dense.out_channels if backward else dense.in_channels
+    result = dense.in_channels if backward else dense.out_channels
+    block_bytes = dense.taps * source * columns * sum_bytes
+
+    def tiles(part: Dense) -> Tiles:
+        return gather_tiles(
+            part,
+            backward=backward,
+            sum_bytes=sum_bytes,
+            vector_bytes=device.vector_bytes,
+            threads=device.threads,
+        )
+
+    def narrowed(groups: int, channels: int) -> Dense:
+        if backward:
+            return replace(dense, groups=groups, in_channels=channels)
+        return replace(dense, groups=groups, out_channels=channels)
+
+    return _in_parts(dense, narrowed, result, columns, block_bytes, tiles, device)
+
+
+def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
+    """The launches of a gradient of the weight; None where memory forbids it."""
+    chunks = weight_chunks(dense, sum_bytes)
+    lanes = device.vector_bytes // sum_bytes
+    padded_c = -(-dense.in_channels // lanes) * lanes
+    row_bytes = chunks * dense.taps * padded_c * sum_bytes
+
+    def tiles(part: Dense) -> Tiles:
+        return weight_tiles(
+            part,
+            chunks=chunks,
+            sum_bytes=sum_bytes,
+            vector_bytes=device.vector_bytes,
+            threads=device.threads,
+        )
+
+    def narrowed(groups: int, channels: int) -> Dense:
+        return replace(dense, groups=groups, out_channels=channels)
+
+    return _in_parts(dense, narrowed, dense.out_channels, 1, row_bytes, tiles, device)
+
+
+def _in_parts(
+    dense: Dense,
+    narrowed: Callable[[int, int], Dense],
+    channels: int,
+    unit: int,
+    unit_bytes: int,
+    tiles: Callable[[Dense], Tiles],
+    device: CpuDevice,
+) -> DensePlan | None:
+    """Cut by groups, then by result channels, until half of the limit holds the shared work."""
+    half = device.workspace_limit_bytes // 2
+    group_bytes = -(-channels // unit) * unit_bytes
+    if unit_bytes > half:
+        return None
+    groups_a_part = max(1, min(dense.groups, half // group_bytes))
+    channels_a_part = channels if group_bytes <= half else half // unit_bytes * unit
+    parts = []
+    for group in range(0, dense.groups, groups_a_part):
+        groups = (group, min(group + groups_a_part, dense.groups))
+        for channel in range(0, channels, channels_a_part):
+            span = (channel, min(channel + channels_a_part, channels))
+            part = narrowed(groups[1] - groups[0], span[1] - span[0])
+            parts.append(Part(groups, span, tiles(part)))
+    scratch = max(part.tiles.scratch_bytes for part in parts)
+    shared = max(part.tiles.workspace_bytes for part in parts)
+    if scratch > half:
+        return None
+    threads = min(device.threads, half // scratch)
+    return DensePlan(tuple(parts), threads, shared + threads * scratch)

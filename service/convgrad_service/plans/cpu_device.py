@@ -1,0 +1,30 @@
+"""What a plan needs to know of a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+
+__all__ = ["CpuDevice", "sum_bytes"]
+
+VECTOR_BYTES = {"x86_64": 16, "x86_64_v3": 32, "x86_64_v4": 64, "aarch64": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """The instruction-set level of the kernels, the threads, and the work memory allowed."""
+
+    level: str
+    threads: int
+    workspace_limit_bytes: int
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the widest vector register."""
+        return VECTOR_BYTES[self.level]
+
+
+def sum_bytes(dtype: DType) -> int:
+    """Bytes of what the CPU sums elements of this type in: float32, or float64 for float64."""
+    return 8 if dtype is DType.FLOAT64 else 4
