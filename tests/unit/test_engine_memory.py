@@ -72,7 +72,7 @@ class Sizes:
 
 
 def check(limits: Limits, **sizes: int) -> None:
-    problem: Any = Sizes(**sizes)
+    problem: Any = Sizes(**sizes)  # type: ignore[arg-type]
     limits.check(problem)
 
 

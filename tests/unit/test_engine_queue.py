@@ -11,7 +11,7 @@ import pytest
 
 from convgrad.errors import DeadlineExceeded, Overloaded
 from convgrad_service.engine.pace import Pace
-from convgrad_service.engine.queue import ComputeQueue
+from convgrad_service.engine.queue import ComputeQueue, Ticket
 
 
 class Gate:
@@ -164,7 +164,7 @@ def test_a_finished_ticket_keeps_nothing_alive() -> None:
 
 def test_many_threads_at_once() -> None:
     queue = ComputeQueue(4, 10_000)
-    tickets = []
+    tickets: list[Ticket[int]] = []
 
     def submit() -> None:
         tickets.extend(queue.submit(lambda _: 1, cost=1.0) for _ in range(200))

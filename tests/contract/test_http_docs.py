@@ -1,0 +1,81 @@
+"""What the server says about itself: OpenAPI, the docs page, the list of operations."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.errors import CODES
+from tests.contract.server import JSON, SAFETENSORS, LiveServer
+
+PROBLEM = "application/problem+json"
+
+
+@pytest.fixture(scope="module")
+def document(live: LiveServer) -> dict[str, Any]:
+    found: dict[str, Any] = live.get("/openapi.json").json()
+    return found
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_openapi_describes_every_operation(document: dict[str, Any], operation: str) -> None:
+    post = document["paths"][f"/{operation}"]["post"]
+    assert post["summary"]
+    assert post["requestBody"]["content"].keys() == {JSON, SAFETENSORS}
+    assert post["responses"]["200"]["content"].keys() == {JSON, SAFETENSORS}
+    for status, answer in post["responses"].items():
+        if status != "200":
+            assert answer["content"].keys() == {PROBLEM}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_examples_in_openapi_work(
+    live: LiveServer, document: dict[str, Any], operation: str
+) -> None:
+    body = document["paths"][f"/{operation}"]["post"]["requestBody"]["content"][JSON]["example"]
+    answer = live.post(json.dumps(body).encode(), path=f"/{operation}")
+    assert answer.status_code == 200, answer.text
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    references = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
+    assert references
+    for reference in references:
+        found: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]
+
+
+def test_the_codes_are_the_tables(document: dict[str, Any]) -> None:
+    problem = document["components"]["schemas"]["Problem"]
+    assert problem["properties"]["code"]["enum"] == list(CODES)
+
+
+def test_the_docs_need_no_network(live: LiveServer) -> None:
+    page = live.get("/docs").text
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(links) >= 3
+    for link in links:
+        if not link.startswith("data:"):
+            assert link.startswith("/docs/assets/")
+            assert live.get(link).status_code == 200
+    assert "//" not in re.sub(r"https?://(localhost|127\.0\.0\.1)", "", " ".join(links))
+
+
+def test_operations_lists_what_each_takes(live: LiveServer) -> None:
+    listed = live.get("/operations").json()
+    assert [operation["name"] for operation in listed["operations"]] == list(OPERATIONS)
+    assert listed["backend"] == "zeros"
+    assert listed["media_types"] == [JSON, SAFETENSORS]
+    assert listed["limits"]["body_bytes"][JSON] == 256 * 1024
+    first = listed["operations"][0]
+    assert first["tensors"]["weight"]["required"] is True
+    assert first["tensors"]["accumulate"]["required"] is False
+    assert "stride" in first["parameters"]["properties"]
+    assert "weight" not in first["parameters"]["properties"]
+    assert first["dtypes"] == ["float16", "bfloat16", "float32", "float64"]
+    assert "NHWC" in first["layouts"]

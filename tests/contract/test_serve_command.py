@@ -1,0 +1,104 @@
+"""``convgrad serve`` as its users run it: a process, its output, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from convgrad_service.command import serve
+from convgrad_service.settings import setting_fields
+from tests.contract.server import EXAMPLE, JSON
+
+COMMAND = [sys.executable, "-c", "import sys; from convgrad_service.command import serve; "
+           "sys.exit(serve(sys.argv[1:]))"]  # fmt: skip
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A server on a port of the system's choice, and the file that says which."""
+    port_file = tmp_path / "port"
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--port-file", str(port_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CONVGRAD_MAX_QUEUE": "7"},
+    )
+    try:
+        until = time.monotonic() + 30
+        while not port_file.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield process, port_file
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_interrupted(
+    serving: tuple[subprocess.Popen[str], Path], number: signal.Signals
+) -> None:
+    process, port_file = serving
+    port = int(port_file.read_text())
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url) as client:  # left open: an idle client must not hold it up
+        assert client.get("/operations").json()["limits"]["queue"] == 7
+        answer = client.post("/conv_bwd_data", content=EXAMPLE, headers={"Content-Type": JSON})
+        assert answer.status_code == 200
+        # The example's weight is [[1, 0], [0, -1]], its grad_output [[1, 2], [3, 4]].
+        values = answer.json()["grad_input"]["values"]
+        assert values == [[[[1, 2, 0], [3, 3, -2], [0, -3, -4]]]]
+        started = time.monotonic()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert time.monotonic() - started < 3
+    assert process.returncode == 0, err
+    assert out == f"convgrad listens on {url}\n"
+    assert re.search(r"INFO convgrad.access request_id=\w+ method=POST path=/conv_bwd_data", err)
+    assert "Traceback" not in err
+    assert not port_file.exists()
+
+
+def test_a_port_in_use_is_one_sentence(
+    serving: tuple[subprocess.Popen[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = serving[1].read_text().strip()
+    assert serve(["--port", port]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        serve(["--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    for name, _, _ in setting_fields():
+        assert f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["--port", "70000"], "CONVGRAD_HTTP_PORT"),
+        (["--max-json-bytes", "lots"], "CONVGRAD_MAX_JSON_BYTES"),
+    ],
+)
+def test_a_bad_setting_is_one_sentence(
+    argv: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(argv) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert argv[1] in error
+    assert "Traceback" not in error
