@@ -1,0 +1,44 @@
+"""Every instruction-set level that this CPU runs, not the best alone: other CPUs load those."""
+
+from __future__ import annotations
+
+import pytest
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cpu.library import LEVEL_NAMES, load
+from tests.arrays import DTYPES
+from tests.cases import FROM_CONV, FUSED, Case, conv_cases, pool_cases
+from tests.kernels.harness import answers, check, drawn, with_layouts
+
+CASES = [
+    *(case for operation in FROM_CONV for case in conv_cases(operation)),
+    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *FUSED,
+]
+BEST = load().level
+# A CPU runs every level below its own; a higher one would end the process.
+LEVELS = [
+    name
+    for names in LEVEL_NAMES.values()
+    if BEST in names.values()
+    for name in list(names.values())[: list(names.values()).index(BEST)]
+]
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def lesser(request: pytest.FixtureRequest) -> CpuBackend:
+    """A backend of each level below the best."""
+    try:
+        return CpuBackend(threads=2, level=request.param)
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_lesser_levels(lesser: CpuBackend, seed: int, case: Case, dtype: str) -> None:
+    tensors, wanted = drawn(seed, case, dtype, "bounded")
+    for layout in with_layouts(case.ndim, grouped=False)[1:]:
+        found = answers(lesser, case, tensors, layout)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
