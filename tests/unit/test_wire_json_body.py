@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from convgrad.contract import OPERATIONS, Report, validate
 from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad.wire.json_tensors import Form, decode_tensor, encode_tensor
-from convgrad_service.http_api import json_body
+from convgrad_service.http_api import json_answer, json_body
 from convgrad_service.http_api.json_answer import encode_json_answer
 from convgrad_service.http_api.json_body import decode_json_request, parse_json_body
 
@@ -195,6 +195,15 @@ def test_an_answer_is_what_the_client_reads(form: Form, dtype: str) -> None:
     for name, expected in outputs.items():
         assert answer[name] == json.loads(json.dumps(encode_tensor(expected, form)))
         assert np.array_equal(decode_tensor(answer[name], name=name), expected)
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.integers(1, 9))
+def test_values_are_written_in_blocks_as_in_one(shape: list[int], at_once: int) -> None:
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_answer, "_VALUES_AT_ONCE", at_once)
+        answer = json.loads(b"".join(encode_json_answer({"output": array}, REPORT, "values")))
+    assert answer["output"] == {"values": array.tolist(), "dtype": "float32"}
 
 
 def test_values_of_millions_of_elements_are_refused() -> None:

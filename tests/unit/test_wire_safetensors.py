@@ -69,7 +69,7 @@ def test_round_trip(given_tensors: dict[str, Any], metadata: dict[str, str]) -> 
 @given(tensors)
 def test_the_reference_reads_our_files(given_tensors: dict[str, Any]) -> None:
     # Not `safetensors.numpy.load`, which knows no bfloat16.
-    entries = dict(deserialize(joined(safetensors.encode(given_tensors))))
+    entries = dict(deserialize(joined(safetensors.encode(given_tensors))))  # type: ignore[no-untyped-call]
     assert entries.keys() == given_tensors.keys()
     for name, array in given_tensors.items():
         dtype = DType.of(array.dtype)
@@ -89,7 +89,7 @@ def test_files_of_the_reference_are_read(
 
 
 def test_nothing_is_copied_and_everything_is_aligned() -> None:
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "half": np.ones(3, np.float16),
         "double": np.ones((2, 3)),
         "indices": np.ones((1, 5), np.int32),
@@ -116,7 +116,7 @@ def test_unaligned_data_is_copied_to_where_it_is_aligned() -> None:
 
 
 def test_the_header_is_known_before_the_data() -> None:
-    arrays = {"a": np.ones((2, 1), np.float32), "b": np.ones(3)}
+    arrays: dict[str, NDArray[Any]] = {"a": np.ones((2, 1), np.float32), "b": np.ones(3)}
     specs = {"a": (DType.FLOAT32, (2, 1)), "b": (DType.FLOAT64, (3,))}
     header, order = safetensors.encode_header(specs, {"report": "{}"})
     assert header == safetensors.encode(arrays, {"report": "{}"})[0]

@@ -23,7 +23,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy
 from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import array_view, checked_dtype, checked_shape, data_view
+from convgrad.wire.shapes import array_view, checked_dtype, checked_shape, data_view, dtype_of
 
 __all__ = ["Base64Text", "Form", "decode_tensor", "encode_tensor"]
 
@@ -86,7 +86,7 @@ def encode_tensor(
     ``b64encode`` gets consecutive parts of the data, of which all but the last have a multiple of
     3 bytes, so that their base64 joins; what it returns stands in the object.
     """
-    dtype = DType(str(array.dtype))
+    dtype = dtype_of(array)
     if form == "values":
         return {"values": values_from_array(array), "dtype": dtype.value}
     if form == "data":

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
-from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view
+from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view, dtype_of
 
 __all__ = ["decode", "encode"]
 
@@ -56,10 +56,7 @@ def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
     bfloat16 is stored as 2-byte void items, as numpy.save does: its name must travel beside it.
     The header is always a multiple of 3 bytes.
     """
-    dtype = DType.of(array.dtype.newbyteorder("="))
-    if dtype is None:
-        raise TypeError(f"{array.dtype} is none of {', '.join(DType)}")
-    return [_written_header(dtype, array.shape), data_view(array)]
+    return [_written_header(dtype_of(array), array.shape), data_view(array)]
 
 
 def decode(buffer: Buffer, *, name: str, dtype: DType | None = None) -> NDArray[Any]:

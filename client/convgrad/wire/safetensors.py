@@ -21,7 +21,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view
+from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view, dtype_of
 
 __all__ = ["MEDIA_TYPE", "decode", "encode", "encode_header", "parameters", "total_bytes"]
 
@@ -44,7 +44,7 @@ def encode(
     tensor is aligned for its dtype.
     """
     header, order = encode_header(
-        {name: (_dtype(array), array.shape) for name, array in tensors.items()}, metadata
+        {name: (dtype_of(array), array.shape) for name, array in tensors.items()}, metadata
     )
     return [header, *(data_view(tensors[name]) for name in order)]
 
@@ -109,13 +109,6 @@ def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
     Raises MalformedRequest unless they are a JSON object.
     """
     return strict_json.loads_object(metadata.get("parameters", "{}"), "parameters")
-
-
-def _dtype(array: NDArray[Any]) -> DType:
-    dtype = DType.of(array.dtype.newbyteorder("="))
-    if dtype is None:
-        raise TypeError(f"{array.dtype} is none of {', '.join(DType)}")
-    return dtype
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:

@@ -12,7 +12,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
-__all__ = ["Buffer", "array_view", "checked_dtype", "checked_shape", "data_view"]
+__all__ = ["Buffer", "array_view", "checked_dtype", "checked_shape", "data_view", "dtype_of"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -64,6 +64,14 @@ def array_view(
             array = array.copy()
     array.flags.writeable = False
     return array
+
+
+def dtype_of(array: NDArray[Any]) -> DType:
+    """The element type of an array to be written, whatever its byte order; else TypeError."""
+    dtype = DType.of(array.dtype.newbyteorder("="))
+    if dtype is None:
+        raise TypeError(f"{array.dtype} is none of {_DTYPES}")
+    return dtype
 
 
 def data_view(array: NDArray[Any]) -> memoryview:

@@ -27,10 +27,10 @@ __all__ = ["b64decode", "decode_json_request", "parse_json_body"]
 # Below this the two steps cost more than they save.
 _SMALL_BODY_BYTES = 64 * 1024
 _LONG_STRING_BYTES = 1024
-# What the parser may see. Numbers in `values` become Python objects, up to 32 bytes for each two
-# of text, so this bounds the memory of a hostile body to about a hundred megabytes. It holds some
-# 400,000 numbers, more than anybody writes by hand.
-_MAX_TEXT_BYTES = 4 * 2**20
+# What the parser may see. It makes Python objects, up to 60 bytes for three of text, and lets no
+# other thread run before it is done: this bounds a hostile body to some fifty megabytes and a fifth
+# of a second. It holds a hundred thousand numbers, more than anybody writes by hand.
+_MAX_TEXT_BYTES = 2 * 2**20
 _MAX_QUOTES = 200_000
 
 # Windows in which quotes are searched: they double, so that a short string costs a short copy,
