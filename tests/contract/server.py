@@ -1,14 +1,18 @@
-"""A real server on a free loopback port, in a thread of the test's own process."""
+"""A real server on a free loopback port, in a thread of the test's process or in its own."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +27,15 @@ from convgrad_service.http_api.app import create_app
 from convgrad_service.server import ConvgradServer, listening_socket
 from convgrad_service.settings import Settings
 
-__all__ = ["EXAMPLE", "JSON", "SAFETENSORS", "LiveServer", "binary_example", "serving"]
+__all__ = [
+    "EXAMPLE",
+    "JSON",
+    "SAFETENSORS",
+    "LiveServer",
+    "binary_example",
+    "serving",
+    "serving_process",
+]
 
 JSON = "application/json"
 SAFETENSORS = "application/vnd.safetensors"
@@ -94,6 +106,29 @@ def serving(backend: Backend, **settings: Any) -> Iterator[LiveServer]:
         thread.join(20)
         bound.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def serving_process(directory: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Address and process id of ``convgrad serve`` with the real backend, in its own process."""
+    port_file = directory / "port"
+    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--port", "0", "--port-file", str(port_file)],
+        env={**os.environ, "CONVGRAD_LOG_LEVEL": "error", **environment},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 30
+        while not port_file.exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port_file.read_text().strip()}", process.pid
+        assert process.poll() is None, "the server died"
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 def binary_example(tensors: Mapping[str, NDArray[Any]] | None = None, **parameters: Any) -> bytes:

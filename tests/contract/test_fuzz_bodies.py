@@ -6,12 +6,8 @@ does not grow past its limit.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from convgrad.contract import OPERATIONS
 from tests.contract.fuzz_bodies import Shot, shots
+from tests.contract.server import serving_process
 
 MiB = 2**20
 # What one server may hold: bodies and arrays, scratch memory, and what the interpreter, Prometheus
@@ -34,31 +31,7 @@ SETTINGS = {
     "CONVGRAD_MAX_PROBLEM_FLOPS": "1e8",
     "CONVGRAD_MAX_INFLIGHT_BYTES": str(INFLIGHT),
     "CONVGRAD_WORKSPACE_BYTES": str(WORKSPACE),
-    "CONVGRAD_LOG_LEVEL": "error",
 }
-
-
-@contextmanager
-def served(directory: Path) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server in a process of its own."""
-    port_file = directory / "port"
-    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "--port", "0", "--port-file", str(port_file)],
-        env={**os.environ, **SETTINGS},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        until = time.monotonic() + 30
-        while not port_file.exists():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port_file.read_text().strip()}", process.pid
-        assert process.poll() is None, "the server died"
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 def memory_bytes(process: int, line: str) -> int:
@@ -72,7 +45,10 @@ def memory_bytes(process: int, line: str) -> int:
 def test_no_body_does_harm(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     examples = request.config.getoption("--fuzz-examples", default=200)
     seen: dict[int, int] = {}
-    with served(tmp_path) as (url, process), httpx.Client(base_url=url, timeout=10) as client:
+    with (
+        serving_process(tmp_path, SETTINGS) as (url, process),
+        httpx.Client(base_url=url, timeout=10) as client,
+    ):
         for operation in OPERATIONS.values():  # what a first request loads is not growth
             client.post(f"/{operation.name}", json=operation.example)
         before = memory_bytes(process, "VmRSS")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, binary_example, serving
+from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, serving
 from tests.contract.test_http_body import head
 from tests.fake_backends import Blocking, Zeros
 
@@ -156,25 +155,3 @@ def test_draining_refuses_new_work_and_finishes_the_old() -> None:
         assert server.post().status_code == 503
         backend.release.set()
         assert running.result(10).status_code == 200
-
-
-def test_health_answers_while_many_large_bodies_are_decoded() -> None:
-    body = binary_example()
-    with serving(Zeros()) as server:
-        stop = threading.Event()
-
-        def load() -> None:
-            with httpx.Client(base_url=server.url) as client:
-                while not stop.is_set():
-                    headers = {"Content-Type": SAFETENSORS}
-                    client.post("/conv_bwd_data", content=body, headers=headers)
-
-        with ThreadPoolExecutor(4) as loading:
-            for _ in range(4):
-                loading.submit(load)
-            try:
-                with httpx.Client(base_url=server.url) as client:
-                    for _ in range(50):
-                        assert client.get("/v2/health/live").status_code == 200
-            finally:
-                stop.set()
