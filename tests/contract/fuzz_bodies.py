@@ -61,7 +61,10 @@ _dtypes = st.sampled_from(
 )
 
 
-_inserted = st.sampled_from([b"{", b"]", b'"', b"9" * 40])
+# The long ones are rare enough not to slow the run down, and common enough to be met.
+_inserted = st.sampled_from(
+    [b"{", b"]", b'"', b"9" * 40, b"[" * 100_000, b'{"a":' * 20_000, b" " * 500_000, b"1," * 90_000]
+)
 
 
 @st.composite

@@ -204,3 +204,10 @@ def test_what_a_backend_refuses_is_answered_as_such() -> None:
         answer = server.post()
         assert answer.status_code == 400
         assert answer.json()["detail"] == error.detail
+
+
+def test_memory_that_the_machine_has_not_is_503() -> None:
+    with serving(Failing(MemoryError())) as server:
+        answer = server.post()
+        assert (answer.status_code, answer.json()["code"]) == (503, "device-out-of-memory")
+        assert answer.headers["retry-after"] == "1"

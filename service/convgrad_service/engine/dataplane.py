@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request, validate
-from convgrad.errors import DeviceUnavailable
+from convgrad.errors import DeviceOutOfMemory, DeviceUnavailable
 from convgrad_service.backends.base import Backend, Outcome
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.limits import Limits
@@ -111,7 +112,7 @@ class Dataplane:
         ServiceError
             Any of the table that knows no transport.
         """
-        async with call.deadline.enforced():
+        async with call.deadline.enforced(), _memory_errors_named():
             with call.timings.stage("decode"):
                 call.reservation.grow(call.decoded_bytes)
                 request, problem = await self._codec(call, self._prepare, call.operation, decode)
@@ -170,6 +171,17 @@ class Dataplane:
         future = self._codecs.submit(function, *arguments)
         _hold_until_done(call.reservation, future)
         return await asyncio.wrap_future(future)
+
+
+@asynccontextmanager
+async def _memory_errors_named() -> AsyncIterator[None]:
+    # The budget bounds what requests hold; that the machine has it to give is another matter.
+    try:
+        yield
+    except MemoryError:
+        raise DeviceOutOfMemory(
+            "the server could not allocate the memory for this request", retry_after_s=1.0
+        ) from None
 
 
 def _hold_until_done(reservation: Reservation, future: Future[Any]) -> None:

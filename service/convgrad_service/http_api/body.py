@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.types import Receive
 
-from convgrad.errors import PayloadTooLarge, RequestTimeout
+from convgrad.errors import DeviceOutOfMemory, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.memory import Reservation
 from convgrad_service.http_api.middleware import ClientGone
 
@@ -120,4 +120,9 @@ class _Buffer:
 
 def _untouched(size: int) -> memoryview:
     # np.empty and not bytearray: pages that nothing was written to take no memory.
-    return np.empty(size, np.uint8).data
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError:
+        raise DeviceOutOfMemory(
+            f"the server could not allocate {size:,} bytes for the body", retry_after_s=1.0
+        ) from None
