@@ -35,7 +35,8 @@ class AsyncClient:
             grad_input = await client.conv_bwd_data(grad_output, weight, stride=2)
 
     ``http_client`` is an `httpx.AsyncClient`, and ``sleep`` is awaited: under trio,
-    pass trio's.
+    pass trio's. With ``wire="json"`` large tensors hold up the event loop while they become text;
+    safetensors bodies are views, and do not.
     """
 
     def __init__(

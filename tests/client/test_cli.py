@@ -306,3 +306,18 @@ def test_as_a_process(url: str, files: Path) -> None:
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("convgrad: stride: expected")
     assert refused.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_gets_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "convgrad", "operations", "--offline", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, process.stdout, process.stderr:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: str = parser.parse_args(arguments[:1]).command
         module = importlib.import_module(f"convgrad.cli.{_COMMANDS[command][0]}")
         status: int = module.run(arguments[1:])
+        sys.stdout.flush()
         return status
     except SystemExit as done:  # argparse's way to stop
         return done.code if isinstance(done.code, int) else 1
@@ -45,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except ConvgradError as error:
         return _fail(error, 1)
+    except BrokenPipeError:
+        # The reader left (`convgrad operations | head`); what is buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 
