@@ -8,6 +8,7 @@ bwd_data writes x, so there the phases are the result's. Pure: sizes in, sizes o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -245,8 +246,8 @@ def _plan(
     )
 
 
-def _triple(values: object) -> Triple:
-    first, second, third = values  # type: ignore[misc]
+def _triple(values: Iterable[int]) -> Triple:
+    first, second, third = values
     return first, second, third
 
 

@@ -7,10 +7,12 @@ both read) should be few. Pure: sizes in, sizes out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.planar import Triple, triple
 from convgrad_service.problems.geometry import PoolShape
 
@@ -27,37 +29,46 @@ class PoolPlan:
     tile: Triple
     tiles: Triple
     windows: Triple
+    meeting_words: int
     tasks: int
     scratch_bytes: int
 
 
 @lru_cache(maxsize=256)
-def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan | None:
-    """Tiles of windows; None where one window alone would not fit the scratch."""
+def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan:
+    """Tiles of windows.
+
+    Raises:
+        UnsupportedProblem: the positions that one window spans do not fit the scratch.
+    """
     output = triple(pool.output_size, 1)
 
     def scratch(tile: list[int]) -> int:
         return (2 * prod(tile) + prod(_reached(pool, tile))) * vector_bytes
 
     tile = _shrunk(list(output), [1, 1, 1], scratch)
-    return _plan(pool, output, tile, tile, scratch(tile), lanes)
+    return _plan(pool, output, tile, tile, scratch(tile), lanes, 0)
 
 
 @lru_cache(maxsize=256)
-def pool_backward_plan(
-    pool: PoolShape, vector_bytes: int, lanes: int, searches: bool
-) -> PoolPlan | None:
-    """Tiles of input positions; ``searches`` where the maxima come from the input."""
+def pool_backward_plan(pool: PoolShape, vector_bytes: int, lanes: int, searches: bool) -> PoolPlan:
+    """Tiles of input positions; ``searches`` where the maxima come from the input.
+
+    Raises:
+        UnsupportedProblem: the positions that one window spans do not fit the scratch.
+    """
+    kernel = triple(pool.kernel_size, 1)
+    words = sum(kernel) + prod(kernel)
     size = triple(pool.input_size, 1)
 
     def scratch(tile: list[int]) -> int:
         windows = _met(pool, tile)
         block = prod(_reached(pool, windows)) if searches else 0
-        return (tile[2] + 2 * prod(windows) + block) * vector_bytes
+        return (tile[2] + 2 * prod(windows) + block) * vector_bytes + 8 * words
 
     stride = triple(pool.stride, 1)
     tile = _shrunk(list(size), list(stride), scratch)
-    return _plan(pool, size, tile, _met(pool, tile), scratch(tile), lanes)
+    return _plan(pool, size, tile, _met(pool, tile), scratch(tile), lanes, words)
 
 
 def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
@@ -71,18 +82,17 @@ def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
 
 
 def _met(pool: PoolShape, tile: list[int]) -> list[int]:
-    """Windows that may meet a run of input positions."""
+    """Windows that may meet a run of input positions, those outside the output included."""
     stride, kernel = triple(pool.stride, 1), triple(pool.kernel_size, 1)
-    dilation, output = triple(pool.dilation, 1), triple(pool.output_size, 1)
+    dilation = triple(pool.dilation, 1)
     return [
-        min(o, (t - 1 + (k - 1) * d) // s + 2)
-        for t, s, k, d, o in zip(tile, stride, kernel, dilation, output, strict=True)
+        (t - 1 + (k - 1) * d) // s + 2
+        for t, s, k, d in zip(tile, stride, kernel, dilation, strict=True)
     ]
 
 
-def _shrunk(tile: list[int], least: list[int], scratch: object) -> list[int]:
+def _shrunk(tile: list[int], least: list[int], scratch: Callable[[list[int]], int]) -> list[int]:
     """Halve the longest dimension until the blocks fit the cache or nothing is left to halve."""
-    assert callable(scratch)
     while scratch(tile) > BLOCK_BYTES:
         longest = max((0, 1, 2), key=lambda d: tile[d] / least[d])
         if tile[longest] <= least[longest]:
@@ -99,12 +109,16 @@ def _plan(
     windows: list[int],
     scratch_bytes: int,
     lanes: int,
-) -> PoolPlan | None:
+    words: int,
+) -> PoolPlan:
     if scratch_bytes > SCRATCH_LIMIT_BYTES:
-        return None
+        raise UnsupportedProblem(
+            f"one max-pooling window needs {scratch_bytes} bytes of work memory "
+            f"({pool.geometry_text}); the CPU allows {SCRATCH_LIMIT_BYTES}"
+        )
     tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
     tasks = pool.batch * -(-pool.channels // lanes) * prod(tiles)
-    return PoolPlan(_as(tile), _as(tiles), _as(windows), tasks, scratch_bytes)
+    return PoolPlan(_as(tile), _as(tiles), _as(windows), words, tasks, scratch_bytes)
 
 
 def _as(values: list[int]) -> Triple:

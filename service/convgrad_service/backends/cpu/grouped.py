@@ -18,6 +18,7 @@ from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.planar_args import (
     ACTIVATION_CODES,
+    CODE_OF,
     PlanarArgs,
     fill,
     tap_table,
@@ -54,12 +55,12 @@ def forward(
     plan = forward_plan(conv, *_sums(library, dtype), _swaps(input) or _swaps(output))
     if plan is None:
         return None
-    args, taps = _args(conv, dtype, plan, weight)
+    args = _args(conv, dtype, plan, weight)
     args.src, args.dst, args.weight = view_of(input, 3), view_of(output, 3), view_of(weight)
     args.bias = view_of(bias)
     args.src_channels, args.dst_channels = conv.in_channels_per_group, conv.out_channels_per_group
     args.activation = ACTIVATION_CODES[activation]
-    return _launch(library, workers, "grouped_correlate", args, plan, taps, cancelled)
+    return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
 
 
 def bwd_data(
@@ -74,21 +75,22 @@ def bwd_data(
     alpha: float = 1.0,
     beta: float = 0.0,
     accumulate: Array | None = None,
+    bias: Array | None = None,
     cancelled: threading.Event | None = None,
 ) -> int | None:
-    """grad_input = alpha * grad + beta * accumulate, rounded once."""
+    """grad_input = alpha * grad + beta * accumulate + bias (G, C/G), rounded once."""
     plan = bwd_data_plan(conv, *_sums(library, dtype), _swaps(grad_output) or _swaps(grad_input))
     if plan is None:
         return None
-    args, taps = _args(conv, dtype, plan, weight)
+    args = _args(conv, dtype, plan, weight)
     args.src, args.dst = view_of(grad_output, 3), view_of(grad_input, 3)
     args.weight = view_of(weight)
     # What the forward calls output channels is summed over here.
     args.weight.stride[1], args.weight.stride[2] = args.weight.stride[2], args.weight.stride[1]
     args.src_channels, args.dst_channels = conv.out_channels_per_group, conv.in_channels_per_group
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
-    args.accumulate = view_of(accumulate, 3)
-    return _launch(library, workers, "grouped_correlate", args, plan, taps, cancelled)
+    args.accumulate, args.bias = view_of(accumulate, 3), view_of(bias)
+    return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
 
 
 def bwd_weight(
@@ -109,7 +111,7 @@ def bwd_weight(
     plan = bwd_weight_plan(conv, *_sums(library, dtype), _swaps(input) or _swaps(grad_output))
     if plan is None:
         return None
-    args, taps = _args(conv, dtype, plan, grad_weight)
+    args = _args(conv, dtype, plan, grad_weight)
     args.src, args.dst = view_of(input, 3), view_of(grad_output, 3)
     args.weight = view_of(grad_weight)
     args.src_channels, args.dst_channels = conv.in_channels_per_group, conv.out_channels_per_group
@@ -120,8 +122,8 @@ def bwd_weight(
         same[...] = accumulate
         accumulate = same
     args.accumulate = view_of(accumulate)
-    args.result_dtype = DTYPE_CODES[_dtype_of(grad_weight)]
-    return _launch(library, workers, "grouped_bwd_weight", args, plan, taps, cancelled)
+    args.result_dtype = CODE_OF[grad_weight.dtype]
+    return _launch(library, workers, "grouped_bwd_weight", args, plan, cancelled)
 
 
 def _sums(library: Library, dtype: DType) -> tuple[int, int]:
@@ -139,24 +141,15 @@ def _swaps(activation: Array) -> bool:
     return adjacent and groups * channels > 1 and activation.strides[-1] != size
 
 
-def _dtype_of(array: Array) -> DType:
-    dtype = DType.of(array.dtype)
-    assert dtype is not None
-    return dtype
-
-
-def _args(
-    conv: ConvShape, dtype: DType, plan: PlanarPlan, weight: Array
-) -> tuple[PlanarArgs, NDArray[np.int64]]:
-    """The arguments that all directions share, and the tap table, which must outlive the launch."""
+def _args(conv: ConvShape, dtype: DType, plan: PlanarPlan, weight: Array) -> PlanarArgs:
+    """The arguments that all directions share."""
     args = PlanarArgs()
     strides = tuple(stride // weight.itemsize for stride in weight.strides[3:])
-    taps = tap_table(plan, triple(conv.kernel_size, 1), triple(strides, 0))
-    fill(args, plan, taps)
+    fill(args, plan, tap_table(plan, triple(conv.kernel_size, 1), triple(strides, 0)))
     args.batch, args.groups = conv.batch, conv.groups
     args.alpha, args.beta = 1.0, 0.0
     args.dtype = args.result_dtype = DTYPE_CODES[dtype]
-    return args, taps
+    return args
 
 
 def _launch(
@@ -165,7 +158,6 @@ def _launch(
     kernel: str,
     args: PlanarArgs,
     plan: PlanarPlan,
-    taps: NDArray[np.int64],
     cancelled: threading.Event | None,
 ) -> int:
     workspace = workers.workspaces.take(plan.workspace_bytes)
@@ -180,7 +172,4 @@ def _launch(
         )
     finally:
         workers.workspaces.give(workspace)
-    assert len(taps) == args.taps  # alive until here: the kernel read it
     return plan.workspace_bytes + plan.scratch_bytes * workers.threads
-
-

@@ -1,6 +1,7 @@
 """Max pooling in 2D and 3D: kernels/pool_forward.cpp and pool_backward.cpp.
 
-All take views (N, C, *spatial) of any strides, and answer how many bytes of work memory they used.
+`forward` and `backward` take views (N, C, *spatial) of any strides, and answer how many bytes of
+work memory they used.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class PoolArgs(ctypes.Structure):
         ("tile", _Int64x3),
         ("tiles", _Int64x3),
         ("windows", _Int64x3),
+        ("meeting_words", ctypes.c_int64),
         ("scratch_bytes", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("index_bytes", ctypes.c_int32),
@@ -99,24 +101,21 @@ def backward(
     Raises:
         InvalidProblem: an index is none of its window's positions inside the input.
     """
-    source = input if indices is None else indices
-    assert source is not None
-    given = indices
-    merged, (grad_output, grad_input, source) = _merged(pool, [grad_output, grad_input, source])
+    source = [array for array in (input, indices) if array is not None]
+    merged, (grad_output, grad_input, maxima) = _merged(pool, [grad_output, grad_input, *source])
     lanes = _lanes(library, dtype)
-    plan = pool_backward_plan(merged, library.vector_bytes, lanes, given is None)
+    plan = pool_backward_plan(merged, library.vector_bytes, lanes, indices is None)
     args = _args(merged, dtype, plan)
     args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
-    if given is None:
-        args.x = view_of(source, 2)
+    if indices is None:
+        args.x = view_of(maxima, 2)
     else:
-        args.indices = view_of(source, 2)
-        args.index_bytes = source.itemsize
+        args.indices = view_of(maxima, 2)
+        args.index_bytes = maxima.itemsize
         args.from_indices = 1
     used, error = _launch(library, workers, "pool_backward", args, plan, cancelled)
-    if error:
-        assert given is not None
-        raise InvalidProblem(_wrong_index(pool, given, error - 1))
+    if error and indices is not None:
+        raise InvalidProblem(_wrong_index(pool, indices, error - 1))
     return used
 
 
@@ -162,12 +161,8 @@ def _lanes(library: Library, dtype: DType) -> int:
     return library.vector_bytes // (8 if dtype is DType.FLOAT64 else 4)
 
 
-def _args(pool: PoolShape, dtype: DType, plan: PoolPlan | None) -> PoolArgs:
+def _args(pool: PoolShape, dtype: DType, plan: PoolPlan) -> PoolArgs:
     """The arguments that both directions share."""
-    if plan is None:
-        raise UnsupportedProblem(
-            f"a max-pooling window reaches over too much of the input at once ({pool.geometry_text})"
-        )
     if prod(pool.input_size) > LARGEST_PLANE:
         raise UnsupportedProblem(
             f"the input's planes have {prod(pool.input_size)} elements; the CPU's max pooling "
@@ -183,7 +178,7 @@ def _args(pool: PoolShape, dtype: DType, plan: PoolPlan | None) -> PoolArgs:
     args.pad = _Int64x3(*triple(tuple(before for before, _ in pool.padding), 0))
     args.tile, args.tiles = _Int64x3(*plan.tile), _Int64x3(*plan.tiles)
     args.windows = _Int64x3(*plan.windows)
-    args.scratch_bytes = plan.scratch_bytes
+    args.meeting_words, args.scratch_bytes = plan.meeting_words, plan.scratch_bytes
     args.dtype, args.index_bytes = DTYPE_CODES[dtype], 8
     return args
 
@@ -193,11 +188,10 @@ def _launch(
     workers: Workers,
     kernel: str,
     args: PoolArgs,
-    plan: PoolPlan | None,
+    plan: PoolPlan,
     cancelled: threading.Event | None,
 ) -> tuple[int, int]:
     """Bytes of work memory used, and the kernel's error value."""
-    assert plan is not None
     control = workers.launch(
         library.kernel(kernel),
         args,

@@ -7,12 +7,14 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cpu.arguments import View
+from convgrad_service.backends.cpu.arguments import DTYPE_CODES, View
 from convgrad_service.plans.planar import PlanarPlan, Triple
 
-__all__ = ["ACTIVATION_CODES", "PlanarArgs", "fill", "tap_table"]
+__all__ = ["ACTIVATION_CODES", "CODE_OF", "PlanarArgs", "fill", "tap_table"]
 
 ACTIVATION_CODES = {"none": 0, "relu": 1, "relu6": 2, "silu": 3}
+
+CODE_OF = {dtype.numpy: code for dtype, code in DTYPE_CODES.items()}
 
 _Int64x3 = ctypes.c_int64 * 3
 
@@ -56,10 +58,12 @@ class PlanarArgs(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     )
+    keeps: tuple[PlanarPlan, NDArray[np.int64]]
 
 
 def fill(args: PlanarArgs, plan: PlanarPlan, taps: NDArray[np.int64]) -> None:
-    """Put a plan's numbers into the structure. The plan and the taps must outlive the launch."""
+    """Put a plan's numbers into the structure, which keeps the plan and the taps alive."""
+    args.keeps = (plan, taps)
     for name in ("src_size", "dst_size", "src_step", "dst_step"):
         setattr(args, name, _Int64x3(*getattr(plan, name)))
     for name in ("origin", "tile", "tiles", "box"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from convgrad_service.backends.cpu import pooling
 from convgrad_service.backends.cpu.conv3d_formats import run_backprop_input
 from convgrad_service.backends.cpu.convolution import (
     run_backward,
@@ -13,6 +14,7 @@ from convgrad_service.backends.cpu.convolution import (
     run_forward,
     run_transpose,
 )
+from convgrad_service.backends.cpu.fused_forward import explain_fused, run_fused
 from convgrad_service.backends.cpu.runner import Runner
 from convgrad_service.plans.base import Plan
 from convgrad_service.plans.cpu import choose
@@ -24,6 +26,9 @@ from convgrad_service.problems import (
     ConvBwdData,
     ConvFwd,
     GroupedConvBwdWeight,
+    GroupedConvConvFwd,
+    MaxPoolBwd,
+    MaxPoolFwd,
     Problem,
 )
 
@@ -36,6 +41,9 @@ RUNNERS: Mapping[type[Problem], Runner] = {
     ConvBackward: run_backward,
     Conv3dTranspose: run_transpose,
     Conv3dBackpropInput: run_backprop_input,
+    MaxPoolFwd: pooling.run_forward,
+    MaxPoolBwd: pooling.run_backward,
+    GroupedConvConvFwd: run_fused,
 }
 
 
@@ -68,4 +76,7 @@ EXPLAINERS: Mapping[type[Problem], Callable[[Any, CpuDevice], Plan]] = {
     GroupedConvBwdWeight: _explain_bwd_weight,
     ConvFwd: _explain_forward,
     ConvBackward: _explain_backward,
+    MaxPoolFwd: pooling.explain_forward,
+    MaxPoolBwd: pooling.explain_backward,
+    GroupedConvConvFwd: explain_fused,
 }

@@ -25,65 +25,117 @@ CONVGRAD_INLINE i64 flat_index(const PoolArgs& args, i64 i0, i64 i1, i64 i2) {
   return (i0 * args.input[1] + i1) * args.input[2] + i2;
 }
 
-// The inputs that windows [first, first + count) may touch.
-CONVGRAD_INLINE void windows_reach(const PoolArgs& args, const i64* first, const i64* count,
-                                   i64* start, i64* extent) {
-  for (int d = 0; d < 3; ++d) {
-    start[d] = coordinate(args, d, first[d], 0);
-    extent[d] = (count[d] - 1) * args.stride[d] + (args.kernel[d] - 1) * args.dilation[d] + 1;
-  }
-}
-
 template <class T>
 CONVGRAD_INLINE Vec<T> minus_infinity() {
   return splat(static_cast<T>(-__builtin_inf()));
 }
 
-// values[w], index[w] for the `count` windows from `first` on, from a block `x` of the inputs that
-// they reach (starting at `start`, `extent` positions along each dimension). Windows outside the
-// output get index -1.
-template <class T>
-void arg_max(const PoolArgs& args, const i64* first, const i64* count, const i64* extent,
-             const T* x, T* values, T* index) {
+// The block of inputs that windows read, and the windows' own block.
+struct Windows {
+  i64 first[3];   // may lie outside the output
+  i64 count[3];
+  i64 extent[3];  // positions of the inputs' block, which starts where window `first` does
+
+  CONVGRAD_INLINE bool in_output(const PoolArgs& args, int d, i64 w) const {
+    return first[d] + w >= 0 && first[d] + w < args.output[d];
+  }
+  // The flat position of a window's tap 0, which may lie in the padding.
+  CONVGRAD_INLINE i64 base(const PoolArgs& args, i64 w0, i64 w1, i64 w2) const {
+    return flat_index(args, coordinate(args, 0, first[0] + w0, 0),
+                      coordinate(args, 1, first[1] + w1, 0), coordinate(args, 2, first[2] + w2, 0));
+  }
+};
+
+CONVGRAD_INLINE Windows windows_of(const PoolArgs& args, const i64* first, const i64* count) {
+  Windows windows;
+  for (int d = 0; d < 3; ++d) {
+    windows.first[d] = first[d];
+    windows.count[d] = count[d];
+    windows.extent[d] =
+        (count[d] - 1) * args.stride[d] + (args.kernel[d] - 1) * args.dilation[d] + 1;
+  }
+  return windows;
+}
+
+// What a tap adds to the flat position of its window's tap 0.
+CONVGRAD_INLINE i64 tap_flat(const PoolArgs& args, i64 r0, i64 r1, i64 r2) {
+  return flat_index(args, r0 * args.dilation[0], r1 * args.dilation[1], r2 * args.dilation[2]);
+}
+
+// W windows of one row side by side, so that their comparisons overlap. `x` is the first one's tap
+// 0. Positions are kept relative to the window's tap 0: they are the same for all of them.
+template <class T, int W>
+CONVGRAD_INLINE void arg_max_run(const PoolArgs& args, const Windows& windows, i64 w0, i64 w1,
+                                 i64 w2, const T* x, T* values, T* index) {
   constexpr int L = kLanes<T>;
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
-  for (i64 w0 = 0; w0 < count[0]; ++w0) {
-    for (i64 w1 = 0; w1 < count[1]; ++w1) {
-      const i64 row = (w0 * count[1] + w1) * count[2];
-      const i64 o0 = first[0] + w0, o1 = first[1] + w1;
-      const bool rows_valid = o0 >= 0 && o0 < args.output[0] && o1 >= 0 && o1 < args.output[1];
-      for (i64 w2 = 0; w2 < count[2]; ++w2) {
-        const i64 o2 = first[2] + w2;
-        if (!rows_valid || o2 < 0 || o2 >= args.output[2]) {
-          store_raw(index + (row + w2) * L, __builtin_bit_cast(Vec<T>, I(Lane(-1))));
+  const i64 step = args.stride[2] * L;
+  Vec<T> best[W];
+  I at[W];
+#pragma clang loop unroll(full)
+  for (int w = 0; w < W; ++w) {
+    best[w] = minus_infinity<T>();
+    at[w] = I(static_cast<Lane>(tap_flat(args, first_tap_inside(args, 0, windows.first[0] + w0),
+                                         first_tap_inside(args, 1, windows.first[1] + w1),
+                                         first_tap_inside(args, 2, windows.first[2] + w2 + w))));
+  }
+  for (i64 r0 = 0; r0 < args.kernel[0]; ++r0) {
+    for (i64 r1 = 0; r1 < args.kernel[1]; ++r1) {
+      const T* p = x + (r0 * args.dilation[0] * windows.extent[1] + r1 * args.dilation[1]) *
+                           windows.extent[2] * L;
+      Lane flat = static_cast<Lane>(tap_flat(args, r0, r1, 0));
+      for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
+        const I here = I(flat);
+#pragma clang loop unroll(full)
+        for (int w = 0; w < W; ++w) {
+          const Vec<T> value = load_raw<Vec<T>>(p + w * step);
+          const I replaces = (value > best[w]) | (value != value);
+          best[w] = replaces ? value : best[w];
+          at[w] = replaces ? here : at[w];
+        }
+        p += args.dilation[2] * L;
+        flat += static_cast<Lane>(args.dilation[2]);
+      }
+    }
+  }
+  const i64 base = windows.base(args, w0, w1, w2);
+  const i64 row = (w0 * windows.count[1] + w1) * windows.count[2] + w2;
+#pragma clang loop unroll(full)
+  for (int w = 0; w < W; ++w) {
+    if (values != nullptr) store_raw(values + (row + w) * L, best[w]);
+    const I flat = at[w] + static_cast<Lane>(base + w * args.stride[2]);
+    store_raw(index + (row + w) * L, __builtin_bit_cast(Vec<T>, flat));
+  }
+}
+
+// The maxima and their flat positions for a block of windows, from the block `x` of inputs.
+// Windows outside the output get index -1.
+template <class T>
+void arg_max(const PoolArgs& args, const Windows& windows, const T* x, T* values, T* index) {
+  constexpr int L = kLanes<T>;
+  constexpr int W = 4;
+  using I = Mask<T>;
+  const Vec<T> none = __builtin_bit_cast(Vec<T>, I{} - 1);
+  for (i64 w0 = 0; w0 < windows.count[0]; ++w0) {
+    for (i64 w1 = 0; w1 < windows.count[1]; ++w1) {
+      const i64 row = (w0 * windows.count[1] + w1) * windows.count[2];
+      const bool valid = windows.in_output(args, 0, w0) && windows.in_output(args, 1, w1);
+      const T* source = x + (w0 * args.stride[0] * windows.extent[1] + w1 * args.stride[1]) *
+                                windows.extent[2] * L;
+      for (i64 w2 = 0; w2 < windows.count[2];) {
+        if (!valid || !windows.in_output(args, 2, w2)) {
+          store_raw(index + (row + w2++) * L, none);
           continue;
         }
-        Vec<T> best = minus_infinity<T>();
-        I at = I(static_cast<Lane>(
-            flat_index(args, coordinate(args, 0, o0, first_tap_inside(args, 0, o0)),
-                       coordinate(args, 1, o1, first_tap_inside(args, 1, o1)),
-                       coordinate(args, 2, o2, first_tap_inside(args, 2, o2)))));
-        for (i64 r0 = 0; r0 < args.kernel[0]; ++r0) {
-          const i64 v0 = w0 * args.stride[0] + r0 * args.dilation[0];
-          for (i64 r1 = 0; r1 < args.kernel[1]; ++r1) {
-            const i64 v1 = w1 * args.stride[1] + r1 * args.dilation[1];
-            const T* p = x + ((v0 * extent[1] + v1) * extent[2] + w2 * args.stride[2]) * L;
-            Lane flat = static_cast<Lane>(flat_index(args, coordinate(args, 0, o0, r0),
-                                                     coordinate(args, 1, o1, r1),
-                                                     coordinate(args, 2, o2, 0)));
-            for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
-              const Vec<T> value = load_raw<Vec<T>>(p);
-              const I replaces = (value > best) | (value != value);
-              best = replaces ? value : best;
-              at = replaces ? I(flat) : at;
-              p += args.dilation[2] * L;
-              flat += static_cast<Lane>(args.dilation[2]);
-            }
-          }
+        const T* p = source + w2 * args.stride[2] * L;
+        if (w2 + W <= windows.count[2] && windows.in_output(args, 2, w2 + W - 1)) {
+          arg_max_run<T, W>(args, windows, w0, w1, w2, p, values, index);
+          w2 += W;
+        } else {
+          arg_max_run<T, 1>(args, windows, w0, w1, w2, p, values, index);
+          ++w2;
         }
-        if (values != nullptr) store_raw(values + (row + w2) * L, best);
-        store_raw(index + (row + w2) * L, __builtin_bit_cast(Vec<T>, at));
       }
     }
   }
@@ -97,20 +149,29 @@ struct PoolTile {
   i64 extent[3];
 };
 
-// Tasks go through the tiles of a block of channels, then the next block, then the next image.
+// Neighbouring tasks touch neighbouring memory: where channels are contiguous they go through the
+// blocks of channels of one tile first, else through the tiles of one block.
 template <class T>
 CONVGRAD_INLINE PoolTile pool_tile(const PoolArgs& args, const int64_t* whole, i64 task) {
   constexpr int L = kLanes<T>;
   PoolTile tile;
+  const i64 blocks = (args.channels + L - 1) / L;
+  const bool channels_first = args.y.stride[1] != 1;
+  if (!channels_first) {
+    tile.channel = task % blocks * L;
+    task /= blocks;
+  }
   for (int d = 2; d >= 0; --d) {
     tile.start[d] = task % args.tiles[d] * args.tile[d];
     task /= args.tiles[d];
     const i64 left = whole[d] - tile.start[d];
     tile.extent[d] = left < args.tile[d] ? left : args.tile[d];
   }
-  const i64 blocks = (args.channels + L - 1) / L;
-  tile.channel = task % blocks * L;
-  tile.batch = task / blocks;
+  if (channels_first) {
+    tile.channel = task % blocks * L;
+    task /= blocks;
+  }
+  tile.batch = task;
   const i64 left = args.channels - tile.channel;
   tile.lanes = static_cast<int>(left < L ? left : L);
   return tile;

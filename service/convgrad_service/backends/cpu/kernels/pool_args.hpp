@@ -23,6 +23,7 @@ struct PoolArgs {
   int64_t tile[3];   // forward: windows; backward: input positions, a multiple of the stride
   int64_t tiles[3];
   int64_t windows[3];  // backward: windows that a tile may meet, at most
+  int64_t meeting_words;  // backward: 8-byte words at the scratch's end for lists of windows
   int64_t scratch_bytes;
   int32_t dtype;
   int32_t index_bytes;   // 4 or 8

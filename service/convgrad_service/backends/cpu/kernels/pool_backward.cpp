@@ -22,41 +22,71 @@ void report(Control* control, i64 position) {
   }
 }
 
-// Compares each index with the flat positions of its window's taps inside the input; those that
-// are none of them become -1.
+// Taps [low, high) of a window inside the input, along one dimension.
+struct TapRange {
+  i64 low;
+  i64 high;
+};
+CONVGRAD_INLINE TapRange taps_inside(const PoolArgs& args, int d, i64 window) {
+  TapRange taps;
+  const i64 room = args.input[d] - 1 - coordinate(args, d, window, 0);
+  taps.low = first_tap_inside(args, d, window);
+  taps.high = room < 0 ? 0 : room / args.dilation[d] + 1;
+  if (taps.high > args.kernel[d]) taps.high = args.kernel[d];
+  return taps;
+}
+
+// All bits set in the lanes whose index is a tap of the window inside the input. A row of taps is a
+// run of flat positions, or with dilation one position each.
 template <class T>
-void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile, const i64* first,
-                   const i64* count, T* index) {
+CONVGRAD_INLINE Mask<T> in_window(const PoolArgs& args, Mask<T> relative, TapRange taps0,
+                                  TapRange taps1, TapRange taps2) {
+  using I = Mask<T>;
+  using Lane = typename detail::MaskElement<T>::type;
+  I found = I(Lane(0));
+  const i64 d2 = args.dilation[2];
+  for (i64 r0 = taps0.low; r0 < taps0.high; ++r0) {
+    for (i64 r1 = taps1.low; r1 < taps1.high; ++r1) {
+      if (d2 == 1) {
+        const I column = relative - static_cast<Lane>(tap_flat(args, r0, r1, taps2.low));
+        found |= (column >= Lane(0)) & (column < static_cast<Lane>(taps2.high - taps2.low));
+        continue;
+      }
+      for (i64 r2 = taps2.low; r2 < taps2.high; ++r2) {
+        found |= relative == static_cast<Lane>(tap_flat(args, r0, r1, r2));
+      }
+    }
+  }
+  return found;
+}
+
+// Checks each index against its window; one that is outside becomes -1 and is reported.
+template <class T>
+void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
+                   const Windows& windows, T* index) {
   constexpr int L = kLanes<T>;
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
   I used = I(Lane(0));
   for (int lane = 0; lane < tile.lanes; ++lane) used[lane] = Lane(-1);
-  for (i64 w0 = 0; w0 < count[0]; ++w0) {
-    const i64 o0 = first[0] + w0;
-    if (o0 < 0 || o0 >= args.output[0]) continue;
-    for (i64 w1 = 0; w1 < count[1]; ++w1) {
-      const i64 o1 = first[1] + w1;
-      if (o1 < 0 || o1 >= args.output[1]) continue;
-      for (i64 w2 = 0; w2 < count[2]; ++w2) {
-        const i64 o2 = first[2] + w2;
-        if (o2 < 0 || o2 >= args.output[2]) continue;
-        T* at = index + ((w0 * count[1] + w1) * count[2] + w2) * L;
+  for (i64 w0 = 0; w0 < windows.count[0]; ++w0) {
+    if (!windows.in_output(args, 0, w0)) continue;
+    const i64 o0 = windows.first[0] + w0;
+    const TapRange taps0 = taps_inside(args, 0, o0);
+    for (i64 w1 = 0; w1 < windows.count[1]; ++w1) {
+      if (!windows.in_output(args, 1, w1)) continue;
+      const i64 o1 = windows.first[1] + w1;
+      const TapRange taps1 = taps_inside(args, 1, o1);
+      const i64 row = (w0 * windows.count[1] + w1) * windows.count[2];
+      i64 base = windows.base(args, w0, w1, 0);
+      for (i64 w2 = 0; w2 < windows.count[2]; ++w2, base += args.stride[2]) {
+        if (!windows.in_output(args, 2, w2)) continue;
+        T* at = index + (row + w2) * L;
         const I given = load_raw<I>(at);
-        I found = I(Lane(0));
-        for (i64 r0 = 0; r0 < args.kernel[0]; ++r0) {
-          const i64 i0 = coordinate(args, 0, o0, r0);
-          if (i0 < 0 || i0 >= args.input[0]) continue;
-          for (i64 r1 = 0; r1 < args.kernel[1]; ++r1) {
-            const i64 i1 = coordinate(args, 1, o1, r1);
-            if (i1 < 0 || i1 >= args.input[1]) continue;
-            for (i64 r2 = first_tap_inside(args, 2, o2); r2 < args.kernel[2]; ++r2) {
-              const i64 i2 = coordinate(args, 2, o2, r2);
-              if (i2 >= args.input[2]) break;
-              found |= given == static_cast<Lane>(flat_index(args, i0, i1, i2));
-            }
-          }
-        }
+        // A given index is not negative after its reading except as -1; base may be.
+        const I found = in_window<T>(args, given - static_cast<Lane>(base), taps0, taps1,
+                                     taps_inside(args, 2, windows.first[2] + w2)) &
+                        (given >= Lane(0));
         if (__builtin_reduce_or(~found & used) == 0) continue;
         store_raw(at, given | ~found);
         Lane lanes[L];
@@ -64,56 +94,77 @@ void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
         for (int lane = 0; lane < tile.lanes; ++lane) {
           if (lanes[lane] != 0) continue;
           const i64 plane = tile.batch * args.channels + tile.channel + lane;
-          report(control,
-                 ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2] + o2);
+          report(control, ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2] +
+                              windows.first[2] + w2);
         }
       }
     }
   }
 }
 
-// The windows that meet input position i along one dimension: the largest tap first, so that
-// windows come in order.
-struct Meeting {
-  i64 window;
-  i64 tap;
-};
-CONVGRAD_INLINE bool next_meeting(const PoolArgs& args, int d, i64 i, Meeting& m) {
-  for (--m.tap; m.tap >= 0; --m.tap) {
-    const i64 reach = i + args.pad[d] - m.tap * args.dilation[d];
-    if (reach < 0 || reach % args.stride[d] != 0) continue;
-    m.window = reach / args.stride[d];
-    return m.window < args.output[d];
+CONVGRAD_INLINE i64 floor_quotient(i64 a, i64 b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+
+// The windows that may meet a run of input positions; those outside the output hold nothing.
+CONVGRAD_INLINE Windows windows_met(const PoolArgs& args, const PoolTile& tile) {
+  i64 first[3], count[3];
+  for (int d = 0; d < 3; ++d) {
+    const i64 reach = (args.kernel[d] - 1) * args.dilation[d];
+    const i64 start = tile.start[d] + args.pad[d];
+    first[d] = floor_quotient(start - reach, args.stride[d]);
+    count[d] = floor_quotient(start + tile.extent[d] - 1, args.stride[d]) - first[d] + 1;
   }
-  return false;
+  return windows_of(args, first, count);
 }
 
-// One row of grad_input: row[i2] = sum of the gradients of the windows whose index is (i0, i1, i2).
+// The windows, within the block, that meet input position i along one dimension, largest tap first
+// so that they come in order; returns how many.
+CONVGRAD_INLINE i64 meetings(const PoolArgs& args, const Windows& windows, int d, i64 i, i64* met) {
+  i64 n = 0;
+  for (i64 r = args.kernel[d] - 1; r >= 0; --r) {
+    const i64 reach = i + args.pad[d] - r * args.dilation[d];
+    const i64 window = floor_quotient(reach, args.stride[d]);
+    if (window * args.stride[d] == reach) met[n++] = window - windows.first[d];
+  }
+  return n;
+}
+
+// One row of grad_input: row[v] = the sum of the gradients of the windows whose index is the
+// position. Positions of one stride phase meet the same windows, each one further.
 template <class T>
-void gather_row(const PoolArgs& args, const PoolTile& tile, const i64* first, const i64* count,
-                const T* index, const T* gradient, i64 i0, i64 i1, T* row) {
+void gather_row(const PoolArgs& args, const PoolTile& tile, const Windows& windows, const T* index,
+                const T* gradient, i64 i0, i64 i1, i64* met, T* row) {
   constexpr int L = kLanes<T>;
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
   const i64 s2 = args.stride[2];
-  for (i64 v = 0; v < tile.extent[2]; ++v) store_raw(row + v * L, splat(T(0)));
-  for (Meeting m0{0, args.kernel[0]}; next_meeting(args, 0, i0, m0);) {
-    for (Meeting m1{0, args.kernel[1]}; next_meeting(args, 1, i1, m1);) {
-      const i64 base = ((m0.window - first[0]) * count[1] + m1.window - first[1]) * count[2];
-      for (i64 r2 = args.kernel[2] - 1; r2 >= 0; --r2) {
-        // Windows o2 with o2 * stride + r2 * dilation - pad inside the tile and the output.
-        const i64 shift = r2 * args.dilation[2] - args.pad[2];
-        i64 o2 = ceil_quotient(tile.start[2] - shift, s2);
-        i64 v = o2 * s2 + shift - tile.start[2];
-        const i64 flat = flat_index(args, i0, i1, tile.start[2]);
-        for (; v < tile.extent[2] && o2 < args.output[2]; ++o2, v += s2) {
-          const i64 at = (base + o2 - first[2]) * L;
-          const I chosen = load_raw<I>(index + at) == static_cast<Lane>(flat + v);
-          const Vec<T> sum = load_raw<Vec<T>>(row + v * L);
-          const Vec<T> more = sum + load_raw<Vec<T>>(gradient + at);
-          store_raw(row + v * L, chosen ? more : sum);
+  i64* met1 = met + args.kernel[0];
+  i64* met2 = met1 + args.kernel[1];
+  i64* at = met2 + args.kernel[2];
+  const i64 n0 = meetings(args, windows, 0, i0, met);
+  const i64 n1 = meetings(args, windows, 1, i1, met1);
+  for (i64 phase = 0; phase < s2 && phase < tile.extent[2]; ++phase) {
+    const i64 n2 = meetings(args, windows, 2, tile.start[2] + phase, met2);
+    i64 n = 0;
+    for (i64 a = 0; a < n0; ++a) {
+      for (i64 b = 0; b < n1; ++b) {
+        for (i64 c = 0; c < n2; ++c) {
+          at[n++] =
+              ((met[a] * windows.count[1] + met1[b]) * windows.count[2] + met2[c]) * L;
         }
       }
+    }
+    Lane flat = static_cast<Lane>(flat_index(args, i0, i1, tile.start[2] + phase));
+    i64 shift = 0;
+    for (i64 v = phase; v < tile.extent[2]; v += s2, shift += L) {
+      const I here = I(flat);
+      Vec<T> sum = splat(T(0));
+      for (i64 m = 0; m < n; ++m) {
+        const I chosen = load_raw<I>(index + at[m] + shift) == here;
+        const Vec<T> more = sum + load_raw<Vec<T>>(gradient + at[m] + shift);
+        sum = chosen ? more : sum;
+      }
+      store_raw(row + v * L, sum);
+      flat += static_cast<Lane>(s2);
     }
   }
 }
@@ -122,41 +173,34 @@ template <class E, class Index>
 void backward_tasks(const PoolArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
   constexpr int L = kLanes<T>;
-  const i64 windows = args.windows[0] * args.windows[1] * args.windows[2];
+  const i64 windows_at_most = args.windows[0] * args.windows[1] * args.windows[2];
   T* row = static_cast<T*>(scratch);
   T* index = row + args.tile[2] * L;
-  T* gradient = index + windows * L;
-  T* x = gradient + windows * L;
+  T* gradient = index + windows_at_most * L;
+  T* x = gradient + windows_at_most * L;
+  i64* met = static_cast<i64*>(scratch) + args.scratch_bytes / 8 - args.meeting_words;
+  const Vec<T> none = __builtin_bit_cast(Vec<T>, Mask<T>{} - 1);
   const i64 tasks = pool_tasks<T>(args);
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const PoolTile tile = pool_tile<T>(args, args.input, task);
-    i64 first[3], count[3];
-    for (int d = 0; d < 3; ++d) {
-      const i64 last = (tile.start[d] + tile.extent[d] - 1 + args.pad[d]) / args.stride[d];
-      first[d] = ceil_quotient(
-          tile.start[d] + args.pad[d] - (args.kernel[d] - 1) * args.dilation[d], args.stride[d]);
-      count[d] = (last < args.output[d] ? last : args.output[d] - 1) - first[d] + 1;
-      if (count[d] < 0) count[d] = 0;
-    }
-    if (count[0] > 0 && count[1] > 0 && count[2] > 0) {
-      const BlockBox box = block_box(tile, args.output, first, count);
-      read_block<ValueLanes<E>>(args.y, box, splat(T(0)), gradient);
-      if (args.from_indices) {
-        read_block<IndexLanes<T, Index>>(args.indices, box, splat(T(0)), index);
-        check_indices<T>(args, control, tile, first, count, index);
-      } else {
-        i64 start[3], extent[3];
-        windows_reach(args, first, count, start, extent);
-        read_block<ValueLanes<E>>(args.x, block_box(tile, args.input, start, extent),
-                                  minus_infinity<T>(), x);
-        arg_max<T>(args, first, count, extent, x, static_cast<T*>(nullptr), index);
-      }
+    const Windows windows = windows_met(args, tile);
+    const BlockBox box = block_box(tile, args.output, windows.first, windows.count);
+    read_block<ValueLanes<E>>(args.y, box, splat(T(0)), gradient);
+    if (args.from_indices) {
+      read_block<IndexLanes<T, Index>>(args.indices, box, none, index);
+      check_indices<T>(args, control, tile, windows, index);
+    } else {
+      i64 start[3];
+      for (int d = 0; d < 3; ++d) start[d] = coordinate(args, d, windows.first[d], 0);
+      read_block<ValueLanes<E>>(args.x, block_box(tile, args.input, start, windows.extent),
+                                minus_infinity<T>(), x);
+      arg_max<T>(args, windows, x, static_cast<T*>(nullptr), index);
     }
     const BlockBox out = block_box(tile, args.input, tile.start, tile.extent);
     for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
       for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
-        gather_row<T>(args, tile, first, count, index, gradient, tile.start[0] + v0,
-                      tile.start[1] + v1, row);
+        gather_row<T>(args, tile, windows, index, gradient, tile.start[0] + v0, tile.start[1] + v1,
+                      met, row);
         write_row<ValueLanes<E>>(element_at<typename E::Storage>(args.grad_input, out, v0, v1, 0),
                                  args.grad_input.stride[1], args.grad_input.stride[4], tile.lanes,
                                  tile.extent[2], row);

@@ -20,11 +20,12 @@ void forward_tasks(const PoolArgs& args, Control* control, void* scratch) {
   const i64 tasks = pool_tasks<T>(args);
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const PoolTile tile = pool_tile<T>(args, args.output, task);
-    i64 start[3], extent[3];
-    windows_reach(args, tile.start, tile.extent, start, extent);
-    read_block<ValueLanes<E>>(args.x, block_box(tile, args.input, start, extent),
+    const Windows windows = windows_of(args, tile.start, tile.extent);
+    i64 start[3];
+    for (int d = 0; d < 3; ++d) start[d] = coordinate(args, d, windows.first[d], 0);
+    read_block<ValueLanes<E>>(args.x, block_box(tile, args.input, start, windows.extent),
                               minus_infinity<T>(), x);
-    arg_max<T>(args, tile.start, tile.extent, extent, x, values, index);
+    arg_max<T>(args, windows, x, values, index);
     const BlockBox out = block_box(tile, args.output, tile.start, tile.extent);
     for (i64 w0 = 0; w0 < tile.extent[0]; ++w0) {
       for (i64 w1 = 0; w1 < tile.extent[1]; ++w1) {

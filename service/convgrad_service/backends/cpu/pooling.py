@@ -1,0 +1,79 @@
+"""Runs the max-pooling problems: makes the outputs and gives max_pool.py its views."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cpu import max_pool
+from convgrad_service.backends.cpu.runner import Machine, Ran
+from convgrad_service.plans.base import Plan
+from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.problems.layouts import Layout, activation_view
+from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
+
+__all__ = ["explain_backward", "explain_forward", "run_backward", "run_forward"]
+
+Array = NDArray[Any]
+Tensors = Mapping[str, Array]
+
+
+def run_forward(
+    machine: Machine, problem: MaxPoolFwd, tensors: Tensors, cancelled: threading.Event | None
+) -> Ran:
+    """maxpool2d_fwd and maxpool3d_fwd."""
+    outputs = {
+        name: np.empty(spec.shape, spec.dtype.numpy) for name, spec in problem.outputs.items()
+    }
+    layout = problem.layout
+    used = max_pool.forward(
+        machine.library,
+        machine.workers,
+        problem.pool,
+        problem.dtype,
+        _view(tensors["input"], layout),
+        _view(outputs["output"], layout),
+        _view(outputs["indices"], layout) if problem.return_indices else None,
+        cancelled=cancelled,
+    )
+    return Ran(outputs, f"max_pool_fwd/{machine.device.level}", used)
+
+
+def run_backward(
+    machine: Machine, problem: MaxPoolBwd, tensors: Tensors, cancelled: threading.Event | None
+) -> Ran:
+    """maxpool2d_bwd and maxpool3d_bwd, from the input or from indices."""
+    spec = problem.outputs["grad_input"]
+    grad_input = np.empty(spec.shape, spec.dtype.numpy)
+    layout = problem.layout
+    used = max_pool.backward(
+        machine.library,
+        machine.workers,
+        problem.pool,
+        problem.dtype,
+        _view(tensors["grad_output"], layout),
+        _view(grad_input, layout),
+        cancelled=cancelled,
+        **{problem.source: _view(tensors[problem.source], layout)},
+    )
+    kernel = f"max_pool_bwd_from_{problem.source}/{machine.device.level}"
+    return Ran({"grad_input": grad_input}, kernel, used)
+
+
+def _view(array: Array, layout: Layout) -> Array:
+    """(N, C, *spatial)."""
+    return activation_view(array, layout, 1)[:, 0]
+
+
+def explain_forward(problem: MaxPoolFwd, device: CpuDevice) -> Plan:
+    """One kernel holds every window; its tiles depend on the data's strides."""
+    return Plan(f"max_pool_fwd/{device.level}", 0)
+
+
+def explain_backward(problem: MaxPoolBwd, device: CpuDevice) -> Plan:
+    """As for the forward."""
+    return Plan(f"max_pool_bwd_from_{problem.source}/{device.level}", 0)
