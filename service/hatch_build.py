@@ -23,8 +23,9 @@ class CpuKernelsBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         compile_script = runpy.run_path(str(root / CPU_BACKEND / "compile.py"))
-        if not sys.platform.startswith("linux") or compile_script["machine"]() not in (
-            compile_script["LEVELS"]
+        if (
+            not sys.platform.startswith("linux")
+            or compile_script["machine"]() not in (compile_script["LEVELS"])
         ):
             self.app.display_warning(
                 f"no CPU kernels for {sys.platform} on {platform.machine()}: client only"

@@ -90,7 +90,9 @@ CODES: dict[str, ErrorCode] = {
         ErrorCode("request-timeout", "Request timeout", 408, None, True),
         ErrorCode("payload-too-large", "Payload too large", 413, "RESOURCE_EXHAUSTED", False),
         ErrorCode("problem-too-large", "Problem too large", 413, "RESOURCE_EXHAUSTED", False),
-        ErrorCode("unsupported-media-type", "Unsupported media type", 415, "INVALID_ARGUMENT", False),
+        ErrorCode(
+            "unsupported-media-type", "Unsupported media type", 415, "INVALID_ARGUMENT", False
+        ),
         ErrorCode("unsupported-problem", "Unsupported problem", 422, "UNIMPLEMENTED", False),
         ErrorCode("overloaded", "Overloaded", 429, "UNAVAILABLE", True),
         ErrorCode("internal", "Internal error", 500, "INTERNAL", False),

@@ -1,0 +1,56 @@
+"""The README's requests, run as they stand against a real server with the real CPU backend."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from convgrad_service.backends.cpu import CpuBackend
+from tests.contract.server import LiveServer, serving
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def computing() -> Iterator[LiveServer]:
+    with serving(CpuBackend(), log_level="error") as server:
+        yield server
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_request(computing: LiveServer) -> None:
+    (command,) = [block for block in _blocks("bash") if block.startswith("curl ")]
+    done = subprocess.run(
+        command.replace(ADDRESS, computing.url),
+        shell=True,  # noqa: S602 - a reader pastes it into a shell
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    answer = json.loads(done.stdout)
+    # grad_output convolved in full with the diagonal (1, -1), by hand
+    assert answer["grad_input"]["values"] == [[[[1, 2, 0], [3, 3, -2], [0, -3, -4]]]]
+    assert answer["report"]["backend"] == "cpu"
+
+
+def test_python_request(computing: LiveServer) -> None:
+    (code,) = _blocks("python")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.replace(ADDRESS, computing.url), {})  # noqa: S102 - our own README
+    promised = re.search(r"print\(.*#\s*(.*)", code)
+    assert promised is not None
+    assert printed.getvalue().strip() == promised[1]
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)

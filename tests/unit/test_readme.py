@@ -1,0 +1,49 @@
+"""The README tells the truth: its tables are the stored results, its commands and links exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.perf.readme_tables import README, TABLES, rendered
+
+ROOT = README.parent
+TEXT = README.read_text()
+
+
+def test_tables_are_what_the_stored_results_say() -> None:
+    assert rendered(TEXT) == TEXT, "run `make readme`"
+
+
+def test_every_table_has_its_place() -> None:
+    assert set(re.findall(r"<!-- table: (\w+) -->", TEXT)) == set(TABLES)
+
+
+def test_make_targets_exist() -> None:
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)\b", _code(TEXT)))
+    assert {"demo", "test", "serve"} <= named
+    for target in sorted(named):
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    commands = [
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")
+    ]
+    assert commands == ["make check", "make test"]
+    assert "make test " in TEXT
+
+
+def test_links_and_paths_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+    for name in re.findall(r"`((?:client|service|tests|deploy)/[\w./-]+)`", TEXT):
+        assert (ROOT / Path(name)).exists(), name
+
+
+def _code(text: str) -> str:
+    """What stands in code blocks and between backticks."""
+    return "\n".join(
+        [*re.findall(r"```bash\n(.*?)```", text, re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
+    )
