@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -48,16 +48,19 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
 def _run(settings: Settings, port_file: Path | None) -> int:
     # Before anything large is on the heap, hence before the imports below.
+    from convgrad_service.engine.memory import default_budget_bytes
     from convgrad_service.malloc import keep_large_blocks
 
     if settings.malloc_tuning:
-        keep_large_blocks()
+        # A quarter of what requests may hold at all: enough that a body in a busy server finds its
+        # pages, little enough that a small machine gets them back.
+        budget_bytes = settings.max_inflight_bytes or default_budget_bytes()
+        keep_large_blocks(min(budget_bytes // 4, 2**30))
 
     from convgrad_service.http_api.app import create_app
     from convgrad_service.logs import configure_logs
     from convgrad_service.server import ConvgradServer, listening_socket
 
-    configure_logs(settings.log_level)
     try:
         listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
     except OSError as error:
@@ -66,6 +69,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
             file=sys.stderr,
         )
         return 1
+    configure_logs(settings.log_level)
     with listening:
         server = ConvgradServer(create_app(settings), settings, port_file=port_file)
         try:
@@ -79,6 +83,7 @@ def _run(settings: Settings, port_file: Path | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="convgrad serve",
+        usage="%(prog)s [options]",
         description="Serve convolution and pooling gradients over HTTP until interrupted.",
         epilog="Every option can also be set by the environment variable CONVGRAD_ and its long "
         "name in capitals (--http-port: CONVGRAD_HTTP_PORT); the command line wins. Bytes may "
@@ -105,7 +110,9 @@ def _add(parser: argparse.ArgumentParser, name: str, field: FieldInfo, unit: str
         keywords["action"] = argparse.BooleanOptionalAction
     else:
         # Read by pydantic, like the environment, so that both take the same spellings.
-        keywords["metavar"] = _METAVARS.get(unit, name.rpartition("_")[2].upper())
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        word = _METAVARS.get(unit, name.rpartition("_")[2].upper())
+        keywords["metavar"] = f"{{{','.join(choices)}}}" if choices else word
     shown = "" if field.default is None else f" [{_plain(field.default)}]"
     keywords["help"] = f"{field.description}{shown}".replace("%", "%%")
     parser.add_argument(*names, **keywords)
@@ -117,4 +124,6 @@ def _option(name: str) -> str:
 
 def _plain(default: Any) -> str:
     readable = getattr(default, "human_readable", None)
-    return readable(separator="").replace(".0", "") if readable else str(default)
+    if readable is not None:
+        return str(readable(separator="")).replace(".0", "")
+    return f"{default:g}" if isinstance(default, float) else str(default)

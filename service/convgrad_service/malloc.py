@@ -11,16 +11,16 @@ import sys
 
 __all__ = ["keep_large_blocks"]
 
-# From malloc.h. The order matters: setting any of them turns glibc's own adapting off.
+# From malloc.h. Setting any of them turns glibc's own adapting off.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_GiB = 2**30
+_INT_MAX = 2**31 - 1  # mallopt takes an int
 
 
-def keep_large_blocks() -> bool:
+def keep_large_blocks(kept_bytes: int) -> bool:
     """Tune malloc for this process; True if there is a glibc and it agreed.
 
     Blocks come from the heap and never from maps of their own, and the heap is given back only
-    beyond a gibibyte of free space at its end. Call it before the process has much on its heap.
+    beyond ``kept_bytes`` of free space at its end. Call it before the heap holds much.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -29,5 +29,9 @@ def keep_large_blocks() -> bool:
     except (AttributeError, OSError):  # musl, or a libc that hides it
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _GiB), (_M_TOP_PAD, 64 * 2**20))
+    wanted = (
+        (_M_MMAP_MAX, 0),
+        (_M_TRIM_THRESHOLD, min(kept_bytes, _INT_MAX)),
+        (_M_TOP_PAD, 64 * 2**20),
+    )
     return all(mallopt(option, value) == 1 for option, value in wanted)

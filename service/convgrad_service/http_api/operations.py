@@ -67,12 +67,13 @@ class OperationEndpoint:
                 decoded_bytes=math.ceil(wire_in.decoded_share * len(body)),
                 encoded_share=wire_out.encoded_share,
             )
-            chunks = await _unless_gone(
-                self.dataplane.answer(
-                    call, lambda: wire_in.decode(body, self.operation), wire_out.encode
-                ),
-                receive,
+            # Handed over, not shared: a JSON body can go once its arrays have been made from it.
+            handed = [body]
+            del body
+            work = self.dataplane.answer(
+                call, lambda: wire_in.decode(handed.pop(), self.operation), wire_out.encode
             )
+            chunks = await _unless_gone(work, receive)
             await _send_chunks(send, wire_out.media_type, chunks)
 
     def _limits(self, wire: Wire) -> BodyLimits:
