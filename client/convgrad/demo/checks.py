@@ -13,6 +13,7 @@ import numpy as np
 
 from convgrad import Client
 from convgrad.demo.cases import CASES, Case, Draw
+from convgrad.demo.errors import DemoError
 from convgrad.demo.gate import worst_share
 
 __all__ = ["CheckResult", "run_checks"]
@@ -42,19 +43,21 @@ def run_checks(
     """Check every operation named, in that order.
 
     Raises
-        LookupError before anything runs, where an operation has no case or a case no operation.
+        DemoError at once, where an operation has no case or a case no operation.
     """
     covered = {case.operation for case in cases}
     if covered != set(operations):
         missing = ", ".join(sorted(set(operations) - covered)) or "none"
         unknown = ", ".join(sorted(covered - set(operations))) or "none"
-        raise LookupError(
+        raise DemoError(
             "every operation needs a check in the demo, and every check an operation; "
             f"operations without a check: {missing}; checks without an operation: {unknown}"
         )
     draw = Draw(rng)
-    for operation in operations:
-        yield _check(client, operation, [c for c in cases if c.operation == operation], draw)
+    return (
+        _check(client, operation, [case for case in cases if case.operation == operation], draw)
+        for operation in operations
+    )
 
 
 def _check(client: Client, operation: str, cases: Sequence[Case], draw: Draw) -> CheckResult:

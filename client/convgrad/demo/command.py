@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "each of its operations is checked against a float64 reference.",
         allow_abbrev=False,
     )
-    parser.add_argument("--url", help="use this running server instead of starting one")
+    parser.add_argument(
+        "--url", metavar="URL", type=_base, help="use this running server instead of starting one"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -78,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _base(url: str) -> str:
+    return url.rstrip("/")
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -87,6 +93,7 @@ def _positive(text: str) -> int:
 
 def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Console) -> None:
     started = time.perf_counter()
+    picture = _writable(folder) / _PICTURE
     meter = Meter()
     display = Display(console, meter)
     transport = MeteredTransport(httpx.HTTPTransport(), meter)
@@ -100,18 +107,21 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
             f"{len(data.train_labels):,} images to learn from. Every convolution and pooling, "
             f"forward and backward,\nis computed by the server at {server.url}."
         )
+        # Made now, run later: an operation without a check is told before the training.
+        checks_to_run = run_checks(client, OPERATIONS, np.random.default_rng(_SEED))
         rng = np.random.default_rng(_SEED)
         network = Network(client, rng)
+        training_started = time.perf_counter()
         steps = display.training(
             train(network, data, schedule, rng), schedule.steps(len(data.train_labels))
         )
-        training_s, training_requests = time.perf_counter() - started, meter.requests
+        training_s = time.perf_counter() - training_started
+        training_requests = meter.requests
         accuracy = steps[-1].test_accuracy or 0.0
 
         display.title("Every operation against a float64 reference")
-        checks = display.checks(run_checks(client, OPERATIONS, rng))
+        checks = display.checks(checks_to_run)
 
-        picture = folder / _PICTURE
         draw_picture(picture, network, data, steps, TARGET_ACCURACY)
 
     display.title("The demo in numbers")
@@ -129,6 +139,15 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
     )
     display.say(f"\nThe picture is {escape(str(picture))}")
     _judge(accuracy, checks)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made where it is missing: better refused now than after the training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"the picture cannot be put into {folder}: {error}") from error
+    return folder
 
 
 def _judge(accuracy: float, checks: Sequence[CheckResult]) -> None:

@@ -32,7 +32,6 @@ def draw_picture(
     _draw_curves(columns[0], steps, target)
     _draw_filters(columns[1], network.convolutions[0].weight)
     _draw_gradients(rows[1], network, digits)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
