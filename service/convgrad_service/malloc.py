@@ -12,7 +12,7 @@ import sys
 __all__ = ["keep_large_blocks"]
 
 # From malloc.h. Setting any of them turns glibc's own adapting off.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _INT_MAX = 2**31 - 1  # mallopt takes an int
 
 
@@ -29,9 +29,11 @@ def keep_large_blocks(kept_bytes: int) -> bool:
     except (AttributeError, OSError):  # musl, or a libc that hides it
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    wanted = (
-        (_M_MMAP_MAX, 0),
-        (_M_TRIM_THRESHOLD, min(kept_bytes, _INT_MAX)),
-        (_M_TOP_PAD, 64 * 2**20),
-    )
-    return all(mallopt(option, value) == 1 for option, value in wanted)
+    wanted = {
+        _M_MMAP_MAX: 0,
+        # A thread's own arena maps what is larger than itself (64 MiB), whatever M_MMAP_MAX says.
+        _M_ARENA_MAX: 1,
+        _M_TRIM_THRESHOLD: min(kept_bytes, _INT_MAX),
+        _M_TOP_PAD: 64 * 2**20,
+    }
+    return all(mallopt(option, value) == 1 for option, value in wanted.items())

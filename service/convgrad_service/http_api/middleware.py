@@ -32,7 +32,7 @@ _LINGER_S = 2.0
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
-class ClientGone(Exception):  # noqa: N818 - not an error: nobody is left to tell
+class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
