@@ -157,14 +157,14 @@ def pool_cases(operation: str) -> list[Case]:
     return [case for case in cases if case.operation == operation]
 
 
-def _fused(
+def fused(
     name: str,
     first: Conv,
     second: Conv,
     activations: tuple[str, str] = ("none", "none"),
     biases: tuple[bool, bool] = (False, False),
 ) -> Case:
-    """`second`'s batch and input follow from `first`."""
+    """Two convolutions in one; `second`'s batch and input follow from `first`."""
     second = replace(second, n=first.n, c=first.k, size=first.output_size)
     shapes = {
         "input": first.input_shape,
@@ -186,26 +186,26 @@ def _pointwise(ndim: int, k: int) -> Conv:
 
 
 FUSED: list[Case] = [
-    _fused("depthwise_pointwise", CONVS["depthwise"], _pointwise(2, 23)),
-    _fused("relu", CONVS["depthwise"], _pointwise(2, 8), ("relu", "relu"), (True, True)),
-    _fused("relu6", CONVS["depthwise_strided"], _pointwise(2, 9), ("relu6", "none"), (True, False)),
-    _fused("silu", CONVS["depthwise_7x7"], _pointwise(2, 11), ("silu", "silu"), (False, True)),
-    _fused("silu_bias", CONVS["depthwise_multiplier_2"], _pointwise(2, 7), ("silu", "relu6")),
-    _fused("grouped_pointwise", CONVS["groups_4"], _pointwise(2, 67), ("relu", "none")),
-    _fused("dense_dense", CONVS["plain"], Conv(0, 0, 5, (), (3, 3), 2, 1), ("relu", "silu")),
-    _fused(
+    fused("depthwise_pointwise", CONVS["depthwise"], _pointwise(2, 23)),
+    fused("relu", CONVS["depthwise"], _pointwise(2, 8), ("relu", "relu"), (True, True)),
+    fused("relu6", CONVS["depthwise_strided"], _pointwise(2, 9), ("relu6", "none"), (True, False)),
+    fused("silu", CONVS["depthwise_7x7"], _pointwise(2, 11), ("silu", "silu"), (False, True)),
+    fused("silu_bias", CONVS["depthwise_multiplier_2"], _pointwise(2, 7), ("silu", "relu6")),
+    fused("grouped_pointwise", CONVS["groups_4"], _pointwise(2, 67), ("relu", "none")),
+    fused("dense_dense", CONVS["plain"], Conv(0, 0, 5, (), (3, 3), 2, 1), ("relu", "silu")),
+    fused(
         "grouped_grouped",
         CONVS["groups_2"],
         Conv(0, 0, 9, (), (2, 3), 1, ((1, 0), (0, 2)), (2, 1), 3),
         ("relu6", "relu"),
         (True, True),
     ),
-    _fused("pointwise_pointwise", CONVS["pointwise"], _pointwise(2, 6)),
-    _fused("channels_67", CONVS["channels_67"], _pointwise(2, 131)),
-    _fused("1d_depthwise", CONVS["1d_depthwise"], _pointwise(1, 6), ("silu", "none")),
-    _fused("1d_strided", CONVS["1d_groups_4"], Conv(0, 0, 6, (), (3,), 2, 1, 1, 2)),
-    _fused("3d_depthwise", CONVS["3d_depthwise"], _pointwise(3, 7), ("relu", "none"), (True, True)),
-    _fused("3d_dense", CONVS["3d_plain"], Conv(0, 0, 4, (), (1, 3, 2), 1, 1)),
+    fused("pointwise_pointwise", CONVS["pointwise"], _pointwise(2, 6)),
+    fused("channels_67", CONVS["channels_67"], _pointwise(2, 131)),
+    fused("1d_depthwise", CONVS["1d_depthwise"], _pointwise(1, 6), ("silu", "none")),
+    fused("1d_strided", CONVS["1d_groups_4"], Conv(0, 0, 6, (), (3,), 2, 1, 1, 2)),
+    fused("3d_depthwise", CONVS["3d_depthwise"], _pointwise(3, 7), ("relu", "none"), (True, True)),
+    fused("3d_dense", CONVS["3d_plain"], Conv(0, 0, 4, (), (1, 3, 2), 1, 1)),
 ]
 
 # Ascend's formats: which of them each of grad_output, weight and output takes.

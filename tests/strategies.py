@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.cases import FROM_CONV, FROM_CONV3D, Case, maxpool_bwd, maxpool_fwd
+from tests.cases import FROM_CONV, FROM_CONV3D, Case, fused, maxpool_bwd, maxpool_fwd
 from tests.geometries import Conv, Pool
 from tests.reference import padding_pairs, per_dimension
 
@@ -66,6 +66,30 @@ def conv_cases(draw: Draw) -> Case:
     makers = {**FROM_CONV, **(FROM_CONV3D if conv.ndim == 3 else {})}
     case: Case = makers[draw(st.sampled_from(sorted(makers)))]("random", conv)
     return case
+
+
+@st.composite
+def fused_cases(draw: Draw) -> Case:
+    """Two convolutions, the second of which fits the first's output."""
+    first = draw(convs())
+    second = draw(convs(first.ndim))
+    groups = draw(st.sampled_from([g for g in range(1, first.k + 1) if first.k % g == 0]))
+    spans = zip(
+        first.output_size,
+        per_dimension(second.dilation, first.ndim),
+        padding_pairs(second.padding, first.ndim),
+        second.kernel,
+        strict=True,
+    )
+    kernel = tuple(min(k, (size + sum(pad) - 1) // d + 1) for size, d, pad, k in spans)
+    activations = draw(st.tuples(*[st.sampled_from(["none", "relu", "relu6", "silu"])] * 2))
+    return fused(
+        "random",
+        first,
+        replace(second, kernel=kernel, groups=groups, k=groups * draw(st.integers(1, 5))),
+        activations,
+        draw(st.tuples(st.booleans(), st.booleans())),
+    )
 
 
 def has_empty_window(pool: Pool) -> bool:
@@ -189,6 +213,7 @@ def zeros(case: Case, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
 __all__ = [
     "conv_cases",
     "convs",
+    "fused_cases",
     "has_empty_window",
     "pool_cases",
     "pools",

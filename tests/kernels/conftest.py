@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 
+from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
 
 

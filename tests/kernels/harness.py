@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from convgrad_service.backends.base import Backend, Outcome
 
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
+from convgrad_service.backends.base import Backend, Outcome
 from convgrad_service.problems import problem_from
 from tests.arrays import (
     DTYPES,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from convgrad_service.backends.base import Backend
 
+from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, Case, conv_cases
 from tests.kernels.harness import GATES, answers, check, drawn, with_layouts

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 from numpy.typing import NDArray
 
+from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
 from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.bounds import assert_same_bits

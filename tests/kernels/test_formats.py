@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Backend
 from tests import reference_pool as formats
 from tests.arrays import Arrays
 from tests.cases import BACKPROP_FORMATS, Case, conv3d_backprop_input

@@ -67,14 +67,14 @@ def positive(
 LONG = {
     "pointwise": Conv(2, 3, 5, (230, 240), (1, 1)),
     "3x3": Conv(1, 2, 2, (320, 311), (3, 3), padding=1),
-    "depthwise": Conv(2, 4, 4, (180, 230), (3, 3), padding=1, groups=4),
+    "depthwise": Conv(1, 2, 2, (330, 310), (3, 3), padding=1, groups=2),
     "1d": Conv(4, 3, 2, (25_000,), (3,), padding=1),
     "deep": Conv(1, 20_000, 3, (3, 2), (3, 2), padding=(1, 0)),
 }
 
 
 @pytest.mark.parametrize("numbers", [positive, normals, integers])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_sums(backend: Backend, seed: int, name: str, dtype: str, numbers: Any) -> None:
     """A hundred thousand terms: float32 holds them, and none is lost."""
@@ -87,5 +87,5 @@ def test_long_sums(backend: Backend, seed: int, name: str, dtype: str, numbers: 
     for layout in with_layouts(case.ndim, grouped=False)[1:]:
         check(answers(backend, case, tensors, layout), wanted, gate, what)
     if operation == "grouped_conv_bwd_weight":
-        wide = case.with_params("wide", weight_dtype="float64" if dtype == "float64" else "float32")
+        wide = case.with_params("wide", weight_dtype="float32")
         check(answers(backend, wide, tensors), wanted, gate, what)

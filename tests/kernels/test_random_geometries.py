@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.errors import InvalidProblem, MalformedRequest
+from convgrad_service.backends.base import Backend
 from convgrad_service.problems import problem_from
 from tests.arrays import DTYPES, draw, integers, normals, rng_for
 from tests.cases import FROM_CONV, Case
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, with_layouts
 from tests.oracle import expected
-from tests.strategies import conv_cases, convs, pool_cases, refused_cases, zeros
+from tests.strategies import conv_cases, convs, fused_cases, pool_cases, refused_cases, zeros
 
 # The backend and the seed stay the same from example to example, as they should.
 SAME_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -31,7 +31,7 @@ numbers = st.integers(0, 2**31)
 
 
 def check_exactly(backend: Backend, case: Case, dtype: str, layout_number: int, seed: int) -> None:
-    layouts = with_layouts(case.ndim, grouped="maxpool" not in case.operation)
+    layouts = with_layouts(case.ndim, grouped=case.operation in FROM_CONV)
     if "backprop" in case.operation:
         layouts = [None]
     layout = layouts[layout_number % len(layouts)]
@@ -39,12 +39,13 @@ def check_exactly(backend: Backend, case: Case, dtype: str, layout_number: int, 
     for gate, numbers_of in (("exact", integers), ("bounded", normals)):
         tensors = draw(case, rng, DTYPES[dtype], numbers_of)
         wanted = expected(case.operation, tensors, case.params)
-        gate = "bounded" if case.operation.endswith("d_fwd") else gate
+        if case.operation.endswith("d_fwd") or "silu" in case.params.values():
+            gate = "bounded"
         check(answers(backend, case, tensors, layout), wanted, gate, f"seed {seed}, {case}")
 
 
 @QUICK
-@given(case=conv_cases() | pool_cases(), dtype=dtypes, number=numbers)
+@given(case=conv_cases() | pool_cases() | fused_cases(), dtype=dtypes, number=numbers)
 def test_random(backend: Backend, seed: int, case: Case, dtype: str, number: int) -> None:
     check_exactly(backend, case, dtype, number, seed)
 
@@ -52,7 +53,7 @@ def test_random(backend: Backend, seed: int, case: Case, dtype: str, number: int
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @LONG
-@given(case=conv_cases() | pool_cases(), dtype=dtypes, number=numbers)
+@given(case=conv_cases() | pool_cases() | fused_cases(), dtype=dtypes, number=numbers)
 def test_random_at_length(backend: Backend, seed: int, case: Case, dtype: str, number: int) -> None:
     check_exactly(backend, case, dtype, number, seed)
 

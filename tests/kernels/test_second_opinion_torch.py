@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convgrad_service.backends.base import Backend
 from numpy.typing import NDArray
 
+from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
 from tests.bounds import U
 from tests.cases import (
