@@ -220,6 +220,34 @@ def test_what_is_no_http_is_400(live: LiveServer, sent: bytes) -> None:
     assert b"application/problem+json" in answer
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offer_to_upgrade_is_ignored(live: LiveServer, chunked: bool) -> None:
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(EXAMPLE), EXAMPLE) if chunked else EXAMPLE
+    request = head(None if chunked else len(EXAMPLE), more=offer) + body
+    with live.connect() as connection:
+        for cut in (len(request), 30, len(request) - 10):
+            connection.sendall(request[:cut])
+            time.sleep(0.02)
+            connection.sendall(request[cut:])
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(f"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n{offer}\r\n".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_may_be_sent_ahead(live: LiveServer) -> None:
+    last = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with live.connect() as connection:
+        connection.sendall((head(len(EXAMPLE)) + EXAMPLE) * 2 + last)
+        assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
+
+
+def test_head_is_get_without_a_body(live: LiveServer) -> None:
+    answer = httpx.head(f"{live.url}/v2/health/live")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["x-request-id"]
+
+
 def test_both_lengths_at_once_are_refused(live: LiveServer) -> None:
     # Request smuggling: two readers of the same bytes must not see two different requests.
     with live.connect() as connection:

@@ -155,3 +155,12 @@ def test_draining_refuses_new_work_and_finishes_the_old() -> None:
         assert server.post().status_code == 503
         backend.release.set()
         assert running.result(10).status_code == 200
+
+
+def test_what_does_not_finish_in_time_does_not_hold_up_the_end() -> None:
+    with blocked(shutdown_grace_s=0.2) as (server, backend, posting):
+        posting.submit(server.post)
+        assert backend.started.acquire(timeout=5)
+        server.server.should_exit = True
+        assert backend.ended.acquire(timeout=5)
+        assert backend.cancelled == 1

@@ -47,6 +47,9 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            # What GET would answer; the server below, which keeps its own scope, sends no body.
+            scope = {**scope, "method": "GET"}
         context = RequestContext.begin(scope)
         exchange = _Exchange(scope, receive, send, context)
         try:

@@ -12,6 +12,7 @@ import uuid
 from asyncio.events import TimerHandle
 from typing import ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -37,6 +38,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _in_head = True
+    _repeating_head = False
     _head_bytes = 0
     _parsed_head_bytes = 0
     _parts = 0
@@ -69,22 +71,54 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.send_400_response(self._too_large())
                 return
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("this is not an HTTP request that can be read")
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Go on in HTTP/1.1, as RFC 9110 (7.8) lets a server do.
+
+        The parser cannot: it takes the body for the other protocol's. Java's client offers HTTP/2
+        with every request, so another parser, told of the same body, takes over.
+        """
+        names = (b"content-length", b"transfer-encoding")
+        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in names]
+        self.parser = httptools.HttpRequestParser(self)
+        self._repeating_head = True
+        self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self._repeating_head = False
+        if rest:
+            self._parse(rest)
 
     def on_message_begin(self) -> None:
+        if self._repeating_head:
+            return
         super().on_message_begin()
         self._begin_head()
         self._parts = self._parts_bytes = 0
 
     def on_url(self, url: bytes) -> None:
+        if self._repeating_head:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._repeating_head:
+            return
         self._count_head(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._repeating_head:
+            return
         self._in_head = False
         _stop(self._head_timer)
         super().on_headers_complete()
@@ -99,6 +133,11 @@ class GuardedProtocol(HttpToolsProtocol):
             )
             raise ValueError(self._refusal.detail)
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        # Of an upgrade it means the head alone; the parser that takes over says when the body is.
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
