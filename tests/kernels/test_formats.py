@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
+from convgrad_service.problems import problem_from, run_in_pieces
 from tests import reference_pool as formats
 from tests.arrays import Arrays
+from tests.bounds import assert_same_bits
 from tests.cases import BACKPROP_FORMATS, Case, conv3d_backprop_input
 from tests.geometries import CONVS, Conv
 from tests.kernels.harness import GATES, check, drawn, run
@@ -43,10 +47,10 @@ def plain(array: NDArray[Any], form: str, channels: int) -> NDArray[Any]:
     return np.moveaxis(array, -1, 1) if form == "NDHWC" else array
 
 
-def backprop(
-    backend: Backend, case: Case, tensors: Arrays, forms: tuple[str, str, str], **params: Any
-) -> Arrays:
-    """A case with its tensors in formats, the answer unpacked."""
+def packed_request(
+    case: Case, tensors: Arrays, forms: tuple[str, str, str], **params: Any
+) -> tuple[Arrays, dict[str, Any]]:
+    """A case's tensors in formats, and the parameters that say so."""
     sent = {
         "grad_output": packed(tensors["grad_output"], forms[0], case.groups),
         "weight": packed(tensors["weight"], forms[1], case.groups),
@@ -60,6 +64,14 @@ def backprop(
     }
     if "FRACTAL" in forms[1]:
         asked["weight_size"] = case.shapes["weight"]
+    return sent, asked
+
+
+def backprop(
+    backend: Backend, case: Case, tensors: Arrays, forms: tuple[str, str, str], **params: Any
+) -> Arrays:
+    """A case with its tensors in formats, the answer unpacked."""
+    sent, asked = packed_request(case, tensors, forms, **params)
     found = run(backend, case.operation, sent, asked).outputs["grad_input"]
     channels = case.shapes["weight"][1] * case.groups
     return {"grad_input": plain(found, forms[2], channels)}
@@ -102,6 +114,22 @@ def test_the_filling_of_packed_channels_is_not_read(backend: Backend, seed: int)
     }
     found = run(backend, case.operation, sent, params).outputs
     check(found, wanted, "exact", f"seed {seed}, {case.id}")
+
+
+@pytest.mark.parametrize("parts", [2, 5, 100])
+@pytest.mark.parametrize("forms", BACKPROP_FORMATS[:3], ids="-".join)
+def test_packed_pieces_are_the_whole(
+    backend: Backend, seed: int, forms: tuple[str, str, str], parts: int
+) -> None:
+    for case in CASES.values():
+        tensors, _ = drawn(seed, case, "bfloat16", "bounded")
+        for region in (None, {"d": (0, 2), "h": (1, 3)}):
+            sent, asked = packed_request(case, tensors, forms, region=region)
+            request = validate(OPERATIONS[case.operation].request, {**sent, **asked})
+            problem = problem_from(case.operation, request)
+            whole = backend.run(problem, sent).outputs["grad_input"]
+            found = run_in_pieces(problem, sent, parts, lambda p, t: backend.run(p, t).outputs)
+            assert_same_bits(found["grad_input"], whole, f"seed {seed}, {case.id} {region}")
 
 
 REGIONS: list[dict[str, tuple[int, int]]] = [

@@ -18,7 +18,18 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
 from tests.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
 from tests.bounds import assert_bounded, assert_same_bits
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.cases import (
+    EPILOGUES,
+    FROM_CONV,
+    FROM_CONV3D,
+    FUSED,
+    Case,
+    conv_cases,
+    maxpool_bwd,
+    maxpool_fwd,
+    pool_cases,
+)
+from tests.geometries import POOLS
 from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.kernels.test_determinism import CASES as LARGER
 from tests.oracle import expected
@@ -84,6 +95,25 @@ def test_pieces_are_the_whole(backend: Backend, seed: int, case: Case, parts: in
                 check_sum(array, reference, parts, what)
             elif name not in SUMMED:
                 assert_same_bits(array, whole[name], what)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 1000])
+@pytest.mark.parametrize("name", POOLS)
+def test_pieces_of_a_pooling_from_indices(
+    backend: Backend, seed: int, name: str, parts: int
+) -> None:
+    """Each piece's indices are those of its own rows."""
+    pool = POOLS[name]
+    tensors = draw(maxpool_bwd(name, pool), rng_for(seed, name), DTYPES["float32"], normals)
+    forward, arrays = stated(maxpool_fwd(name, pool), {"input": tensors["input"]}, None)
+    indices = backend.run(forward, arrays).outputs["indices"]
+    case = maxpool_bwd(name, pool).with_params("indices", input_size=pool.size)
+    for width in (np.int32, np.int64):
+        given = {"grad_output": tensors["grad_output"], "indices": indices.astype(width)}
+        problem, arrays = stated(case, given, None)
+        whole = backend.run(problem, arrays).outputs["grad_input"]
+        found = run_in_pieces(problem, arrays, parts, lambda p, t: backend.run(p, t).outputs)
+        assert_same_bits(found["grad_input"], whole, f"seed {seed}, {name} in {parts} parts")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
