@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cpu import dense, direct, grouped
-from convgrad_service.backends.cpu.channel_sums import channel_sums
 from convgrad_service.backends.cpu.runner import Machine, Ran
 from convgrad_service.plans.cpu import Choice, choose
 from convgrad_service.problems.base import PLAIN, Epilogue
@@ -158,7 +157,7 @@ def run_bwd_weight(
     conv, layout = problem.conv, problem.layout
     outputs: dict[str, Array] = {}
     choice = choose("bwd_weight", conv, problem.dtype, machine.device)
-    kernel, used, pieces = "channel_sums", 0, 1
+    kernel, used, pieces = f"channel_sum/{machine.device.level}", 0, 1
     y = activation_view(tensors["grad_output"], layout, conv.groups)
     if "grad_weight" in problem.wanted:
         spec = problem.outputs["grad_weight"]
@@ -176,7 +175,9 @@ def run_bwd_weight(
         outputs["grad_weight"] = grad_weight
         kernel, used, pieces = choice.kernel, own, choice.plan.pieces
     if "grad_bias" in problem.wanted:
-        outputs["grad_bias"] = channel_sums(y).astype(problem.weight_dtype.numpy)
+        grad_bias = np.empty(problem.bias_spec.shape, problem.weight_dtype.numpy)
+        channel_sums(machine.library, machine.workers, conv, y, grad_bias, cancelled=cancelled)
+        outputs["grad_bias"] = grad_bias
     return Ran(outputs, kernel, used, pieces)
 
 

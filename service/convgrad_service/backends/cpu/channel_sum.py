@@ -1,0 +1,44 @@
+"""The gradient of a bias: kernels/channel_sum.cpp."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cpu.arguments import ConvArgs, view_of
+from convgrad_service.backends.cpu.planar_args import CODE_OF
+from convgrad_service.backends.cpu.runner import Machine
+from convgrad_service.plans.planar import triple
+
+__all__ = ["channel_sum"]
+
+Array = NDArray[Any]
+
+
+def channel_sum(
+    machine: Machine,
+    grad_output: Array,
+    grad_bias: Array,
+    *,
+    cancelled: threading.Event | None = None,
+) -> int:
+    """grad_bias[g, k] = the sum of grad_output[n, g, k, position] over n and position.
+
+    ``grad_output`` is a canonical view (N, G, K/G, *spatial), ``grad_bias`` one (G, K/G) of its
+    dtype or, for 16-bit types, of float32. Returns the bytes of work memory used.
+    """
+    args = ConvArgs()
+    args.y, args.bias = view_of(grad_output, 3), view_of(grad_bias)
+    args.batch, args.groups, args.out_channels = grad_output.shape[:3]
+    args.output[:] = triple(grad_output.shape[3:], 1)
+    args.dtype, args.result_dtype = CODE_OF[grad_output.dtype], CODE_OF[grad_bias.dtype]
+    workspaces = machine.workers.workspaces
+    sums = workspaces.take(args.batch * args.groups * args.out_channels * 8)
+    try:
+        args.workspace = sums.ctypes.data
+        machine.workers.launch(machine.library.kernel("channel_sum"), args, cancelled=cancelled)
+    finally:
+        workspaces.give(sums)
+    return int(sums.nbytes)
