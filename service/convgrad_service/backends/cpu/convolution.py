@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cpu import dense, direct, grouped
+from convgrad_service.backends.cpu.channel_sum import channel_sum
 from convgrad_service.backends.cpu.runner import Machine, Ran
 from convgrad_service.plans.cpu import Choice, choose
 from convgrad_service.problems.base import PLAIN, Epilogue
@@ -176,8 +177,8 @@ def run_bwd_weight(
         kernel, used, pieces = choice.kernel, own, choice.plan.pieces
     if "grad_bias" in problem.wanted:
         grad_bias = np.empty(problem.bias_spec.shape, problem.weight_dtype.numpy)
-        channel_sums(machine.library, machine.workers, conv, y, grad_bias, cancelled=cancelled)
-        outputs["grad_bias"] = grad_bias
+        own = channel_sum(machine, y, _by_group(grad_bias, conv.groups), cancelled=cancelled)
+        outputs["grad_bias"], used = grad_bias, max(used, own)
     return Ran(outputs, kernel, used, pieces)
 
 
