@@ -24,7 +24,7 @@ from tests.cases import (
     maxpool_fwd,
 )
 from tests.geometries import POOLS, Conv, Pool
-from tests.kernels.harness import answers, run
+from tests.kernels.harness import answers, check, drawn, run
 
 # Large enough for several threads to have work, and for sums to depend on their order.
 CONV_SHAPES = {
@@ -135,6 +135,9 @@ PLACES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "odd address": at_odd_address,
     "item address": at_item_address,
     "read-only": read_only,
+}
+# Other strides are another order in memory, and a kernel may sum in that order.
+STRIDES: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "column-major": np.asfortranarray,
     "with gaps": every_second,
 }
@@ -150,6 +153,17 @@ def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place:
         moved = {name: PLACES[place](array) for name, array in tensors.items()}
         found = run(backend, case.operation, moved, case.params).outputs
         assert_same(found, wanted, f"seed {seed}, {case.id}")
+        assert_same(moved, tensors, f"seed {seed}, {case.id}: the input")
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_other_strides(backend: Backend, seed: int, dtype: str, strides: str) -> None:
+    for case in CASES:
+        tensors, wanted = drawn(seed, case, dtype, "bounded")
+        moved = {name: STRIDES[strides](array) for name, array in tensors.items()}
+        found = run(backend, case.operation, moved, case.params).outputs
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype}")
         assert_same(moved, tensors, f"seed {seed}, {case.id}: the input")
 
 
