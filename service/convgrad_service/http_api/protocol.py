@@ -29,6 +29,9 @@ __all__ = ["GuardedProtocol", "guarded_protocol"]
 # take apart than it can be worth: a parser call for every byte or two.
 _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 
+# Requests that a client may send before it has the answer to the one before them.
+_MAX_SENT_AHEAD = 16
+
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. ``settings`` is set by `guarded_protocol`."""
@@ -72,17 +75,19 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
             self._head_bytes += len(data)
         self._unset_keepalive_if_required()
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
+        left = memoryview(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
+            while left:
+                try:
+                    self.parser.feed_data(left)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    left = left[upgrade.args[0] :]
+                    self._ignore_upgrade()
         except httptools.HttpParserError:
             self.send_400_response("this is not an HTTP request that can be read")
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
+    def _ignore_upgrade(self) -> None:
         """Go on in HTTP/1.1, as RFC 9110 (7.8) lets a server do.
 
         The parser cannot: it takes the body for the other protocol's. Java's client offers HTTP/2
@@ -92,10 +97,8 @@ class GuardedProtocol(HttpToolsProtocol):
         framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in names]
         self.parser = httptools.HttpRequestParser(self)
         self._repeating_head = True
-        self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
         self._repeating_head = False
-        if rest:
-            self._parse(rest)
 
     def on_message_begin(self) -> None:
         if self._repeating_head:
@@ -121,6 +124,9 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._in_head = False
         _stop(self._head_timer)
+        if len(self.pipeline) >= _MAX_SENT_AHEAD:
+            # One read may hold ten thousand tiny requests, all of which would be made ready here.
+            raise ValueError("too many requests sent ahead")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -153,8 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what could not be parsed, in the form of every other error."""
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
-            # An answer is on its way already; a second one would be read as part of it.
+        under_way = cycle is not None and cycle.response_started and not cycle.response_complete
+        if under_way or self.pipeline:
+            # Other answers are due first; this one would be read as part of them or as theirs.
             self.transport.close()
             return
         self._close_with(self._refusal or MalformedRequest(msg))
