@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cpu import depthwise
 from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.planar_args import (
@@ -60,6 +61,9 @@ def forward(
     args.bias = view_of(bias)
     args.src_channels, args.dst_channels = conv.in_channels_per_group, conv.out_channels_per_group
     args.activation = ACTIVATION_CODES[activation]
+    acc_bytes = _sums(library, dtype)[0]
+    if depthwise.applies(conv, acc_bytes, input, output):
+        return depthwise.correlate(library, workers, args, acc_bytes, cancelled)
     return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
 
 
@@ -90,6 +94,9 @@ def bwd_data(
     args.src_channels, args.dst_channels = conv.out_channels_per_group, conv.in_channels_per_group
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
     args.accumulate, args.bias = view_of(accumulate, 3), view_of(bias)
+    acc_bytes = _sums(library, dtype)[0]
+    if depthwise.applies(conv, acc_bytes, grad_output, grad_input, accumulate):
+        return depthwise.correlate(library, workers, args, acc_bytes, cancelled)
     return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
 
 
@@ -123,6 +130,9 @@ def bwd_weight(
         accumulate = same
     args.accumulate = view_of(accumulate)
     args.result_dtype = CODE_OF[grad_weight.dtype]
+    acc_bytes = _sums(library, dtype)[0]
+    if depthwise.applies(conv, acc_bytes, input, grad_output):
+        return depthwise.bwd_weight(library, workers, args, acc_bytes, cancelled)
     return _launch(library, workers, "grouped_bwd_weight", args, plan, cancelled)
 
 
