@@ -1,0 +1,326 @@
+"""The CPU kernels beside PyTorch's CPU build: the layers of the CPU backend's target, one process.
+
+Run by `make bench-cpu`. Prints a table for each class of operation and writes
+`tests/perf/results/cpu.jsonl`, a line for each layer, operation and layout, in place of the run
+before. Ours is what a request pays, `CpuBackend.run`, with its output's allocation; PyTorch's is
+the operator of its autograd, on the same values. The two take turns, each sample's order reversed,
+and the medians count. Both run on all cores under the allocator settings of `convgrad serve`.
+
+PyTorch's channels_last is measured as NHWC. In 1D it has no such format, so there the layer is
+given to it as 2D of height 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.malloc import keep_large_blocks
+from convgrad_service.problems import problem_from
+
+try:
+    import torch
+except ImportError:
+    sys.exit("bench-cpu compares with PyTorch: run `make bench-cpu`, or install torch (CPU build)")
+
+RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
+SAMPLES = 25
+SECONDS = 1.5
+KEPT_BYTES = 1 << 30
+FIRST, LAST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}, {1: "NWC", 2: "NHWC", 3: "NDHWC"}
+MEMORY_FORMAT = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+Array = NDArray[Any]
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, as the issue of the CPU backend lists it."""
+
+    name: str
+    kind: str
+    size: tuple[int, ...]
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int = 1
+    padding: int = 1
+    groups: int = 1
+    batch: int = 4
+
+    @property
+    def ndim(self) -> int:
+        return len(self.size)
+
+    @property
+    def output_size(self) -> tuple[int, ...]:
+        return tuple((i + 2 * self.padding - self.kernel) // self.stride + 1 for i in self.size)
+
+    @property
+    def flops(self) -> int:
+        work = 2 * self.batch * self.out_channels * self.in_channels // self.groups
+        return work * math.prod(self.output_size) * self.kernel**self.ndim
+
+
+LAYERS = (
+    Layer("64 3x3 @56", "dense", (56, 56), 64, 64, 3),
+    Layer("128 3x3 @28", "dense", (28, 28), 128, 128, 3),
+    Layer("128 3x3 s2 @56", "dense", (56, 56), 128, 128, 3, stride=2),
+    Layer("1024-256 1x1 @14", "dense", (14, 14), 1024, 256, 1, padding=0),
+    Layer("144 dw 3x3 @56", "depthwise", (56, 56), 144, 144, 3, groups=144),
+    Layer("256 3x3 g32 @28", "grouped", (28, 28), 256, 256, 3, groups=32),
+    Layer("64 3x3x3 @8x28x28", "dense", (8, 28, 28), 64, 64, 3, batch=1),
+    Layer("256 k3 @2048", "dense", (2048,), 256, 256, 3),
+    Layer("64 pool 3x3 s2 @112", "pool", (112, 112), 64, 64, 3, stride=2),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One operation on one layer in one layout: ours and PyTorch's, each a call that computes."""
+
+    layer: Layer
+    operation: str
+    layout: str
+    ours: Run
+    peer: Run
+
+
+def pairs(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
+    """Every operation of a layer in both layouts."""
+    make = pool_pairs if layer.kind == "pool" else convolution_pairs
+    for last in (False, True):
+        yield from make(backend, layer, last)
+
+
+def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32)
+
+    kernel = (layer.kernel,) * layer.ndim
+    x = draw(layer.batch, layer.in_channels, *layer.size)
+    w = draw(layer.out_channels, layer.in_channels // layer.groups, *kernel)
+    y = draw(layer.batch, layer.out_channels, *layer.output_size)
+    layout = (LAST if last else FIRST)[layer.ndim]
+    own = {"stride": layer.stride, "padding": layer.padding, "groups": layer.groups}
+    own["layout"] = layout
+    given = [_laid(array, last) for array in (x, w, y)]
+    theirs = [_tensor(array, last) for array in (y, x, w)]
+    # A 1D layer in channels_last is one of height 1.
+    flat = last and layer.ndim == 1
+    stride = [1, layer.stride] if flat else [layer.stride] * layer.ndim
+    padding = [0, layer.padding] if flat else [layer.padding] * layer.ndim
+    ones, zeros = [1] * len(stride), [0] * len(stride)
+    steps = (None, stride, padding, ones, False, zeros, layer.groups)
+    backward = torch.ops.aten.convolution_backward
+
+    yield Pair(
+        layer,
+        "conv_bwd_data",
+        layout,
+        _ours(
+            backend,
+            "conv_bwd_data",
+            {"grad_output": given[2], "weight": given[1]},
+            {**own, "input_size": layer.size},
+        ),
+        lambda: backward(*theirs, *steps, [True, False, False]),
+    )
+    yield Pair(
+        layer,
+        "grouped_conv_bwd_weight",
+        layout,
+        _ours(
+            backend,
+            "grouped_conv_bwd_weight",
+            {"input": given[0], "grad_output": given[2]},
+            {**own, "weight_size": kernel},
+        ),
+        lambda: backward(*theirs, *steps, [False, True, False]),
+    )
+
+
+def pool_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
+    y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
+    layout = (LAST if last else FIRST)[layer.ndim]
+    window = (
+        [layer.kernel] * layer.ndim,
+        [layer.stride] * layer.ndim,
+        [layer.padding] * layer.ndim,
+        [1] * layer.ndim,
+        False,
+    )
+    their_x, their_y = _tensor(x, last), _tensor(y, last)
+    indices = torch.ops.aten.max_pool2d_with_indices(their_x, *window)[1]
+    params = {"kernel_size": layer.kernel, "stride": layer.stride, "padding": layer.padding}
+    given = _laid(indices.numpy(), last)
+    yield Pair(
+        layer,
+        "maxpool2d_bwd",
+        layout,
+        _ours(
+            backend,
+            "maxpool2d_bwd",
+            {"grad_output": _laid(y, last), "indices": given},
+            {**params, "layout": layout, "input_size": layer.size},
+        ),
+        lambda: torch.ops.aten.max_pool2d_with_indices_backward(their_y, their_x, *window, indices),
+    )
+
+
+def _ours(
+    backend: CpuBackend, operation: str, arrays: dict[str, Array], params: dict[str, Any]
+) -> Run:
+    request = validate(OPERATIONS[operation].request, {**arrays, **params})
+    problem, tensors = problem_from(operation, request), request.tensors()
+    return lambda: backend.run(problem, tensors)
+
+
+def _laid(array: Array, last: bool) -> Array:
+    return np.ascontiguousarray(np.moveaxis(array, 1, -1)) if last else array
+
+
+def _tensor(array: Array, last: bool) -> torch.Tensor:
+    tensor = torch.from_numpy(array.copy())
+    if not last:
+        return tensor
+    if tensor.ndim == 3:
+        tensor = tensor.unsqueeze(2)
+    return tensor.contiguous(memory_format=MEMORY_FORMAT[tensor.ndim - 2])
+
+
+def measured(pair: Pair) -> dict[str, Any]:
+    """Medians of both, taking turns."""
+    runs = {"ours": pair.ours, "peer": pair.peer}
+    for run in (*runs.values(), *runs.values()):
+        run()
+    timed: dict[str, list[float]] = {name: [] for name in runs}
+    began_s = time.perf_counter()
+    while len(timed["ours"]) < SAMPLES or time.perf_counter() - began_s < SECONDS:
+        order = list(runs.items())
+        for name, run in order if len(timed["ours"]) % 2 else reversed(order):
+            start_s = time.perf_counter()
+            result = run()
+            timed[name].append(time.perf_counter() - start_s)
+            del result
+    ours_ms, peer_ms = (statistics.median(timed[name]) * 1e3 for name in ("ours", "peer"))
+    return {
+        "bench": "cpu",
+        "op": pair.operation,
+        "layer": pair.layer.name,
+        "class": pair.layer.kind,
+        "dtype": "float32",
+        "layout": pair.layout,
+        "ours_ms": round(ours_ms, 4),
+        "peer": f"PyTorch {torch.__version__}",
+        "peer_ms": round(peer_ms, 4),
+        "reference_ms": None,
+        "gflop_per_s": None
+        if pair.layer.kind == "pool"
+        else round(pair.layer.flops / ours_ms / 1e6, 1),
+        "samples": len(timed["ours"]),
+    }
+
+
+def provenance(backend: CpuBackend) -> dict[str, Any]:
+    """What every record says of where it comes from."""
+    threads = backend.device.threads
+    return {
+        "git_sha": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"{_cpu_model()}, {threads} cores, {backend.device.level}",
+        "driver": None,
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+        },
+    }
+
+
+def _output(*command: str) -> str | None:
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def geomean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    """A table for each operation; the speed-up is PyTorch's time over ours."""
+    for operation in dict.fromkeys(record["op"] for record in records):
+        print(f"\n{operation}: ms, float32")
+        print(
+            f"{'':22}{'NCHW':>9}{'PyTorch':>9}{'ratio':>7}   {'NHWC':>9}{'PyTorch':>9}{'ratio':>7}"
+            f"   {'best/best':>9}"
+        )
+        ratios: dict[str, list[float]] = {"first": [], "last": [], "best": []}
+        mine = [record for record in records if record["op"] == operation]
+        for layer in dict.fromkeys(record["layer"] for record in mine):
+            first, last = (record for record in mine if record["layer"] == layer)
+            best = min(first["peer_ms"], last["peer_ms"]) / min(first["ours_ms"], last["ours_ms"])
+            ratios["first"].append(first["peer_ms"] / first["ours_ms"])
+            ratios["last"].append(last["peer_ms"] / last["ours_ms"])
+            ratios["best"].append(best)
+            print(
+                f"{layer:22}{first['ours_ms']:9.3f}{first['peer_ms']:9.3f}"
+                f"{ratios['first'][-1]:7.2f}   {last['ours_ms']:9.3f}{last['peer_ms']:9.3f}"
+                f"{ratios['last'][-1]:7.2f}   {best:9.2f}"
+            )
+        means = {name: geomean(values) for name, values in ratios.items()}
+        print(
+            f"{'geomean':22}{'':18}{means['first']:7.2f}   {'':18}{means['last']:7.2f}"
+            f"   {means['best']:9.2f}"
+        )
+
+
+def main() -> None:
+    keep_large_blocks(KEPT_BYTES)
+    backend = CpuBackend()
+    torch.set_num_threads(backend.device.threads)
+    only = sys.argv[1:]
+    records = [
+        measured(pair)
+        for layer in LAYERS
+        if not only or layer.kind in only
+        for pair in pairs(backend, layer)
+    ]
+    show(records)
+    if only:
+        return  # a part of the layers is for looking at, not for keeping
+    origin = provenance(backend)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("".join(json.dumps(record | origin) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    main()
