@@ -106,6 +106,14 @@ def test_precision_high_is_as_exact_where_there_is_no_tf32(
         check(answers(backend, high, tensors), wanted, "bounded", high.id)
 
 
+@pytest.mark.parametrize("operation", [*FROM_CONV, *FROM_CONV3D])
+def test_where_the_order_of_sums_is_free(backend: Backend, seed: int, operation: str) -> None:
+    for case in few(operation):
+        tensors, wanted = drawn(seed, case, "bfloat16", "bounded")
+        free = case.with_params("free", deterministic=False)
+        check(answers(backend, free, tensors), wanted, "bounded", free.id)
+
+
 @pytest.mark.parametrize("operation", ["conv_bwd_data", "grouped_conv_bwd_weight"])
 def test_full_shapes_for_sizes(backend: Backend, seed: int, operation: str) -> None:
     """input_size and weight_size may be whole shapes too, in the layout's own order."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES, Arrays, draw, integers, normals, request_arrays, rng_for
+from tests.bounds import assert_same_bits
 from tests.cases import Case, maxpool_bwd, pool_cases
 from tests.geometries import POOLS
 from tests.kernels.harness import answers, check, run, with_layouts
@@ -71,6 +72,25 @@ def test_backward(backend: Backend, seed: int, case: Case, dtype: str, numbers: 
             for layout in with_layouts(case.ndim, grouped=False):
                 what = f"seed {seed}, {case.id} {dtype} {layout} from {source}"
                 check(answers(backend, asked, given, layout), wanted, gate, what)
+
+
+def test_a_maximum_keeps_its_bits(backend: Backend, seed: int) -> None:
+    """Signs of zeros, NaNs' payloads: the output is the element that the index names."""
+    for case in FORWARD:
+        for dtype in DTYPES.values():
+            rng = rng_for(seed, case.id, dtype.name)
+            bits = rng.integers(0, 256, (*case.shapes["input"], dtype.itemsize), np.uint8)
+            array = bits.view(dtype).reshape(case.shapes["input"])
+            # A signalling NaN may be made quiet on the way; zeros of both signs are what is tied.
+            with np.errstate(invalid="ignore"):
+                array[np.isnan(array)] = np.nan
+            array[rng.random(array.shape) < 0.5] = -0.0
+            array[rng.random(array.shape) < 0.3] = 0.0
+            found = answers(backend, case, {"input": array})
+            planes = array.reshape(*array.shape[:2], -1)
+            flat = found["indices"].reshape(*array.shape[:2], -1)
+            named = np.take_along_axis(planes, flat, axis=2).reshape(found["output"].shape)
+            assert_same_bits(found["output"], named, f"seed {seed}, {case.id} {dtype}")
 
 
 @pytest.mark.parametrize("return_indices", [False, True])

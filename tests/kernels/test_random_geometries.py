@@ -24,7 +24,7 @@ from tests.strategies import conv_cases, convs, fused_cases, pool_cases, refused
 # The backend and the seed stay the same from example to example, as they should.
 SAME_FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK = settings(deadline=None, max_examples=150, suppress_health_check=SAME_FIXTURES)
-LONG = settings(QUICK, max_examples=6000, phases=[Phase.generate, Phase.shrink])
+LONG = settings(QUICK, max_examples=10_000, phases=[Phase.generate, Phase.shrink])
 
 dtypes = st.sampled_from(sorted(DTYPES))
 numbers = st.integers(0, 2**31)
@@ -60,7 +60,7 @@ def test_random_at_length(backend: Backend, seed: int, case: Case, dtype: str, n
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(LONG, max_examples=400)
+@settings(LONG, max_examples=1500)
 @given(conv=convs(), dtype=dtypes, number=numbers, channels=st.tuples(*[st.integers(1, 90)] * 2))
 def test_random_channels(
     backend: Backend,

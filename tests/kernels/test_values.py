@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.bounds import U, limits
-from tests.cases import FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
+from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases
 from tests.geometries import CONVS
 from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.oracle import expected
@@ -60,6 +60,19 @@ def test_non_finite_inputs_reach_what_they_meet_and_no_more(
     for layout in layouts:
         found = answers(backend, case, tensors, layout)
         check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", EPILOGUES, ids=lambda case: case.id)
+def test_non_finite_epilogues(backend: Backend, seed: int, case: Case, dtype: str) -> None:
+    """Zero times an infinite gradient is NaN; beta = 0 alone reads nothing."""
+    rng = rng_for(seed, case.id, dtype)
+    tensors = draw(case, rng, DTYPES[dtype], normals)
+    for name in ("grad_output", "accumulate"):
+        if name in tensors:
+            tensors[name].flat[rng.integers(tensors[name].size)] = rng.choice([np.inf, np.nan])
+    wanted = expected(case.operation, tensors, case.params)
+    check(answers(backend, case, tensors), wanted, "bounded", f"seed {seed}, {case.id} {dtype}")
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
