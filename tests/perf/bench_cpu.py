@@ -75,7 +75,7 @@ class Layer:
     @property
     def flops(self) -> int:
         work = 2 * self.batch * self.out_channels * self.in_channels // self.groups
-        return work * math.prod(self.output_size) * self.kernel**self.ndim
+        return work * math.prod(self.output_size) * math.prod((self.kernel,) * self.ndim)
 
 
 LAYERS = (
@@ -120,8 +120,8 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
     w = draw(layer.out_channels, layer.in_channels // layer.groups, *kernel)
     y = draw(layer.batch, layer.out_channels, *layer.output_size)
     layout = (LAST if last else FIRST)[layer.ndim]
-    own = {"stride": layer.stride, "padding": layer.padding, "groups": layer.groups}
-    own["layout"] = layout
+    own: dict[str, Any] = {"stride": layer.stride, "padding": layer.padding}
+    own |= {"groups": layer.groups, "layout": layout}
     given = [_laid(array, last) for array in (x, w, y)]
     theirs = [_tensor(array, last) for array in (y, x, w)]
     # A 1D layer in channels_last is one of height 1.

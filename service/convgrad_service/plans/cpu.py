@@ -20,7 +20,7 @@ Engine = Literal["grouped", "dense", "direct"]
 
 # Up to so many channels a group, the grouped kernels, whose vectors run over pixels or groups, do
 # better than dense ones, whose vectors run over one group's channels.
-GROUPED_CHANNELS = 12
+GROUPED_CHANNELS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,130 @@
+"""Plans of the CPU: they hold every problem, stay within memory, and say why not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convgrad.dtypes import DType
+from convgrad_service.plans.cpu import CpuDevice, choose
+from convgrad_service.plans.cpu_dense import dense_of, gather_plan, weight_chunks, weight_plan
+from convgrad_service.problems.geometry import ConvShape
+
+MIB = 1024 * 1024
+LEVELS = ("x86_64", "x86_64_v3", "x86_64_v4", "aarch64")
+
+
+def conv(
+    batch: int = 2,
+    groups: int = 1,
+    channels: int = 64,
+    out_channels: int = 64,
+    size: tuple[int, ...] = (56, 56),
+    kernel: int = 3,
+    stride: int = 1,
+    padding: int = 1,
+    dilation: int = 1,
+) -> ConvShape:
+    output = tuple(
+        max(1, (i + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1) for i in size
+    )
+    ndim = len(size)
+    return ConvShape(
+        batch=batch,
+        groups=groups,
+        in_channels=channels * groups,
+        out_channels=out_channels * groups,
+        input_size=size,
+        kernel_size=(kernel,) * ndim,
+        output_size=output,
+        stride=(stride,) * ndim,
+        padding=((padding, padding),) * ndim,
+        dilation=(dilation,) * ndim,
+    )
+
+
+SHAPES = st.builds(
+    conv,
+    batch=st.integers(1, 5),
+    groups=st.integers(1, 3),
+    channels=st.integers(1, 600),
+    out_channels=st.integers(1, 600),
+    size=st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple),
+    kernel=st.integers(1, 9),
+    stride=st.integers(1, 5),
+    padding=st.integers(0, 9),
+    dilation=st.integers(1, 70),
+)
+
+
+@given(SHAPES, st.sampled_from(LEVELS), st.integers(1, 96), st.sampled_from([1, 8, 256]))
+def test_dense_plans_cover_the_result_within_the_limit(
+    shape: ConvShape, level: str, threads: int, limit_mib: int
+) -> None:
+    device = CpuDevice(level, threads, limit_mib * MIB)
+    dense = dense_of(shape)
+    for plan, channels in (
+        (gather_plan(dense, backward=False, sum_bytes=4, device=device), dense.out_channels),
+        (gather_plan(dense, backward=True, sum_bytes=8, device=device), dense.in_channels),
+        (weight_plan(dense, sum_bytes=4, device=device), dense.out_channels),
+    ):
+        if plan is None:
+            continue
+        assert plan.workspace_bytes <= device.workspace_limit_bytes
+        assert 1 <= plan.threads <= threads
+        covered = [
+            pair
+            for part in plan.parts
+            for pair in itertools.product(range(*part.groups), range(*part.channels))
+        ]
+        assert sorted(covered) == list(itertools.product(range(dense.groups), range(channels)))
+        assert all(size > 0 for part in plan.parts for size in part.tiles.block)
+
+
+@given(SHAPES, st.integers(1, 96))
+def test_the_order_of_sums_does_not_depend_on_the_threads(shape: ConvShape, threads: int) -> None:
+    one = weight_plan(dense_of(shape), sum_bytes=4, device=CpuDevice("x86_64_v4", 1, 256 * MIB))
+    many = weight_plan(
+        dense_of(shape), sum_bytes=4, device=CpuDevice("x86_64_v4", threads, 256 * MIB)
+    )
+    if one is None or many is None:
+        return
+    # chunks, rows and columns of a tile, rows of a group
+    assert [part.tiles.block[:4] for part in one.parts] == [
+        part.tiles.block[:4] for part in many.parts
+    ]
+
+
+def test_chunks_are_few_where_the_weight_is_large() -> None:
+    assert weight_chunks(dense_of(conv()), 4) == 8
+    assert weight_chunks(dense_of(conv(channels=1024, out_channels=1024)), 4) == 1
+
+
+def test_a_weight_too_large_for_the_workspace_goes_in_pieces() -> None:
+    device = CpuDevice("x86_64_v4", 2, 8 * MIB)
+    plan = choose("bwd_data", conv(channels=512, out_channels=512), DType.FLOAT32, device).plan
+    assert plan.kernel == "dense_bwd_data/x86_64_v4"
+    assert plan.pieces > 1
+    assert plan.workspace_bytes <= 8 * MIB
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd_data", "bwd_weight"])
+def test_what_fits_nowhere_is_computed_directly_and_the_reasons_are_told(direction: str) -> None:
+    wide = conv(channels=256, size=(400_000,), kernel=3, padding=0, dilation=150_000)
+    plan = choose(direction, wide, DType.FLOAT32, CpuDevice("x86_64_v4", 2, 64 * MIB)).plan  # type: ignore[arg-type]
+    assert plan.kernel == f"direct_{direction}/x86_64_v4"
+    assert plan.workspace_bytes == 0
+    assert [name for name, _ in plan.passed_over] == ["grouped", "dense"]
+    assert "workspace limit" in dict(plan.passed_over)["dense"]
+
+
+def test_few_channels_a_group_go_to_the_grouped_kernels() -> None:
+    device = CpuDevice("x86_64_v4", 2, 256 * MIB)
+    few = choose("fwd", conv(groups=32, channels=8, out_channels=8), DType.FLOAT32, device)
+    many = choose("fwd", conv(groups=2, channels=64), DType.FLOAT32, device)
+    assert few.engine == "grouped"
+    assert many.engine == "dense"
+    assert many.passed_over == (("grouped", "64 channels a group are more than 8"),)

@@ -1,0 +1,156 @@
+"""The CPU backend's threads, work memory and libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convgrad.contract import ConvBwdDataRequest
+from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Internal
+from convgrad_service.backends.cpu import CpuBackend, library
+from convgrad_service.backends.cpu.arguments import Control, ConvArgs
+from convgrad_service.backends.cpu.threads import Workers, Workspaces
+from convgrad_service.problems import problem_from
+
+
+def test_a_workspace_is_aligned_and_used_again() -> None:
+    spaces = Workspaces(keep_bytes=1 << 20)
+    first = spaces.take(1000)
+    address = first.ctypes.data
+    assert first.size >= 1000
+    assert address % 64 == 0
+    spaces.give(first)
+    assert spaces.take(500).ctypes.data == address
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    spaces = Workspaces(keep_bytes=100_000)
+    for buffer in [spaces.take(size) for size in (90_000, 50_000, 40_000, 30_000, 500_000)]:
+        spaces.give(buffer)
+    kept = sum(buffer.size for buffer in spaces._free)
+    assert 0 < kept <= 100_000
+
+
+def _counting(total: int, pause_s: float = 0.0) -> library.Kernel:
+    """A kernel in Python: takes tasks as the native ones do."""
+    lock = threading.Lock()
+
+    def kernel(args: object, control_at: object, scratch: int) -> None:
+        assert isinstance(control_at, int)
+        control = Control.from_address(control_at)
+        while not control.cancelled:
+            with lock:
+                if control.next[0] >= total:
+                    return
+                control.next[0] += 1
+            time.sleep(pause_s)
+
+    return kernel
+
+
+def test_every_task_is_taken_once() -> None:
+    workers = Workers(3, 0)
+    assert workers.launch(_counting(100), ConvArgs()).next[0] == 100
+    workers.close()
+
+
+def test_launches_side_by_side_share_the_threads() -> None:
+    workers = Workers(2, 0)
+    with ThreadPoolExecutor(8) as callers:
+        launched = [
+            callers.submit(workers.launch, _counting(20, 0.001), ConvArgs()) for _ in range(16)
+        ]
+        assert [one.result(timeout=30).next[0] for one in launched] == [20] * 16
+    workers.close()
+
+
+def test_a_cancelled_launch_stops_between_tasks() -> None:
+    workers = Workers(2, 0)
+    cancelled = threading.Event()
+    threading.Timer(0.05, cancelled.set).start()
+    began_s = time.perf_counter()
+    with pytest.raises(DeadlineExceeded):
+        workers.launch(_counting(10**9, 0.001), ConvArgs(), cancelled=cancelled)
+    assert time.perf_counter() - began_s < 5
+    workers.close()
+
+
+def test_a_thread_that_fails_is_an_internal_error() -> None:
+    started = threading.Barrier(2, timeout=30)
+
+    def kernel(args: object, control: object, scratch: int) -> None:
+        started.wait()
+        if threading.current_thread().name.startswith("convgrad-cpu"):
+            raise ValueError("no such luck")
+
+    workers = Workers(2, 0)
+    with pytest.raises(Internal, match="no such luck"):
+        workers.launch(kernel, ConvArgs())
+    workers.close()
+
+
+def test_a_problem_cancelled_before_it_begins_is_not_computed() -> None:
+    request = ConvBwdDataRequest(
+        grad_output=np.ones((1, 1, 4, 4), np.float32), weight=np.ones((1, 1, 3, 3), np.float32)
+    )
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(DeadlineExceeded):
+        CpuBackend(threads=1).run(
+            problem_from("conv_bwd_data", request), request.tensors(), cancelled
+        )
+
+
+def test_a_long_problem_ends_soon_after_it_is_cancelled() -> None:
+    request = ConvBwdDataRequest(
+        grad_output=np.ones((16, 256, 128, 128), np.float32),
+        weight=np.ones((256, 256, 3, 3), np.float32),
+    )
+    problem, tensors = problem_from("conv_bwd_data", request), request.tensors()
+    cancelled = threading.Event()
+    timer = threading.Timer(0.05, cancelled.set)
+    timer.start()
+    with pytest.raises(DeadlineExceeded):
+        CpuBackend().run(problem, tensors, cancelled)
+
+
+def test_an_unknown_level_names_those_there_are() -> None:
+    with pytest.raises(DeviceUnavailable, match="x86_64_v9"):
+        library.load("x86_64_v9")
+
+
+def test_missing_libraries_say_how_to_build_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "NATIVE", tmp_path)
+    library._open.cache_clear()
+    library.load.cache_clear()
+    try:
+        with pytest.raises(DeviceUnavailable, match=r"compile\.py"):
+            library.load()
+    finally:
+        library._open.cache_clear()
+        library.load.cache_clear()
+
+
+def test_a_kernel_that_an_older_library_lacks_is_told() -> None:
+    with pytest.raises(DeviceUnavailable, match="no kernel 'unheard_of'"):
+        library.load().kernel("unheard_of")
+
+
+def test_a_launch_with_too_little_scratch_is_refused_by_the_kernel() -> None:
+    args = ConvArgs()
+    args.batch = args.groups = args.in_channels = args.out_channels = 1
+    for name in ("input", "kernel", "output", "stride", "dilation"):
+        getattr(args, name)[:] = (1, 1, 1)
+    args.dtype = args.result_dtype = 2
+    args.block[:5] = (1, 1, 1, 1, 1)
+    control = Control()
+    library.load().kernel("dense_fwd")(ctypes.addressof(args), ctypes.addressof(control), 0)
+    assert control.error == 1
