@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem, UnsupportedProblem
-from convgrad_service.backends.cpu.arguments import DTYPE_CODES, View, view_of
+from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
+from convgrad_service.backends.cpu.pool_args import PoolArgs
+from convgrad_service.backends.cpu.pool_planes import PoolPlanesArgs, planes_args
 from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.plans.cpu_device import sum_bytes
 from convgrad_service.plans.planar import triple
 from convgrad_service.plans.pooling import PoolPlan, pool_backward_plan, pool_forward_plan
 from convgrad_service.problems.geometry import PoolShape
@@ -27,36 +30,7 @@ from convgrad_service.problems.geometry import PoolShape
 __all__ = ["backward", "forward"]
 
 Array = NDArray[Any]
-_Int64x3 = ctypes.c_int64 * 3
 LARGEST_PLANE = 2**31 - 1
-
-
-class PoolArgs(ctypes.Structure):
-    """``kernels/pool_args.hpp`` for ctypes."""
-
-    _fields_ = (
-        ("x", View),
-        ("y", View),
-        ("indices", View),
-        ("grad_input", View),
-        ("batch", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("input", _Int64x3),
-        ("output", _Int64x3),
-        ("kernel", _Int64x3),
-        ("stride", _Int64x3),
-        ("dilation", _Int64x3),
-        ("pad", _Int64x3),
-        ("tile", _Int64x3),
-        ("tiles", _Int64x3),
-        ("windows", _Int64x3),
-        ("meeting_words", ctypes.c_int64),
-        ("scratch_bytes", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("index_bytes", ctypes.c_int32),
-        ("from_indices", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )
 
 
 def forward(
@@ -72,14 +46,21 @@ def forward(
 ) -> int:
     """output = the maximum of each window; indices, where given, receive its flat positions."""
     tensors = [input, output] if indices is None else [input, output, indices]
+    args = _args(pool, dtype)
+    args.x, args.y = view_of(input, 2), view_of(output, 2)
+    if indices is not None:
+        args.indices, args.index_bytes = view_of(indices, 2), indices.itemsize
+    acc_bytes = sum_bytes(dtype)
+    planes = planes_args(pool, acc_bytes, library.vector_bytes, args, input, tensors)
+    if planes is not None:
+        return _run(library, workers, "pool_planes_forward", planes, planes, cancelled)[0]
     merged, (input, output, *rest) = _merged(pool, tensors)
-    plan = pool_forward_plan(merged, library.vector_bytes, _lanes(library, dtype))
-    args = _args(merged, dtype, plan)
+    plan = pool_forward_plan(merged, library.vector_bytes, library.vector_bytes // acc_bytes)
     args.x, args.y = view_of(input, 2), view_of(output, 2)
     if rest:
         args.indices = view_of(rest[0], 2)
-        args.index_bytes = rest[0].itemsize
-    return _launch(library, workers, "pool_forward", args, plan, cancelled)[0]
+    _tile(args, merged, plan)
+    return _run(library, workers, "pool_forward", args, plan, cancelled)[0]
 
 
 def backward(
@@ -101,19 +82,27 @@ def backward(
     Raises:
         InvalidProblem: an index is none of its window's positions inside the input.
     """
-    source = [array for array in (input, indices) if array is not None]
-    merged, (grad_output, grad_input, maxima) = _merged(pool, [grad_output, grad_input, *source])
-    lanes = _lanes(library, dtype)
-    plan = pool_backward_plan(merged, library.vector_bytes, lanes, indices is None)
-    args = _args(merged, dtype, plan)
+    tensors = [array for array in (grad_output, grad_input, input, indices) if array is not None]
+    args = _args(pool, dtype)
     args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
-    if indices is None:
-        args.x = view_of(maxima, 2)
-    else:
-        args.indices = view_of(maxima, 2)
-        args.index_bytes = maxima.itemsize
+    if indices is not None:
+        args.indices, args.index_bytes = view_of(indices, 2), indices.itemsize
         args.from_indices = 1
-    used, error = _launch(library, workers, "pool_backward", args, plan, cancelled)
+    acc_bytes = sum_bytes(dtype)
+    planes = planes_args(pool, acc_bytes, library.vector_bytes, args, input, tensors)
+    if planes is not None:
+        used, error = _run(library, workers, "pool_planes_backward", planes, planes, cancelled)
+    else:
+        merged, (grad_output, grad_input, maxima) = _merged(pool, tensors)
+        lanes = library.vector_bytes // acc_bytes
+        plan = pool_backward_plan(merged, library.vector_bytes, lanes, indices is None)
+        args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
+        if indices is None:
+            args.x = view_of(maxima, 2)
+        else:
+            args.indices = view_of(maxima, 2)
+        _tile(args, merged, plan)
+        used, error = _run(library, workers, "pool_backward", args, plan, cancelled)
     if error and indices is not None:
         raise InvalidProblem(_wrong_index(pool, indices, error - 1))
     return used
@@ -157,12 +146,8 @@ def _merged(pool: PoolShape, tensors: list[Array]) -> tuple[PoolShape, list[Arra
     return replace(pool, batch=1, channels=batch * channels), views
 
 
-def _lanes(library: Library, dtype: DType) -> int:
-    return library.vector_bytes // (8 if dtype is DType.FLOAT64 else 4)
-
-
-def _args(pool: PoolShape, dtype: DType, plan: PoolPlan) -> PoolArgs:
-    """The arguments that both directions share."""
+def _args(pool: PoolShape, dtype: DType) -> PoolArgs:
+    """The arguments that all kernels share."""
     if prod(pool.input_size) > LARGEST_PLANE:
         raise UnsupportedProblem(
             f"the input's planes have {prod(pool.input_size)} elements; the CPU's max pooling "
@@ -170,25 +155,29 @@ def _args(pool: PoolShape, dtype: DType, plan: PoolPlan) -> PoolArgs:
         )
     args = PoolArgs()
     args.batch, args.channels = pool.batch, pool.channels
-    args.input = _Int64x3(*triple(pool.input_size, 1))
-    args.output = _Int64x3(*triple(pool.output_size, 1))
-    args.kernel = _Int64x3(*triple(pool.kernel_size, 1))
-    args.stride = _Int64x3(*triple(pool.stride, 1))
-    args.dilation = _Int64x3(*triple(pool.dilation, 1))
-    args.pad = _Int64x3(*triple(tuple(before for before, _ in pool.padding), 0))
-    args.tile, args.tiles = _Int64x3(*plan.tile), _Int64x3(*plan.tiles)
-    args.windows = _Int64x3(*plan.windows)
-    args.meeting_words, args.scratch_bytes = plan.meeting_words, plan.scratch_bytes
+    args.input[:] = triple(pool.input_size, 1)
+    args.output[:] = triple(pool.output_size, 1)
+    args.kernel[:] = triple(pool.kernel_size, 1)
+    args.stride[:] = triple(pool.stride, 1)
+    args.dilation[:] = triple(pool.dilation, 1)
+    args.pad[:] = triple(tuple(before for before, _ in pool.padding), 0)
     args.dtype, args.index_bytes = DTYPE_CODES[dtype], 8
     return args
 
 
-def _launch(
+def _tile(args: PoolArgs, pool: PoolShape, plan: PoolPlan) -> None:
+    """Put the plan of blocks of channels into the arguments."""
+    args.batch, args.channels = pool.batch, pool.channels
+    args.tile[:], args.tiles[:], args.windows[:] = plan.tile, plan.tiles, plan.windows
+    args.meeting_words, args.scratch_bytes = plan.meeting_words, plan.scratch_bytes
+
+
+def _run(
     library: Library,
     workers: Workers,
     kernel: str,
-    args: PoolArgs,
-    plan: PoolPlan,
+    args: ctypes.Structure,
+    plan: PoolPlan | PoolPlanesArgs,
     cancelled: threading.Event | None,
 ) -> tuple[int, int]:
     """Bytes of work memory used, and the kernel's error value."""

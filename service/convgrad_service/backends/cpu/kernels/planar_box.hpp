@@ -22,11 +22,12 @@ struct Box {
   i64 phase[3];
   i64 first[3];
   i64 extent[3];  // rows and columns of the planes
-  i64 limit[3];   // v beyond it is zero (reading), not written (writing)
+  i64 limit[3];   // v beyond it is `fill` (reading), not written (writing)
   i64 row_pitch;
   i64 slice_pitch;
   i64 channel_pitch;
   i64 group_pitch;
+  double fill = 0;  // what lies outside the tensor
 };
 
 // The v of one dimension that lie inside the tensor: [low, high).
@@ -41,8 +42,43 @@ CONVGRAD_INLINE void inside(const Box& box, int d, i64& low, i64& high) {
 }
 
 template <class T>
+CONVGRAD_INLINE void fill_with(T* p, i64 n, T value) {
+  for (i64 i = 0; i < n; ++i) p[i] = value;
+}
+template <class T>
 CONVGRAD_INLINE void fill_zero(T* p, i64 n) {
-  for (i64 i = 0; i < n; ++i) p[i] = T(0);
+  fill_with(p, n, T(0));
+}
+
+// The even ones of two vectors' lanes.
+template <class V, int n>
+CONVGRAD_INLINE V even_lanes(V a, V b) {
+  if constexpr (n == 16) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  } else if constexpr (n == 8) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+  } else if constexpr (n == 4) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6);
+  } else {
+    return __builtin_shufflevector(a, b, 0, 2);
+  }
+}
+
+// Every other element of a row: n of them, nothing read past the last.
+template <class E>
+CONVGRAD_INLINE void read_even(const typename E::Storage* p, i64 n, typename E::Acc* out) {
+  using T = typename E::Acc;
+  constexpr int L = kLanes<T>;
+  i64 column = 0;
+  for (; column + L < n; column += L) {
+    const auto* from = p + 2 * column;
+    store_raw(out + column, even_lanes<Vec<T>, L>(load<E>(from), load<E>(from + L)));
+  }
+  const int rest = static_cast<int>(n - column), elements = 2 * rest - 1;
+  const auto* from = p + 2 * column;
+  const Vec<T> a = load_first<E>(from, elements < L ? elements : L);
+  const Vec<T> b = elements > L ? load_first<E>(from + L, elements - L) : splat(T(0));
+  store_raw_first<T, L>(out + column, even_lanes<Vec<T>, L>(a, b), rest);
 }
 
 // Columns and channels may be swapped in registers: the channels of all groups lie side by side.
@@ -80,8 +116,8 @@ bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
         const i64 begin = valid ? low[2] : box.extent[2];
         const i64 end = valid ? high[2] : box.extent[2];
         for (int i = 0; i < together; ++i) {
-          fill_zero(plane[i] + row, begin);
-          fill_zero(plane[i] + row + end, box.extent[2] - end);
+          fill_with(plane[i] + row, begin, static_cast<T>(box.fill));
+          fill_with(plane[i] + row + end, box.extent[2] - end, static_cast<T>(box.fill));
         }
         if (begin == end) continue;
         const S* source = base +
@@ -131,6 +167,15 @@ bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
             const Vec<T> v = load_first<E>(source + column, rest);
             if constexpr (watch) watched += v * T(0);
             store_raw_first<T, L>(to + column, v, rest);
+          }
+        } else if (column_stride == 2) {
+          T* to = plane[0] + row + begin;
+          read_even<E>(source, n, to);
+          if constexpr (watch) {
+            for (i64 column = 0; column < n; column += L) {
+              const int rest = static_cast<int>(n - column < L ? n - column : L);
+              watched += load_raw_first<T, L>(to + column, rest) * T(0);
+            }
           }
         } else {
           T* to = plane[0] + row + begin;

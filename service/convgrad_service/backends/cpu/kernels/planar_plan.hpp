@@ -84,8 +84,9 @@ CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets
 // Reads all phases of a tile's source box; true where `watch` saw a value that is not finite.
 template <class E, bool watch>
 bool read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
-                 typename E::Acc* planes) {
+                 typename E::Acc* planes, double fill = 0) {
   Box box;
+  box.fill = fill;
   box.batch = tile.batch;
   box.group = tile.group;
   box.groups = tile.groups;

@@ -14,28 +14,6 @@
 namespace convgrad {
 namespace {
 
-void report(Control* control, i64 position) {
-  i64 seen = __atomic_load_n(&control->error, __ATOMIC_RELAXED);
-  while ((seen == 0 || position + 1 < seen) &&
-         !__atomic_compare_exchange_n(&control->error, &seen, position + 1, false,
-                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-}
-
-// Taps [low, high) of a window inside the input, along one dimension.
-struct TapRange {
-  i64 low;
-  i64 high;
-};
-CONVGRAD_INLINE TapRange taps_inside(const PoolArgs& args, int d, i64 window) {
-  TapRange taps;
-  const i64 room = args.input[d] - 1 - coordinate(args, d, window, 0);
-  taps.low = first_tap_inside(args, d, window);
-  taps.high = room < 0 ? 0 : room / args.dilation[d] + 1;
-  if (taps.high > args.kernel[d]) taps.high = args.kernel[d];
-  return taps;
-}
-
 // All bits set in the lanes whose index is a tap of the window inside the input. A row of taps is a
 // run of flat positions, or with dilation one position each.
 template <class T>

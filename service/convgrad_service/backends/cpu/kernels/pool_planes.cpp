@@ -1,0 +1,249 @@
+// Max pooling, forward and backward, where columns are contiguous: one (n, c) plane at a time.
+//
+// A task is a few planes of one image. Forward: the search of pool_planes.hpp, then values and flat
+// indices row by row. Backward: the same search, or given indices and their check; then each
+// window's gradient is added to its maximum's position, in the windows' order, in a plane of sums
+// that stays in the cache (for float32 the result's own plane) and is rounded once.
+//
+// Relies on: PoolPlanesArgs as ../pool_planes.py makes it. Deterministic: a plane belongs to one
+// thread. An index outside its window's valid taps adds to nothing and is reported as in
+// pool_backward.cpp. Indices within a plane are 32-bit for float sums.
+#include "pool_planes.hpp"
+
+namespace convgrad {
+namespace {
+
+template <class T>
+struct Scratch {
+  using Lane = typename detail::MaskElement<T>::type;
+  i64* offsets;
+  T* source;
+  T* best;
+  Lane* at;
+  T* row;
+  T* sums;
+};
+
+template <class E>
+Scratch<typename E::Acc> scratch_of(const PoolPlanesArgs& args, const Planes& planes,
+                                    void* scratch) {
+  using T = typename E::Acc;
+  using Lane = typename detail::MaskElement<T>::type;
+  constexpr i64 L = kLanes<T>;
+  const PlanarArgs& planar = args.planar;
+  Arena arena{static_cast<char*>(scratch)};
+  Scratch<T> s;
+  s.offsets = arena.take<i64>(planar.taps);
+  s.source = arena.take<T>(planar.group_block * planar.src_phases * planes.plane +
+                           kSlackVectors * L);
+  s.best = arena.take<T>(planes.vectors * L);
+  s.at = arena.take<Lane>(planes.vectors * L);
+  s.row = arena.take<T>(args.pool.output[2]);
+  s.sums = arena.take<T>(args.pool.input[0] * args.pool.input[1] * args.pool.input[2]);
+  tap_offsets(planar, planes.plane, s.offsets);
+  return s;
+}
+
+// Finds the maxima of plane g of the block that was read.
+template <class T>
+void search_plane(const PlanarArgs& args, const Planes& planes, i64 g, const Scratch<T>& s) {
+  const i64 size = args.src_phases * planes.plane;
+  const T* x = s.source + g * size;
+  if (has_nan(x, size)) {
+    search<T, true>(x, s.offsets, args, planes.vectors, s.best, s.at);
+  } else {
+    search<T, false>(x, s.offsets, args, planes.vectors, s.best, s.at);
+  }
+}
+
+template <class E, class Index>
+void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch) {
+  using T = typename E::Acc;
+  using S = typename E::Storage;
+  const PlanarArgs& planar = args.planar;
+  const PoolArgs& pool = args.pool;
+  const Planes planes = Planes::of<T>(planar, planar.tile);
+  const Scratch<T> s = scratch_of<E>(args, planes, scratch);
+  const i64 tasks = ceil_div(planar.groups, planar.group_block) * planar.batch;
+  for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
+    const TileOrigin tile = tile_at(planar, task / planar.batch, task % planar.batch);
+    read_source<E, false>(planar, tile, planes.plane, s.source, -__builtin_inf());
+    for (i64 g = 0; g < tile.groups; ++g) {
+      search_plane<T>(planar, planes, g, s);
+      for (i64 o0 = 0; o0 < pool.output[0]; ++o0) {
+        for (i64 o1 = 0; o1 < pool.output[1]; ++o1) {
+          const i64 t = (o0 * planar.box[1] + o1) * planar.box[2];
+          const auto at = [&](const View& view) {
+            return tile.batch * view.stride[0] + (tile.group + g) * view.stride[1] +
+                   o0 * view.stride[2] + o1 * view.stride[3];
+          };
+          write_line<E>(static_cast<S*>(pool.y.data) + at(pool.y), pool.y.stride[4],
+                        pool.output[2], s.best + t);
+          if (pool.indices.data == nullptr) continue;
+          Index* to = static_cast<Index*>(pool.indices.data) + at(pool.indices);
+          const i64 base = row_base(pool, o0, o1), step = pool.stride[2];
+          i64 unset = 0;
+          for (i64 o2 = 0; o2 < pool.output[2]; ++o2) {
+            const i64 relative = s.at[t + o2];
+            unset |= relative;
+            to[o2 * pool.indices.stride[4]] = static_cast<Index>(base + o2 * step + relative);
+          }
+          for (i64 o2 = 0; unset < 0 && o2 < pool.output[2]; ++o2) {
+            if (s.at[t + o2] >= 0) continue;
+            to[o2 * pool.indices.stride[4]] =
+                static_cast<Index>(base + o2 * step + first_inside(pool, o0, o1, o2));
+          }
+        }
+      }
+    }
+  }
+}
+
+// relative[o2] for one row of given indices; -1, and a report, where one is not in its window.
+template <class T, class Index>
+void check_row(const PoolArgs& args, Control* control, const Index* given, i64 plane, i64 o0,
+               i64 o1, typename detail::MaskElement<T>::type* relative) {
+  using I = Mask<T>;
+  using Lane = typename detail::MaskElement<T>::type;
+  constexpr int L = kLanes<T>;
+  const TapRange taps0 = taps_inside(args, 0, o0), taps1 = taps_inside(args, 1, o1);
+  const i64 s2 = args.stride[2], d2 = args.dilation[2], stride = args.indices.stride[4];
+  I lane{};
+  for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i * s2);
+  for (i64 o2 = 0; o2 < args.output[2]; o2 += L) {
+    const int n = static_cast<int>(args.output[2] - o2 < L ? args.output[2] - o2 : L);
+    I flat;
+    if (stride == 1 && n == L) {
+      flat = __builtin_bit_cast(I, IndexLanes<T, Index>::get(given + o2));
+    } else {
+      Index all[L] = {};
+      for (int i = 0; i < n; ++i) all[i] = given[(o2 + i) * stride];
+      flat = __builtin_bit_cast(I, IndexLanes<T, Index>::get(all));
+    }
+    const I offset = flat - (lane + static_cast<Lane>(row_base(args, o0, o1) + o2 * s2));
+    const I first = lane + static_cast<Lane>(coordinate(args, 2, o2, 0));
+    I found = I(Lane(0));
+    for (i64 r0 = taps0.low; r0 < taps0.high; ++r0) {
+      for (i64 r1 = taps1.low; r1 < taps1.high; ++r1) {
+        const I column = offset - static_cast<Lane>(tap_flat(args, r0, r1, 0));
+        const I inside = (first + column >= Lane(0)) &
+                         (first + column < static_cast<Lane>(args.input[2]));
+        if (d2 == 1) {
+          found |= inside & (column >= Lane(0)) & (column < static_cast<Lane>(args.kernel[2]));
+          continue;
+        }
+        for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
+          found |= inside & (column == static_cast<Lane>(r2 * d2));
+        }
+      }
+    }
+    found &= flat >= Lane(0);
+    const I result = found ? offset : I(Lane(-1));
+    Lane all[L];
+    store_raw(all, result);
+    for (int i = 0; i < n; ++i) {
+      relative[o2 + i] = all[i];
+      if (all[i] < 0) {
+        report(control,
+               ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2] + o2 + i);
+      }
+    }
+  }
+}
+
+template <class E, class Index>
+void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch) {
+  using T = typename E::Acc;
+  using S = typename E::Storage;
+  using Lane = typename detail::MaskElement<T>::type;
+  const PlanarArgs& planar = args.planar;
+  const PoolArgs& pool = args.pool;
+  const Planes planes = Planes::of<T>(planar, planar.tile);
+  const Scratch<T> s = scratch_of<E>(args, planes, scratch);
+  const i64 size = pool.input[0] * pool.input[1] * pool.input[2];
+  const View& result = pool.grad_input;
+  const bool in_place = sizeof(S) == sizeof(T) && result.stride[4] == 1 &&
+                        (pool.input[1] == 1 || result.stride[3] == pool.input[2]) &&
+                        (pool.input[0] == 1 || result.stride[2] == pool.input[1] * pool.input[2]);
+  const i64 tasks = ceil_div(planar.groups, planar.group_block) * planar.batch;
+  for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
+    const TileOrigin tile = tile_at(planar, task / planar.batch, task % planar.batch);
+    if (!pool.from_indices) {
+      read_source<E, false>(planar, tile, planes.plane, s.source, -__builtin_inf());
+    }
+    for (i64 g = 0; g < tile.groups; ++g) {
+      const i64 channel = tile.group + g;
+      if (!pool.from_indices) search_plane<T>(planar, planes, g, s);
+      S* target = static_cast<S*>(result.data) + tile.batch * result.stride[0] +
+                  channel * result.stride[1];
+      T* sums = in_place ? reinterpret_cast<T*>(target) : s.sums;
+      fill_zero(sums, size);
+      for (i64 o0 = 0; o0 < pool.output[0]; ++o0) {
+        for (i64 o1 = 0; o1 < pool.output[1]; ++o1) {
+          const auto at = [&](const View& view) {
+            return tile.batch * view.stride[0] + channel * view.stride[1] + o0 * view.stride[2] +
+                   o1 * view.stride[3];
+          };
+          Lane* relative = s.at + (o0 * planar.box[1] + o1) * planar.box[2];
+          if (pool.from_indices) {
+            check_row<T, Index>(pool, control,
+                                static_cast<const Index*>(pool.indices.data) + at(pool.indices),
+                                tile.batch * pool.channels + channel, o0, o1, relative);
+          }
+          read_line<E>(static_cast<const S*>(pool.y.data) + at(pool.y), pool.y.stride[4],
+                       pool.output[2], s.row);
+          T* to = sums + row_base(pool, o0, o1);
+          for (i64 o2 = 0; o2 < pool.output[2]; ++o2, to += pool.stride[2]) {
+            Lane position = relative[o2];
+            if (position < 0) {
+              if (pool.from_indices) continue;
+              position = static_cast<Lane>(first_inside(pool, o0, o1, o2));
+            }
+            to[position] += s.row[o2];
+          }
+        }
+      }
+      for (i64 i0 = 0; !in_place && i0 < pool.input[0]; ++i0) {
+        for (i64 i1 = 0; i1 < pool.input[1]; ++i1) {
+          write_line<E>(target + i0 * result.stride[2] + i1 * result.stride[3], result.stride[4],
+                        pool.input[2], sums + flat_index(pool, i0, i1, 0));
+        }
+      }
+    }
+  }
+}
+
+template <class E>
+void planes(const PoolPlanesArgs& args, Control* control, void* scratch, bool backward) {
+  if (args.pool.index_bytes == 4) {
+    backward ? backward_planes<E, i32>(args, control, scratch)
+             : forward_planes<E, i32>(args, control, scratch);
+  } else {
+    backward ? backward_planes<E, i64>(args, control, scratch)
+             : forward_planes<E, i64>(args, control, scratch);
+  }
+}
+
+void any_planes(const PoolPlanesArgs& args, Control* control, void* scratch, bool backward) {
+  switch (args.pool.dtype) {
+    case kFloat16: return planes<F16>(args, control, scratch, backward);
+    case kBfloat16: return planes<BF16>(args, control, scratch, backward);
+    case kFloat32: return planes<F32>(args, control, scratch, backward);
+    case kFloat64: return planes<F64>(args, control, scratch, backward);
+  }
+}
+
+}  // namespace
+}  // namespace convgrad
+
+extern "C" CONVGRAD_EXPORT void convgrad_pool_planes_forward(const convgrad::PoolPlanesArgs* args,
+                                                             convgrad::Control* control,
+                                                             void* scratch) {
+  convgrad::any_planes(*args, control, scratch, false);
+}
+
+extern "C" CONVGRAD_EXPORT void convgrad_pool_planes_backward(const convgrad::PoolPlanesArgs* args,
+                                                              convgrad::Control* control,
+                                                              void* scratch) {
+  convgrad::any_planes(*args, control, scratch, true);
+}

@@ -1,0 +1,100 @@
+"""Max pooling plane by plane, where columns are contiguous: kernels/pool_planes.cpp.
+
+The windows are read as a depthwise convolution's are, so its plan serves here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+from typing import Any
+
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cpu.arguments import view_of
+from convgrad_service.backends.cpu.planar_args import PlanarArgs, fill, tap_table
+from convgrad_service.backends.cpu.pool_args import PoolArgs
+from convgrad_service.plans.planar import PlanarPlan, forward_plan, triple
+from convgrad_service.problems.geometry import ConvShape, PoolShape
+
+__all__ = ["PoolPlanesArgs", "planes_args"]
+
+SCRATCH_LIMIT_BYTES = 1024 * 1024
+SLACK_VECTORS = 9
+
+
+class PoolPlanesArgs(ctypes.Structure):
+    """``kernels/pool_planes.hpp`` for ctypes."""
+
+    _fields_ = (("planar", PlanarArgs), ("pool", PoolArgs))
+    scratch_bytes: int
+    tasks: int
+    keeps: tuple[PlanarPlan, NDArray[Any]]
+
+
+def planes_args(
+    pool: PoolShape,
+    acc_bytes: int,
+    vector_bytes: int,
+    args: PoolArgs,
+    input: NDArray[Any] | None,
+    tensors: list[NDArray[Any]],
+) -> PoolPlanesArgs | None:
+    """The arguments, or None where columns are not contiguous or a plane is too large.
+
+    ``args`` are those of the other pooling kernels, filled; ``input`` is None where indices are
+    given.
+    """
+    if any(array.strides[-1] != array.itemsize for array in tensors):
+        return None
+    plan = _plan(pool, acc_bytes, vector_bytes // acc_bytes)
+    if plan is None or plan.tiles != (1, 1, 1):
+        return None
+    scratch_bytes = _scratch_bytes(pool, plan, acc_bytes, vector_bytes // acc_bytes)
+    if scratch_bytes > SCRATCH_LIMIT_BYTES:
+        return None
+    planes = PoolPlanesArgs()
+    planar = PlanarArgs()
+    _, height, width = triple(pool.input_size, 1)
+    first, second, third = triple(pool.dilation, 1)
+    strides = first * height * width, second * width, third
+    fill(planar, plan, tap_table(plan, triple(pool.kernel_size, 1), strides))
+    planar.batch, planar.groups = pool.batch, pool.channels
+    planar.src_channels = planar.dst_channels = 1
+    if input is not None:
+        planar.src = view_of(input[:, :, None], 3)
+    planes.planar, planes.pool = planar, args
+    planes.keeps = planar.keeps
+    planes.scratch_bytes = scratch_bytes
+    planes.tasks = -(-pool.channels // plan.group_block) * pool.batch
+    return planes
+
+
+def _plan(pool: PoolShape, acc_bytes: int, lanes: int) -> PlanarPlan | None:
+    conv = ConvShape(
+        batch=pool.batch,
+        groups=pool.channels,
+        in_channels=pool.channels,
+        out_channels=pool.channels,
+        input_size=pool.input_size,
+        kernel_size=pool.kernel_size,
+        output_size=pool.output_size,
+        stride=pool.stride,
+        padding=pool.padding,
+        dilation=pool.dilation,
+    )
+    return forward_plan(conv, acc_bytes, lanes, swap=False)
+
+
+def _scratch_bytes(pool: PoolShape, plan: PlanarPlan, acc_bytes: int, lanes: int) -> int:
+    """As scratch_of in the kernel takes it."""
+    box, tile = plan.box, plan.tile
+    plane = _up(prod(box), lanes)
+    source = plan.group_block * len(plan.src_phase) * plane + SLACK_VECTORS * lanes
+    windows = _up(((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2], lanes)
+    sums = (source, windows, windows, pool.output_size[-1], prod(pool.input_size))
+    return _up(8 * len(plan.taps), 64) + sum(_up(count * acc_bytes, 64) for count in sums)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
