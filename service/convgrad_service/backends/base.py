@@ -20,7 +20,7 @@ class Outcome:
     """One problem's outputs, by name, and what computing them took.
 
     ``compute_s`` is seconds in the backend; ``workspace_bytes`` the memory used beyond inputs and
-    outputs.
+    outputs. ``upload_s`` and ``download_s`` are the way to a device and back, where there is one.
     """
 
     outputs: dict[str, NDArray[Any]]
@@ -28,6 +28,8 @@ class Outcome:
     compute_s: float
     pieces: int
     workspace_bytes: int
+    upload_s: float = 0.0
+    download_s: float = 0.0
 
 
 class Backend(Protocol):

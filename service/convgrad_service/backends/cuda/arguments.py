@@ -1,0 +1,44 @@
+"""Kernel arguments: a ctypes structure that mirrors the kernel's own, packed once.
+
+Addresses are the only thing that changes between two runs of a plan, so they alone are written
+when it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from convgrad_service.plans.cuda_works import Operand
+
+__all__ = ["Packed", "pack"]
+
+_ADDRESS = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A structure's bytes, and where in them which buffer's address belongs."""
+
+    template: bytes
+    pointers: tuple[tuple[int, str], ...]
+
+    def fill(self, addresses: Mapping[str, int]) -> bytearray:
+        """See `Arguments.fill`."""
+        filled = bytearray(self.template)
+        for offset, buffer in self.pointers:
+            _ADDRESS.pack_into(filled, offset, addresses[buffer])
+        return filled
+
+
+def pack(structure: ctypes.Structure, **pointers: Operand | str | None) -> Packed:
+    """A structure whose pointer fields get the buffers given here; None stays null."""
+    kind = type(structure)
+    places = tuple(
+        (getattr(kind, field).offset, given if isinstance(given, str) else given.buffer)
+        for field, given in pointers.items()
+        if given is not None
+    )
+    return Packed(bytes(structure), places)

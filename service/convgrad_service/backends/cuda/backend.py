@@ -1,0 +1,276 @@
+"""`CudaBackend`: plans, memory, launches, and what happens where memory or the GPU fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import (
+    DeadlineExceeded,
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    InvalidProblem,
+    ServiceError,
+)
+from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
+from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.faults import fatal_fault, is_out_of_memory
+from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.backends.cuda.memory import Lane, arena_of
+from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_pieces import parts_for
+from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.problems import run_in_pieces
+from convgrad_service.problems.base import Problem
+
+__all__ = ["CudaBackend"]
+
+Tensors = Mapping[str, NDArray[Any]]
+# Of a device's memory, what the context, the kernels and other programs may take.
+RESERVE_BYTES = 1 * 2**30
+
+
+@dataclass(slots=True)
+class _Spent:
+    """What the pieces of one request took, in seconds and bytes."""
+
+    upload_s: float = 0.0
+    compute_s: float = 0.0
+    download_s: float = 0.0
+    pieces: int = 0
+    workspace_bytes: int = 0
+    kernel: str = ""
+
+
+class CudaBackend:
+    """Computes every operation on one GPU, deterministically.
+
+    Requests run side by side on ``lanes`` streams. A problem larger than the GPU's memory runs in
+    pieces; ``memory_limit_bytes`` makes the GPU seem smaller. ``cache`` is the folder of compiled
+    kernels. ``poison`` fills outputs and workspace with NaNs first, for tests.
+
+    Raises:
+        DeviceUnavailable: no CuPy, no NVRTC, no such GPU, or one too old.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        device: int = 0,
+        *,
+        lanes: int = 2,
+        memory_limit_bytes: int | None = None,
+        cache: Path | None = DEFAULT_CACHE,
+        families: Families = FAMILIES,
+        poison: bool = False,
+    ) -> None:
+        self._cuda: Any = import_cupy().cuda
+        self.device: CudaDevice = describe(device, memory_limit_bytes)
+        self._index, self._poison = device, poison
+        self._limited = memory_limit_bytes is not None
+        try:
+            compiler = Compiler(find_nvrtc(cuda_driver_major()), self.device.architecture, cache)
+        except CompileError as error:
+            raise DeviceUnavailable(str(error)) from error
+        self._plan = lru_cache(maxsize=1024)(
+            lambda problem: plan_for(problem, self.device, families)
+        )
+        self._fault: str | None = None
+        with self._cuda.Device(device):
+            self._kernels = Kernels(compiler)
+            self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+            for _ in range(lanes):
+                self._lanes.put(Lane())
+
+    @property
+    def fault(self) -> str | None:
+        """Why this process cannot use the GPU any more; None while it can."""
+        return self._fault
+
+    def run(
+        self, problem: Problem, tensors: Tensors, cancelled: threading.Event | None = None
+    ) -> Outcome:
+        """See `Backend.run`.
+
+        ``compute_s`` is the GPU's own time; ``upload_s`` and ``download_s`` are the copies'.
+        """
+        spent = _Spent()
+
+        def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
+            with self._translated(part), self._lane() as lane:
+                return self._compute(part, inputs, lane, spent, cancelled)
+
+        if self._fault is not None:
+            raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
+        parts = self._parts(problem)
+        outputs = run_in_pieces(problem, tensors, parts, one)
+        return Outcome(
+            outputs,
+            spent.kernel,
+            spent.compute_s,
+            spent.pieces,
+            spent.workspace_bytes,
+            spent.upload_s,
+            spent.download_s,
+        )
+
+    def explain(self, problem: Problem) -> Plan:
+        """See `Backend.explain`."""
+        plan: CudaPlan = self._plan(problem)
+        pieces = len(problem.split(self._parts(problem)))
+        return Plan(plan.kernel, plan.workspace_bytes, pieces, plan.passed_over)
+
+    def close(self) -> None:
+        """Give memory that is kept for later requests back to the device."""
+        if self._fault is None:
+            self._free_cached()
+
+    def _parts(self, problem: Problem) -> int:
+        """By all of the device's memory where parts are summed: sums must not depend on what else
+        runs. By what is free where they are put side by side."""
+        room = self.device.memory_bytes - (0 if self._limited else RESERVE_BYTES)
+
+        def needed(part: Problem) -> int:
+            plan: CudaPlan = self._plan(part)
+            return part.memory_bytes + plan.workspace_bytes
+
+        if needed(problem) <= room // 2:
+            return 1  # the usual case, without asking the driver
+        if not self._limited and not _is_summed(problem):
+            with self._cuda.Device(self._index):
+                free, _ = self._cuda.runtime.memGetInfo()
+                kept = import_cupy().get_default_memory_pool().free_bytes()
+            room = min(room, free + kept - RESERVE_BYTES // 2)
+        return parts_for(problem, room, needed)
+
+    @contextmanager
+    def _lane(self) -> Iterator[Lane]:
+        lane = self._lanes.get()
+        try:
+            with self._cuda.Device(self._index), lane.stream:
+                yield lane
+        finally:
+            self._lanes.put(lane)
+
+    @contextmanager
+    def _translated(self, problem: Problem) -> Iterator[None]:
+        """CUDA's errors as the service's; a fatal one is remembered."""
+        try:
+            yield
+        except ServiceError:
+            raise
+        except MemoryError as error:
+            raise DeviceOutOfMemory(
+                f"there is not enough free memory for {problem.operation}: {error}"
+            ) from error
+        except Exception as error:
+            fault = fatal_fault(error)
+            if fault is not None:
+                self._fault = f"{fault} ({error})"
+                raise DeviceUnavailable(f"{self.device.name} failed: {fault}") from error
+            raise
+
+    def _compute(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        lane: Lane,
+        spent: _Spent,
+        cancelled: threading.Event | None,
+    ) -> dict[str, NDArray[Any]]:
+        _stop_if(cancelled)
+        plan: CudaPlan = self._plan(problem)
+        arena = arena_of(problem, plan)
+        self._kernels.prepare(plan.steps)
+        memory = self._allocate(arena.size_bytes, problem)
+        base: int = memory.ptr
+        addresses = arena.addresses(base)
+        started = time.perf_counter()
+        try:
+            lane.upload(((arena.offsets[name], tensors[name]) for name in problem.inputs), base)
+            if self._poison:
+                size = arena.size_bytes - arena.input_bytes
+                self._cuda.runtime.memsetAsync(
+                    base + arena.input_bytes, 0xFF, size, lane.stream.ptr
+                )
+            begin, end = self._cuda.Event(), self._cuda.Event()
+            begin.record(lane.stream)
+            self._kernels.run(plan.steps, addresses, lane.stream)
+            end.record(lane.stream)
+            begin.synchronize()
+            uploaded = time.perf_counter()
+            _stop_if(cancelled)
+            outputs = {
+                name: np.empty(spec.shape, spec.dtype.numpy)
+                for name, spec in problem.outputs.items()
+            }
+            found = {check.buffer: np.zeros(1, np.int32) for check in plan.checks}
+            end.synchronize()
+            computed = time.perf_counter()
+            _stop_if(cancelled)
+            wanted = {**outputs, **found}
+            lane.download(((arena.offsets[name], wanted[name]) for name in wanted), base)
+        finally:
+            # Nothing may still run on memory that goes back to the pool.
+            lane.stream.synchronize()
+        for check in plan.checks:
+            if found[check.buffer][0]:
+                raise InvalidProblem(check.sentence)
+        spent.upload_s += uploaded - started
+        spent.compute_s += self._cuda.get_elapsed_time(begin, end) / 1e3
+        spent.download_s += time.perf_counter() - computed
+        spent.pieces += 1
+        spent.workspace_bytes = max(spent.workspace_bytes, plan.workspace_bytes)
+        spent.kernel = plan.kernel
+        return outputs
+
+    def _allocate(self, size: int, problem: Problem) -> Any:
+        """Memory of this size; where there is too little, what is cached goes first.
+
+        Raises:
+            DeviceOutOfMemory: even then there is too little.
+        """
+        try:
+            return self._cuda.alloc(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._free_cached()
+        try:
+            return self._cuda.alloc(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceOutOfMemory(
+                f"{problem.operation} needs {size} bytes on {self.device.name}, which has fewer "
+                "free; expected a smaller problem, or a device with nothing else on it"
+            ) from error
+
+    def _free_cached(self) -> None:
+        with self._cuda.Device(self._index):
+            import_cupy().get_default_memory_pool().free_all_blocks()
+
+
+def _stop_if(cancelled: threading.Event | None) -> None:
+    if cancelled is not None and cancelled.is_set():
+        raise DeadlineExceeded("the request was cancelled before it was computed")
+
+
+def _is_summed(problem: Problem) -> bool:
+    return any("sum" in piece.combine.values() for piece in problem.split(2))

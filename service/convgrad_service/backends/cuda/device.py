@@ -1,0 +1,72 @@
+"""The GPUs of this machine, described for plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.plans.cuda_device import CudaDevice
+
+__all__ = ["cuda_driver_major", "describe", "device_count", "import_cupy"]
+
+OLDEST = (8, 0)
+
+
+def import_cupy() -> Any:
+    """CuPy.
+
+    Raises:
+        DeviceUnavailable: it is not installed, or does not work here.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceUnavailable(
+            f"CuPy cannot be imported ({error}); expected convgrad[cuda13] or convgrad[cuda12]"
+        ) from error
+    return cupy
+
+
+def device_count() -> int:
+    """How many GPUs CUDA offers here; 0 where it cannot be asked."""
+    try:
+        runtime = import_cupy().cuda.runtime
+    except DeviceUnavailable:
+        return 0
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def cuda_driver_major() -> int:
+    """The major version of CUDA that the driver understands."""
+    return int(import_cupy().cuda.runtime.driverGetVersion()) // 1000
+
+
+def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
+    """The GPU of this index; ``memory_limit_bytes`` makes its memory seem smaller.
+
+    Raises:
+        DeviceUnavailable: there is no such GPU, or it is older than sm_80.
+    """
+    count = device_count()
+    if index >= count:
+        raise DeviceUnavailable(f"there are {count} GPUs that CUDA can use; expected GPU {index}")
+    properties = import_cupy().cuda.runtime.getDeviceProperties(index)
+    capability = properties["major"], properties["minor"]
+    name = properties["name"].decode()
+    if capability < OLDEST:
+        raise DeviceUnavailable(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; expected 8.0 or later"
+        )
+    memory = int(properties["totalGlobalMem"])
+    return CudaDevice(
+        name=name,
+        capability=capability,
+        multiprocessors=properties["multiProcessorCount"],
+        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
+        shared_bytes_per_multiprocessor=properties["sharedMemPerMultiprocessor"],
+        l2_bytes=properties["l2CacheSize"],
+        memory_bytes=min(memory, memory_limit_bytes or memory),
+    )

@@ -1,0 +1,49 @@
+"""What CUDA's errors mean for a request, and for the requests after it."""
+
+from __future__ import annotations
+
+from convgrad_service.backends.cuda.device import import_cupy
+
+__all__ = ["FATAL", "fatal_fault", "is_out_of_memory"]
+
+# Sticky errors: after one of these nothing works in the process any more (CUDA's cudaError_t and
+# CUresult share these numbers).
+FATAL = {
+    46: "the devices are busy or unavailable",
+    100: "there is no device",
+    101: "the device is invalid",
+    214: "an uncorrectable memory error",
+    220: "an uncorrectable NVLink error",
+    226: "a contained memory error",
+    700: "an illegal address",
+    702: "a launch timeout",
+    709: "the context is destroyed",
+    710: "a device assertion",
+    714: "a hardware stack error",
+    715: "an illegal instruction",
+    716: "a misaligned address",
+    717: "an invalid address space",
+    718: "an invalid program counter",
+    719: "a launch failure",
+    720: "a cooperative launch too large",
+    999: "an unknown error",
+}
+_OUT_OF_MEMORY = 2
+
+
+def fatal_fault(error: BaseException) -> str | None:
+    """What broke, where the error means that this process can use the GPU no more."""
+    return FATAL.get(_status(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had too little free memory."""
+    cuda = import_cupy().cuda
+    return isinstance(error, cuda.memory.OutOfMemoryError) or _status(error) == _OUT_OF_MEMORY
+
+
+def _status(error: BaseException) -> int:
+    cuda = import_cupy().cuda
+    if isinstance(error, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
+        return int(error.status)
+    return 0

@@ -1,0 +1,133 @@
+"""Moving tensors to a GPU and back: one allocation, one copy for what fits a staging buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.device import import_cupy
+from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, ceil_div
+from convgrad_service.problems.base import Problem
+
+__all__ = ["Arena", "Lane", "arena_of"]
+
+STAGING_BYTES = 32 * 2**20
+"""A pinned buffer; there are two, so that one is filled while the other travels."""
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Where each buffer lies in one allocation: inputs, then what comes back, then the rest."""
+
+    offsets: Mapping[str, int]
+    input_bytes: int
+    returned_bytes: int
+    """Where what comes back ends."""
+    size_bytes: int
+
+    def addresses(self, base: int) -> dict[str, int]:
+        """Of every buffer, in an allocation at ``base``."""
+        return {name: base + offset for name, offset in self.offsets.items()}
+
+
+def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
+    """The arena of a problem: checks come back with the outputs."""
+    checks = {check.buffer for check in plan.checks}
+    sizes = {name: spec.size_bytes for name, spec in problem.inputs.items()}
+    of_inputs = len(sizes)
+    sizes |= {name: spec.size_bytes for name, spec in problem.outputs.items()}
+    workspace = sorted(plan.workspace, key=lambda item: item.name not in checks)
+    sizes |= {item.name: item.size_bytes for item in workspace}
+    offsets, ends, end = {}, [0], 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += ceil_div(size, ALIGNMENT) * ALIGNMENT
+        ends.append(end)
+    return Arena(
+        offsets, ends[of_inputs], ends[of_inputs + len(problem.outputs) + len(checks)], end
+    )
+
+
+class Lane:
+    """A stream with its staging buffers: what one request at a time computes on."""
+
+    def __init__(self) -> None:
+        self._cuda: Any = import_cupy().cuda
+        self.stream: Any = self._cuda.Stream(non_blocking=True)
+        self._pinned: list[Any] = []
+        self._events: list[Any] = []
+
+    def upload(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
+        """Tensors to their offsets from ``base``, in rising order; returns before the copy ends."""
+        places = [(offset, _flat(array)) for offset, array in tensors]
+        size = max((offset + data.nbytes for offset, data in places), default=0)
+        for turn, start, stop in _windows(size):
+            staging = self._staging(turn, stop - start)
+            for begin, end, data in _within(places, start, stop):
+                staging[begin:end] = data
+            self._copy(base + start, staging.ctypes.data, stop - start, to_host=False)
+            self._events[turn].record(self.stream)
+
+    def download(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
+        """From their offsets from ``base``, in rising order, into contiguous tensors; waits."""
+        places = [(offset, _flat(array)) for offset, array in tensors]
+        first = places[0][0]
+        size = max(offset + data.nbytes for offset, data in places) - first
+        waiting: tuple[int, int, int] | None = None
+        for window in _windows(size):
+            turn, start, stop = window
+            staging = self._staging(turn, stop - start)
+            self._copy(staging.ctypes.data, base + first + start, stop - start, to_host=True)
+            self._events[turn].record(self.stream)
+            if waiting is not None:
+                self._unpack(places, first, *waiting)
+            waiting = window
+        if waiting is not None:
+            self._unpack(places, first, *waiting)
+
+    def _unpack(
+        self, places: list[tuple[int, Bytes]], first: int, turn: int, start: int, stop: int
+    ) -> None:
+        staging = self._staging(turn, stop - start)
+        for begin, end, data in _within(places, first + start, first + stop):
+            data[...] = staging[begin:end]
+
+    def _staging(self, turn: int, size: int) -> Bytes:
+        """The start of a pinned buffer, once what it last carried has arrived."""
+        if not self._pinned:
+            self._pinned = [self._cuda.alloc_pinned_memory(STAGING_BYTES) for _ in range(2)]
+            self._events = [self._cuda.Event(disable_timing=True) for _ in range(2)]
+        self._events[turn].synchronize()
+        return np.frombuffer(self._pinned[turn], np.uint8, size)
+
+    def _copy(self, target: int, source: int, size: int, *, to_host: bool) -> None:
+        runtime = self._cuda.runtime
+        kind = runtime.memcpyDeviceToHost if to_host else runtime.memcpyHostToDevice
+        runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+
+
+def _flat(array: NDArray[Any]) -> Bytes:
+    """Its bytes, row by row: a view where it lies so, else a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _windows(size: int) -> Iterator[tuple[int, int, int]]:
+    """(which staging buffer, start, stop) of each stretch of ``size`` bytes."""
+    for index, start in enumerate(range(0, size, STAGING_BYTES)):
+        yield index % 2, start, min(start + STAGING_BYTES, size)
+
+
+def _within(
+    places: Iterable[tuple[int, Bytes]], start: int, stop: int
+) -> Iterator[tuple[int, int, Bytes]]:
+    """What of the tensors lies in [start, stop): where, counted from start, and the bytes."""
+    for offset, data in places:
+        low, high = max(offset, start), min(offset + data.nbytes, stop)
+        if low < high:
+            yield low - start, high - start, data[low - offset : high - offset]

@@ -1,0 +1,103 @@
+"""NVRTC, NVIDIA's run-time compiler, through its C interface: from source to cubin, no GPU needed.
+
+The library comes from the ``nvidia-cuda-nvrtc`` wheel, or from a CUDA toolkit that the system's
+loader finds. ctypes releases the interpreter while it compiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["CompileError", "Nvrtc", "find_nvrtc"]
+
+MAJORS = (13, 12)
+
+
+class CompileError(RuntimeError):
+    """NVRTC is missing, or it refused a source; the message holds what it said."""
+
+
+class Nvrtc:
+    """One loaded NVRTC library. Safe to call from several threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version: tuple[int, int] = (major.value, minor.value)
+
+    def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+        """The cubin, and the log, of one source.
+
+        Raises:
+            CompileError: the source or an option was refused; the message holds the log.
+        """
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            source.encode(),
+            name.encode(),
+            ctypes.c_int(0),
+            None,
+            None,
+        )
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            status = self._library.nvrtcCompileProgram(program, ctypes.c_int(len(options)), given)
+            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            if status != 0:
+                raise CompileError(f"compiling {name} failed:\n{log}")
+            return self._bytes(program, "CUBIN"), log
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status != 0:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            said = self._library.nvrtcGetErrorString(status).decode()
+            raise CompileError(f"{function}: {said}")
+
+
+@lru_cache(maxsize=4)
+def find_nvrtc(newest_major: int = MAJORS[0]) -> Nvrtc:
+    """The newest NVRTC here, but none newer than the driver's CUDA, which could not load its code.
+
+    Raises:
+        CompileError: there is none.
+    """
+    majors = [major for major in MAJORS if major <= newest_major]
+    for major in majors:
+        for place in _places(major):
+            try:
+                # NVRTC opens its builtins by name alone, which the loader knows once they are open.
+                for builtins in Path(place).parent.glob(f"libnvrtc-builtins.so.{major}.*"):
+                    ctypes.CDLL(str(builtins))
+                return Nvrtc(ctypes.CDLL(place))
+            except OSError:
+                continue
+    wanted = " or ".join(map(str, majors))
+    raise CompileError(
+        f"there is no NVRTC {wanted} in this environment; expected the wheel nvidia-cuda-nvrtc "
+        "(convgrad[cuda13], convgrad[cuda12]) or a CUDA toolkit"
+    )
+
+
+def _places(major: int) -> Iterator[str]:
+    spec = importlib.util.find_spec("nvidia")
+    for package in (spec.submodule_search_locations or []) if spec else []:
+        for found in sorted(Path(package).glob(f"*/lib/libnvrtc.so.{major}")):
+            yield str(found)
+    yield f"libnvrtc.so.{major}"

@@ -1,0 +1,296 @@
+"""From a problem to what runs on a GPU: pure functions of the problem and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from convgrad.errors import UnsupportedProblem
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Chosen, Families, choose
+from convgrad_service.plans.cuda_formats import plan_formats
+from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, Workspace, ceil_div
+from convgrad_service.plans.cuda_works import (
+    ChannelSums,
+    ConvWork,
+    FusedWork,
+    Operand,
+    PoolWork,
+    activation_operand,
+    weight_operand,
+)
+from convgrad_service.problems import (
+    Conv3dBackpropInput,
+    Conv3dTranspose,
+    ConvBackward,
+    ConvBwdData,
+    ConvFwd,
+    GroupedConvBwdWeight,
+    GroupedConvConvFwd,
+    MaxPoolBwd,
+    MaxPoolFwd,
+    Problem,
+    TensorSpec,
+)
+from convgrad_service.problems.convolution import ConvProblem
+from convgrad_service.problems.layouts import LAYOUTS, activation_shape
+
+__all__ = ["PLANNERS", "plan_for", "put_together"]
+
+Planner = Callable[[Any, CudaDevice, Families], CudaPlan]
+
+
+def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPlan:
+    """The launches that compute a problem, whole.
+
+    Raises:
+        UnsupportedProblem: no kernel does.
+    """
+    planner = PLANNERS.get(type(problem))
+    if planner is None:
+        raise UnsupportedProblem(f"the GPU has no kernel for {problem.operation}")
+    return planner(problem, device, families)
+
+
+def put_together(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
+    """One plan of several pieces of work, one after another."""
+    parts = list(chosen)
+    workspace = (*more, *(w for part in parts for w in part.fragment.workspace))
+    passed_over: dict[tuple[str, str], None] = {}
+    for part in parts:
+        passed_over |= dict.fromkeys(part.passed_over)
+    return CudaPlan(
+        " + ".join(part.fragment.kernel for part in parts),
+        sum(ceil_div(w.size_bytes, ALIGNMENT) * ALIGNMENT for w in workspace),
+        1,
+        tuple(passed_over),
+        tuple(step for part in parts for step in part.fragment.steps),
+        workspace,
+        tuple(check for part in parts for check in part.fragment.checks),
+    )
+
+
+def _conv_work(
+    problem: ConvProblem, direction: Any, x: str, w: str, y: str, **more: Any
+) -> ConvWork:
+    """A convolution on the problem's tensors, by the names of their buffers."""
+    layout, groups = problem.layout, problem.conv.groups
+    result = more.pop("result_dtype", problem.dtype)
+    of_w = result if direction == "bwd_weight" else problem.dtype
+    return ConvWork(
+        direction=direction,
+        conv=problem.conv,
+        dtype=problem.dtype,
+        result_dtype=result,
+        x=activation_operand(x, problem.dtype, layout, problem.input_spec.shape, groups),
+        w=weight_operand(w, of_w, layout, problem.weight_spec.shape, groups),
+        y=activation_operand(y, problem.dtype, layout, problem.output_spec.shape, groups),
+        precision=problem.precision,
+        deterministic=problem.deterministic,
+        **more,
+    )
+
+
+def _choose_conv(work: ConvWork, device: CudaDevice, families: Families) -> Chosen:
+    return choose(families.of(work), work, device)
+
+
+def _plan_bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> CudaPlan:
+    return put_together([_bwd_data(problem, device, families)])
+
+
+def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> Chosen:
+    epilogue = problem.epilogue
+    accumulate = None
+    if epilogue.accumulate:
+        spec = problem.input_spec
+        accumulate = activation_operand(
+            "accumulate", problem.dtype, problem.layout, spec.shape, problem.conv.groups
+        )
+    work = _conv_work(
+        problem,
+        "bwd_data",
+        "grad_input",
+        "weight",
+        "grad_output",
+        accumulate=accumulate,
+        alpha=epilogue.alpha,
+        beta=epilogue.beta if epilogue.accumulate else 0.0,
+    )
+    return _choose_conv(work, device, families)
+
+
+def _plan_transpose(problem: Conv3dTranspose, device: CudaDevice, families: Families) -> CudaPlan:
+    bias = "bias" if problem.bias else None
+    work = _conv_work(problem, "bwd_data", "output", "weight", "input", bias=bias)
+    return put_together([_choose_conv(work, device, families)])
+
+
+def _plan_fwd(problem: ConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
+    bias = "bias" if problem.bias else None
+    work = _conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
+    return put_together([_choose_conv(work, device, families)])
+
+
+def _plan_bwd_weight(
+    problem: GroupedConvBwdWeight, device: CudaDevice, families: Families
+) -> CudaPlan:
+    return put_together(_bwd_weight(problem, device, families))
+
+
+def _bwd_weight(
+    problem: GroupedConvBwdWeight, device: CudaDevice, families: Families
+) -> Iterable[Chosen]:
+    epilogue, conv, dtype = problem.epilogue, problem.conv, problem.weight_dtype
+    if "grad_weight" in problem.wanted:
+        accumulate = None
+        if epilogue.accumulate:
+            shape = problem.weight_spec.shape
+            accumulate = weight_operand("accumulate", dtype, problem.layout, shape, conv.groups)
+        work = _conv_work(
+            problem,
+            "bwd_weight",
+            "input",
+            "grad_weight",
+            "grad_output",
+            result_dtype=dtype,
+            accumulate=accumulate,
+            alpha=epilogue.alpha,
+            beta=epilogue.beta if epilogue.accumulate else 0.0,
+            split_k=problem.split_k,
+        )
+        yield _choose_conv(work, device, families)
+    if "grad_bias" in problem.wanted:
+        y = activation_operand(
+            "grad_output", problem.dtype, problem.layout, problem.output_spec.shape, conv.groups
+        )
+        sums = ChannelSums(conv=conv, y=y, result="grad_bias", result_dtype=dtype, prefix="bias.")
+        yield choose(families.channel_sums, sums, device)
+
+
+def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families) -> CudaPlan:
+    chosen: list[Chosen] = []
+    for part in problem.parts:
+        if isinstance(part, ConvBwdData):
+            chosen.append(_bwd_data(part, device, families))
+        else:
+            chosen.extend(_bwd_weight(part, device, families))
+    return put_together(chosen)
+
+
+def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
+    """One kernel where a family fuses them, else two around a workspace."""
+    between, layout, dtype = problem.intermediate, problem.layout, problem.dtype
+    inputs, output = problem.inputs, problem.outputs["output"]
+    prefix = "fused."
+
+    def operand(name: str, spec: TensorSpec, groups: int) -> Operand:
+        return activation_operand(name, dtype, layout, spec.shape, groups)
+
+    def work(index: int, x: Operand, y: Operand) -> ConvWork:
+        conv = (problem.conv0, problem.conv1)[index]
+        weight = f"weight{index}"
+        return ConvWork(
+            direction="fwd",
+            conv=conv,
+            dtype=dtype,
+            result_dtype=dtype,
+            x=x,
+            w=weight_operand(weight, dtype, layout, inputs[weight].shape, conv.groups),
+            y=y,
+            bias=f"bias{index}" if (problem.bias0, problem.bias1)[index] else None,
+            activation=(problem.activation0, problem.activation1)[index],
+            precision=problem.precision,
+            deterministic=problem.deterministic,
+            prefix=f"{prefix}{index}.",
+        )
+
+    middle = f"{prefix}intermediate"
+    # Kept without a dimension for groups, it is a view for either convolution's.
+    plain, conv0 = LAYOUTS[layout.name.replace("G", "")], problem.conv0
+    shape = activation_shape(plain, conv0.batch, 1, conv0.out_channels, conv0.output_size)
+    first_y, second_x = (
+        activation_operand(middle, dtype, plain, shape, conv.groups)
+        for conv in (conv0, problem.conv1)
+    )
+    first = work(0, operand("input", inputs["input"], conv0.groups), first_y)
+    second = work(1, second_x, operand("output", output, problem.conv1.groups))
+    fused = FusedWork(first=first, second=second, intermediate_bytes=between.size_bytes)
+    reasons: list[tuple[str, str]] = []
+    for family in families.fused:
+        reason = family.why_not(fused, device)
+        if reason is None:
+            return put_together([Chosen(family.launches(fused, device), tuple(reasons))])
+        reasons.append((family.name, reason))
+    two = [_choose_conv(part, device, families) for part in (first, second)]
+    two[0] = Chosen(two[0].fragment, (*reasons, *two[0].passed_over))
+    return put_together(two, [Workspace(middle, between.size_bytes)])
+
+
+def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
+    operands = {
+        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
+        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
+    }
+    work = PoolWork(
+        direction="fwd",
+        pool=problem.pool,
+        dtype=problem.dtype,
+        x=operands["input"],
+        y=operands["output"],
+        indices=operands.get("indices"),
+    )
+    return put_together([choose(families.pool_fwd, work, device)])
+
+
+def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
+    operands = {
+        name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
+        for name, spec in (*problem.inputs.items(), *problem.outputs.items())
+    }
+    work = PoolWork(
+        direction="bwd",
+        pool=problem.pool,
+        dtype=problem.dtype,
+        x=operands["grad_input"],
+        y=operands["grad_output"],
+        indices=operands.get("indices"),
+        source=operands.get("input"),
+    )
+    return put_together([choose(families.pool_bwd, work, device)])
+
+
+def _plan_backprop_input(
+    problem: Conv3dBackpropInput, device: CudaDevice, families: Families
+) -> CudaPlan:
+    """A plain bwd_data between copies out of and into the formats that have blocks."""
+    formats = plan_formats(problem)
+    work = ConvWork(
+        direction="bwd_data",
+        conv=problem.conv,
+        dtype=problem.dtype,
+        result_dtype=problem.dtype,
+        x=formats.grad_input,
+        w=formats.weight,
+        y=formats.grad_output,
+        precision=problem.precision,
+        deterministic=problem.deterministic,
+    )
+    chosen = [choose(families.copy, copy, device) for copy in formats.before]
+    chosen.append(_choose_conv(work, device, families))
+    chosen += [choose(families.copy, copy, device) for copy in formats.after]
+    return put_together(chosen, formats.workspace)
+
+
+PLANNERS: Mapping[type[Problem], Planner] = {
+    ConvBwdData: _plan_bwd_data,
+    GroupedConvBwdWeight: _plan_bwd_weight,
+    MaxPoolBwd: _plan_pool_bwd,
+    MaxPoolFwd: _plan_pool_fwd,
+    Conv3dBackpropInput: _plan_backprop_input,
+    GroupedConvConvFwd: _plan_fused,
+    Conv3dTranspose: _plan_transpose,
+    ConvFwd: _plan_fwd,
+    ConvBackward: _plan_backward,
+}
+"""The planner of each class of problems."""

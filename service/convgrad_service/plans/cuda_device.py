@@ -1,0 +1,50 @@
+"""What a plan needs to know of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+
+__all__ = ["ARCHITECTURES", "H200", "HOPPER", "CudaDevice", "architecture_of", "sum_dtype"]
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
+"""What kernels are compiled for where no device says otherwise: Ampere to Blackwell."""
+
+HOPPER = ("sm_90a",)
+"""The one architecture of wgmma and its kin."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One GPU model: what decides how a problem is computed, and nothing that changes meanwhile.
+
+    ``shared_bytes_per_block`` is what one block may ask for, dynamic memory included.
+    ``memory_bytes`` is all of the memory that may be used, free or not.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes_per_block: int
+    shared_bytes_per_multiprocessor: int
+    l2_bytes: int
+    memory_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        return architecture_of(self.capability)
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """The name that the compiler takes: ``sm_90a`` for Hopper, whose own instructions need it."""
+    return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+H200 = CudaDevice("NVIDIA H200", (9, 0), 132, 232448, 233472, 60 * 2**20, 150_000_000_000)
+"""An example, for plans made where there is no GPU."""
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """What elements of this type are summed in."""
+    return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32

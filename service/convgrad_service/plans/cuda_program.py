@@ -1,0 +1,126 @@
+"""What runs on a GPU: launches over named buffers, as data.
+
+A plan is made without a GPU and without memory: its steps name buffers, and addresses are filled
+in when it runs. A buffer is an input or an output of the problem, by the problem's own name, or a
+piece of workspace that the plan lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from convgrad_service.plans.base import Plan
+from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
+
+__all__ = [
+    "ALIGNMENT",
+    "Arguments",
+    "Check",
+    "Clear",
+    "CudaPlan",
+    "Fragment",
+    "Instance",
+    "Launch",
+    "Step",
+    "Workspace",
+    "ceil_div",
+]
+
+ALIGNMENT = 256
+"""Every buffer starts at a multiple of so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One compilation of one kernel source: a cubin, and the entry in it.
+
+    ``defines`` are the preprocessor's names and values. ``architectures`` are those that it can
+    be compiled for.
+    """
+
+    source: str
+    entry: str
+    defines: tuple[tuple[str, str], ...] = ()
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+    @property
+    def name(self) -> str:
+        values = ",".join(value for _, value in self.defines)
+        return f"{self.entry}<{values}>" if values else self.entry
+
+    def runs_on(self, device: CudaDevice) -> bool:
+        """Whether ``architectures`` leaves this device in: those of before it without a suffix."""
+        return self.architectures != ("sm_90a",) or device.architecture == "sm_90a"
+
+
+class Arguments(Protocol):
+    """The one argument of a kernel: a structure, passed by value."""
+
+    def fill(self, addresses: Mapping[str, int]) -> bytearray:
+        """Its bytes, with the addresses of the buffers that it points to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch. ``shared_bytes`` is dynamic shared memory."""
+
+    instance: Instance
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: Arguments
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Zero the first ``size_bytes`` of a buffer."""
+
+    buffer: str
+    size_bytes: int
+
+
+Step = Launch | Clear
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """A buffer that lives as long as the plan runs."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An int32 at the start of a buffer which, where it is not 0 afterwards, means that the data
+    contradict the problem: ``sentence`` is what the caller is told."""
+
+    buffer: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one kernel family does for one piece of work: part of a plan."""
+
+    kernel: str
+    steps: tuple[Step, ...]
+    workspace: tuple[Workspace, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan(Plan):
+    """A problem's steps, in order, and the memory that they need beside inputs and outputs."""
+
+    steps: tuple[Step, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
