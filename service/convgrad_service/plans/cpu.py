@@ -20,8 +20,7 @@ Engine = Literal["grouped", "dense", "direct"]
 
 # The grouped kernels' vectors run over pixels or over groups, the dense ones' over one group's
 # channels. So the grouped ones win where a group has few channels on both sides, and where the
-# dense ones would fill no more than a quarter of a vector (the gradients of a first layer: 2 to 4
-# times faster by `make bench-cpu`'s method on C = 3).
+# dense ones would fill no more than a quarter of a vector (the gradients of a first layer).
 GROUPED_CHANNELS = 8
 LEAST_FILLED = 4
 

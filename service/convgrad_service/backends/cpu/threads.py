@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -55,14 +57,9 @@ class Workspaces:
         """Hand a buffer back."""
         with self._lock:
             self._free.append(buffer)
-            self._free.sort(key=lambda one: one.size, reverse=True)
-            kept = 0
-            for index, one in enumerate(self._free):
-                kept += one.size
-                if kept > self._keep_bytes:
-                    # The largest first: dropping it makes room for the many small ones.
-                    del self._free[: index + 1 if index == 0 else index]
-                    break
+            self._free.sort(key=lambda one: one.size)
+            while sum(one.size for one in self._free) > self._keep_bytes:
+                self._free.pop()  # the largest: that makes room for the many small ones
 
 
 class Workers:
@@ -85,8 +82,8 @@ class Workers:
         """Run a kernel on all threads and return its counters.
 
         ``scratch_bytes`` is what each thread gets for itself; ``tasks``, where known, keeps a
-        launch with fewer tasks than threads from waking the others. A launch that may be cancelled
-        leaves the computing to the pool and watches the event.
+        launch with fewer tasks than threads from waking the others. Where there is ``cancelled``, a
+        further thread watches it.
 
         Raises:
             DeadlineExceeded: ``cancelled`` was set; the outputs are incomplete.
@@ -100,18 +97,12 @@ class Workers:
             kernel(*addresses, buffers[index].ctypes.data)
 
         try:
-            if cancelled is None:
+            with _watching(cancelled, control):
                 helpers = [self._pool.submit(work, index) for index in range(1, threads)]
                 try:
                     work(0)
                 finally:
                     _settle(helpers)
-            else:
-                futures = [self._pool.submit(work, index) for index in range(threads)]
-                while wait(futures, timeout=CANCEL_POLL_S).not_done:
-                    if cancelled.is_set():
-                        control.cancelled = 1
-                _settle(futures)
         finally:
             for buffer in buffers:
                 self.workspaces.give(buffer)
@@ -122,6 +113,29 @@ class Workers:
     def close(self) -> None:
         """End the threads; launches in flight finish first."""
         self._pool.shutdown(wait=True)
+
+
+@contextmanager
+def _watching(cancelled: threading.Event | None, control: Control) -> Iterator[None]:
+    """Tell the kernel, within `CANCEL_POLL_S`, once the event is set."""
+    if cancelled is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(CANCEL_POLL_S):
+            if cancelled.is_set():
+                control.cancelled = 1
+                return
+
+    watcher = threading.Thread(target=watch, name="convgrad-cpu-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def _settle(futures: list[Future[Any]]) -> None:
