@@ -56,14 +56,18 @@ void check_indices(const PoolArgs& args, Control* control, const PoolTile& tile,
       const i64 o1 = windows.first[1] + w1;
       const TapRange taps1 = taps_inside(args, 1, o1);
       const i64 row = (w0 * windows.count[1] + w1) * windows.count[2];
+      const i64 reach = (args.kernel[2] - 1) * args.dilation[2];
       i64 base = windows.base(args, w0, w1, 0);
       for (i64 w2 = 0; w2 < windows.count[2]; ++w2, base += args.stride[2]) {
         if (!windows.in_output(args, 2, w2)) continue;
         T* at = index + (row + w2) * L;
         const I given = load_raw<I>(at);
+        const i64 i2 = coordinate(args, 2, windows.first[2] + w2, 0);
+        const bool interior = i2 >= 0 && i2 + reach < args.input[2];
+        const TapRange taps2 =
+            interior ? TapRange{0, args.kernel[2]} : taps_inside(args, 2, windows.first[2] + w2);
         // A given index is not negative after its reading except as -1; base may be.
-        const I found = in_window<T>(args, given - static_cast<Lane>(base), taps0, taps1,
-                                     taps_inside(args, 2, windows.first[2] + w2)) &
+        const I found = in_window<T>(args, given - static_cast<Lane>(base), taps0, taps1, taps2) &
                         (given >= Lane(0));
         if (__builtin_reduce_or(~found & used) == 0) continue;
         store_raw(at, given | ~found);
