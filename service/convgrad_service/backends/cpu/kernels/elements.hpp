@@ -262,15 +262,28 @@ CONVGRAD_INLINE Vec<T> splat(T value) {
   return Vec<T>(value);
 }
 
+// Lanes [first, first + n) of a vector.
+template <class T, int n, int lanes, int first>
+CONVGRAD_INLINE VecN<T, n> some_lanes(VecN<T, lanes> v) {
+  if constexpr (n == 8) {
+    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3, first + 4,
+                                   first + 5, first + 6, first + 7);
+  } else if constexpr (n == 4) {
+    return __builtin_shufflevector(v, v, first, first + 1, first + 2, first + 3);
+  } else {
+    static_assert(n == 2);
+    return __builtin_shufflevector(v, v, first, first + 1);
+  }
+}
+
 // The sum of a vector's lanes, always halved in the same way: lane i with lane i + n/2.
 template <class T, int n>
 CONVGRAD_INLINE T sum_lanes(VecN<T, n> v) {
-  T lanes[n];
-  store_raw(lanes, v);
-  for (int half = n / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  if constexpr (n == 2) {
+    return v[0] + v[1];
+  } else {
+    return sum_lanes<T, n / 2>(some_lanes<T, n / 2, n, 0>(v) + some_lanes<T, n / 2, n, n / 2>(v));
   }
-  return lanes[0];
 }
 template <class T>
 CONVGRAD_INLINE T sum_lanes(Vec<T> v) {
