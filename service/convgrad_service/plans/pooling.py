@@ -1,7 +1,7 @@
 """Tiles of the pooling kernels: how many windows, or input positions, a task handles.
 
 A task copies what its tile reaches into blocks in which every position is one vector of channels.
-The blocks should stay in the first-level cache, and the rows shared with the neighbours (which
+The blocks should stay in the second-level cache, and the rows shared with the neighbours (which
 both read) should be few. Pure: sizes in, sizes out.
 """
 
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.planar import Triple, triple
 from convgrad_service.problems.geometry import PoolShape
 
 __all__ = ["PoolPlan", "pool_backward_plan", "pool_forward_plan"]
 
-BLOCK_BYTES = 96 * 1024
+BLOCK_BYTES = 384 * 1024
 SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
 
 
@@ -35,30 +34,29 @@ class PoolPlan:
 
 
 @lru_cache(maxsize=256)
-def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan:
-    """Tiles of windows.
-
-    Raises:
-        UnsupportedProblem: the positions that one window spans do not fit the scratch.
-    """
+def pool_forward_plan(pool: PoolShape, vector_bytes: int, lanes: int) -> PoolPlan | None:
+    """Tiles of windows; None where taking the windows one by one costs less."""
     output = triple(pool.output_size, 1)
 
     def scratch(tile: list[int]) -> int:
         return (2 * prod(tile) + prod(_reached(pool, tile))) * vector_bytes
 
     tile = _shrunk(list(output), [1, 1, 1], scratch)
-    return _plan(pool, output, tile, tile, scratch(tile), lanes, 0)
+    plan = _plan(pool, output, tile, tile, scratch(tile), lanes, 0)
+    work = prod(plan.tiles) * (_COPY * prod(_reached(pool, tile)) + prod(tile) * _taps(pool))
+    return plan if _pays(pool, plan, work, lanes, searches=True) else None
 
 
 @lru_cache(maxsize=256)
-def pool_backward_plan(pool: PoolShape, vector_bytes: int, lanes: int, searches: bool) -> PoolPlan:
+def pool_backward_plan(
+    pool: PoolShape, vector_bytes: int, lanes: int, searches: bool
+) -> PoolPlan | None:
     """Tiles of input positions; ``searches`` where the maxima come from the input.
 
-    Raises:
-        UnsupportedProblem: the positions that one window spans do not fit the scratch.
+    None where taking the windows one by one costs less.
     """
     kernel = triple(pool.kernel_size, 1)
-    words = sum(kernel) + prod(kernel)
+    words = sum(kernel) + kernel[2] + prod(kernel)
     size = triple(pool.input_size, 1)
 
     def scratch(tile: list[int]) -> int:
@@ -68,7 +66,31 @@ def pool_backward_plan(pool: PoolShape, vector_bytes: int, lanes: int, searches:
 
     stride = triple(pool.stride, 1)
     tile = _shrunk(list(size), list(stride), scratch)
-    return _plan(pool, size, tile, _met(pool, tile), scratch(tile), lanes, words)
+    windows = _met(pool, tile)
+    plan = _plan(pool, size, tile, windows, scratch(tile), lanes, words)
+    copied = _COPY * prod(_reached(pool, windows)) if searches else 0
+    # Each window of a tile is searched, or its index held against its taps.
+    work = prod(plan.tiles) * (copied + prod(windows) * (_taps(pool) if searches else kernel[0]))
+    return plan if _pays(pool, plan, work, lanes, searches) else None
+
+
+# What copying a position into a block costs, and one tap of a window taken by itself, in units of
+# one tap of a vector of windows. Rough: the two ways differ by orders of magnitude or not at all.
+_COPY = 2
+_SINGLE = 2
+
+
+def _taps(pool: PoolShape) -> int:
+    return prod(pool.kernel_size)
+
+
+def _pays(pool: PoolShape, plan: PoolPlan, work: int, lanes: int, searches: bool) -> bool:
+    """Whether tiles of a vector's channels beat those channels' windows one by one."""
+    if plan.scratch_bytes > SCRATCH_LIMIT_BYTES:
+        return False
+    channels = min(lanes, pool.channels)
+    singly = prod(pool.output_size) * (_taps(pool) if searches else 1) + prod(pool.input_size)
+    return work <= _SINGLE * channels * singly
 
 
 def _reached(pool: PoolShape, windows: list[int]) -> list[int]:
@@ -111,11 +133,6 @@ def _plan(
     lanes: int,
     words: int,
 ) -> PoolPlan:
-    if scratch_bytes > SCRATCH_LIMIT_BYTES:
-        raise UnsupportedProblem(
-            f"one max-pooling window needs {scratch_bytes} bytes of work memory "
-            f"({pool.geometry_text}); the CPU allows {SCRATCH_LIMIT_BYTES}"
-        )
     tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
     tasks = pool.batch * -(-pool.channels // lanes) * prod(tiles)
     return PoolPlan(_as(tile), _as(tiles), _as(windows), words, tasks, scratch_bytes)

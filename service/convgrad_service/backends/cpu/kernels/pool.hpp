@@ -10,7 +10,11 @@
 
 namespace convgrad {
 
-CONVGRAD_INLINE i64 ceil_quotient(i64 a, i64 b) { return a <= 0 ? 0 : (a + b - 1) / b; }
+// Divisions by 1, the usual dilation, are worth a branch: they stand in every row's way.
+CONVGRAD_INLINE i64 ceil_quotient(i64 a, i64 b) {
+  if (a <= 0) return 0;
+  return b == 1 ? a : (a + b - 1) / b;
+}
 
 // The first tap of a window inside the input, along one dimension.
 CONVGRAD_INLINE i64 first_tap_inside(const PoolArgs& args, int d, i64 window) {
@@ -159,7 +163,7 @@ CONVGRAD_INLINE TapRange taps_inside(const PoolArgs& args, int d, i64 window) {
   TapRange taps;
   const i64 room = args.input[d] - 1 - coordinate(args, d, window, 0);
   taps.low = first_tap_inside(args, d, window);
-  taps.high = room < 0 ? 0 : room / args.dilation[d] + 1;
+  taps.high = room < 0 ? 0 : (args.dilation[d] == 1 ? room : room / args.dilation[d]) + 1;
   if (taps.high > args.kernel[d]) taps.high = args.kernel[d];
   return taps;
 }

@@ -110,39 +110,54 @@ CONVGRAD_INLINE i64 meetings(const PoolArgs& args, const Windows& windows, int d
   return n;
 }
 
+// Along the columns a tap meets the positions of one stride phase; from position to position of a
+// phase its window goes on by one.
+struct ColumnTap {
+  i64 phase;
+  i64 window;  // within the block, for the phase's first position
+};
+CONVGRAD_INLINE void column_taps(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
+                                 ColumnTap* taps) {
+  for (i64 r = 0; r < args.kernel[2]; ++r) {
+    const i64 reach = tile.start[2] + args.pad[2] - r * args.dilation[2];
+    const i64 window = -floor_quotient(-reach, args.stride[2]);  // rounded up
+    taps[r] = {window * args.stride[2] - reach, window - windows.first[2]};
+  }
+}
+
 // One row of grad_input: row[v] = the sum of the gradients of the windows whose index is the
-// position. Positions of one stride phase meet the same windows, each one further.
+// position.
 template <class T>
-void gather_row(const PoolArgs& args, const PoolTile& tile, const Windows& windows, const T* index,
-                const T* gradient, i64 i0, i64 i1, i64* met, T* row) {
+void gather_row(const PoolArgs& args, const PoolTile& tile, const Windows& windows,
+                const ColumnTap* taps, const T* index, const T* gradient, i64 i0, i64 i1, i64* met,
+                T* row) {
   constexpr int L = kLanes<T>;
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
   const i64 s2 = args.stride[2];
   i64* met1 = met + args.kernel[0];
-  i64* met2 = met1 + args.kernel[1];
-  i64* at = met2 + args.kernel[2];
+  i64* at = met1 + args.kernel[1];
   const i64 n0 = meetings(args, windows, 0, i0, met);
   const i64 n1 = meetings(args, windows, 1, i1, met1);
   for (i64 phase = 0; phase < s2 && phase < tile.extent[2]; ++phase) {
-    const i64 n2 = meetings(args, windows, 2, tile.start[2] + phase, met2);
     i64 n = 0;
     for (i64 a = 0; a < n0; ++a) {
       for (i64 b = 0; b < n1; ++b) {
-        for (i64 c = 0; c < n2; ++c) {
-          at[n++] =
-              ((met[a] * windows.count[1] + met1[b]) * windows.count[2] + met2[c]) * L;
+        const i64 base = (met[a] * windows.count[1] + met1[b]) * windows.count[2];
+        for (i64 r = args.kernel[2] - 1; r >= 0; --r) {
+          if (taps[r].phase == phase) at[n++] = (base + taps[r].window) * L;
         }
       }
     }
     Lane flat = static_cast<Lane>(flat_index(args, i0, i1, tile.start[2] + phase));
-    i64 shift = 0;
-    for (i64 v = phase; v < tile.extent[2]; v += s2, shift += L) {
+    const T* where = index;
+    const T* grads = gradient;
+    for (i64 v = phase; v < tile.extent[2]; v += s2, where += L, grads += L) {
       const I here = I(flat);
       Vec<T> sum = splat(T(0));
       for (i64 m = 0; m < n; ++m) {
-        const I chosen = load_raw<I>(index + at[m] + shift) == here;
-        const Vec<T> more = sum + load_raw<Vec<T>>(gradient + at[m] + shift);
+        const I chosen = load_raw<I>(where + at[m]) == here;
+        const Vec<T> more = sum + load_raw<Vec<T>>(grads + at[m]);
         sum = chosen ? more : sum;
       }
       store_raw(row + v * L, sum);
@@ -161,6 +176,8 @@ void backward_tasks(const PoolArgs& args, Control* control, void* scratch) {
   T* gradient = index + windows_at_most * L;
   T* x = gradient + windows_at_most * L;
   i64* met = static_cast<i64*>(scratch) + args.scratch_bytes / 8 - args.meeting_words;
+  auto* taps = reinterpret_cast<ColumnTap*>(met);
+  met += 2 * args.kernel[2];
   const Vec<T> none = __builtin_bit_cast(Vec<T>, Mask<T>{} - 1);
   const i64 tasks = pool_tasks<T>(args);
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
@@ -178,11 +195,12 @@ void backward_tasks(const PoolArgs& args, Control* control, void* scratch) {
                                 minus_infinity<T>(), x);
       arg_max<T>(args, windows, x, static_cast<T*>(nullptr), index);
     }
+    column_taps(args, tile, windows, taps);
     const BlockBox out = block_box(tile, args.input, tile.start, tile.extent);
     for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
       for (i64 v1 = 0; v1 < tile.extent[1]; ++v1) {
-        gather_row<T>(args, tile, windows, index, gradient, tile.start[0] + v0, tile.start[1] + v1,
-                      met, row);
+        gather_row<T>(args, tile, windows, taps, index, gradient, tile.start[0] + v0,
+                      tile.start[1] + v1, met, row);
         write_row<ValueLanes<E>>(element_at<typename E::Storage>(args.grad_input, out, v0, v1, 0),
                                  args.grad_input.stride[1], args.grad_input.stride[4], tile.lanes,
                                  tile.extent[2], row);
