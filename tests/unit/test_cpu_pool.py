@@ -72,13 +72,15 @@ def _reference(pool: PoolShape, x: Array) -> tuple[Array, Array]:
     )  # fmt: skip
 
 
-@pytest.fixture(params=["large tiles", "small tiles", "no planes"])
+@pytest.fixture(params=["large tiles", "small tiles", "no planes", "one by one"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole problems in a tile, many tiles, and blocks of channels even for channels first."""
+    """Whole problems in a tile, many tiles, blocks of channels even for channels first; windows."""
     if request.param != "large tiles":
         monkeypatch.setattr(pooling, "BLOCK_BYTES", 6_000)
-    if request.param == "no planes":
+    if request.param in ("no planes", "one by one"):
         monkeypatch.setattr(pool_planes, "SCRATCH_LIMIT_BYTES", 0)
+    if request.param == "one by one":
+        monkeypatch.setattr(pooling, "SCRATCH_LIMIT_BYTES", 0)
     pooling.pool_forward_plan.cache_clear()
     pooling.pool_backward_plan.cache_clear()
 
@@ -131,6 +133,23 @@ def test_a_wrong_index_is_named(seed: int, last: bool, wrong: int | str) -> None
     assert "expected" in refused.value.detail
 
 
-def test_a_window_that_spans_too_much_is_unsupported() -> None:
-    with pytest.raises(UnsupportedProblem, match="bytes of work memory"):
-        pooling.pool_forward_plan(_pool((90_000, 90_000), (2, 2), (1, 1), dilation=40_000), 64, 16)
+def test_windows_that_span_too_much_are_taken_one_by_one() -> None:
+    far = _pool((90_000, 90_000), (2, 2), (1, 1), dilation=40_000)
+    wide = _pool((300, 2000), (300, 1), (1, 1))
+    for pool in (far, wide):
+        assert pooling.pool_backward_plan(pool, 64, 16, True) is None
+    assert pooling.pool_forward_plan(far, 64, 16) is None
+    usual = _pool((112, 112), (3, 3), (2, 2))
+    assert pooling.pool_forward_plan(usual, 64, 16) is not None
+    assert pooling.pool_backward_plan(usual, 64, 16, True) is not None
+    assert pooling.pool_backward_plan(usual, 64, 16, False) is not None
+
+
+def test_sums_of_a_plane_that_do_not_fit_are_unsupported() -> None:
+    far = _pool((30_000, 30_000), (2, 2), (20_000, 20_000), dilation=20_000)
+    x = np.lib.stride_tricks.as_strided(
+        np.zeros(1, np.float16), (far.batch, far.channels, *far.input_size), (0, 0, 0, 0)
+    )
+    grad = np.zeros((far.batch, far.channels, *far.output_size), np.float16)
+    with pytest.raises(UnsupportedProblem, match="bytes in sums"):
+        max_pool.backward(LIBRARY, WORKERS, far, DType.FLOAT16, grad, x, input=x)

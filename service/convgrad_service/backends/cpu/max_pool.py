@@ -1,4 +1,4 @@
-"""Max pooling in 2D and 3D: kernels/pool_forward.cpp and pool_backward.cpp.
+"""Max pooling in 2D and 3D: kernels/pool_*.cpp.
 
 `forward` and `backward` take views (N, C, *spatial) of any strides, and answer how many bytes of
 work memory they used.
@@ -10,7 +10,7 @@ import ctypes
 import threading
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,12 @@ from convgrad_service.backends.cpu.pool_planes import PoolPlanesArgs, planes_arg
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans.cpu_device import sum_bytes
 from convgrad_service.plans.planar import triple
-from convgrad_service.plans.pooling import PoolPlan, pool_backward_plan, pool_forward_plan
+from convgrad_service.plans.pooling import (
+    SCRATCH_LIMIT_BYTES,
+    PoolPlan,
+    pool_backward_plan,
+    pool_forward_plan,
+)
 from convgrad_service.problems.geometry import PoolShape
 
 __all__ = ["backward", "forward"]
@@ -56,11 +61,37 @@ def forward(
         return _run(library, workers, "pool_planes_forward", planes, planes, cancelled)[0]
     merged, (input, output, *rest) = _merged(pool, tensors)
     plan = pool_forward_plan(merged, library.vector_bytes, library.vector_bytes // acc_bytes)
+    if plan is None:
+        single = _singly(pool, dtype, sums=False)
+        return _run(library, workers, "pool_windows_forward", args, single, cancelled)[0]
     args.x, args.y = view_of(input, 2), view_of(output, 2)
     if rest:
         args.indices = view_of(rest[0], 2)
     _tile(args, merged, plan)
     return _run(library, workers, "pool_forward", args, plan, cancelled)[0]
+
+
+class _Launch(NamedTuple):
+    """How many tasks there are, and the bytes of scratch that each thread gets."""
+
+    tasks: int
+    scratch_bytes: int
+
+
+def _singly(pool: PoolShape, dtype: DType, *, sums: bool) -> _Launch:
+    """A launch of kernels/pool_windows.cpp; ``sums`` where it adds gradients up.
+
+    Raises:
+        UnsupportedProblem: a plane's sums, which 16-bit types keep aside, do not fit.
+    """
+    plane_bytes = prod(pool.input_size) * sum_bytes(dtype)
+    aside = sums and dtype.itemsize < sum_bytes(dtype)
+    if aside and plane_bytes > SCRATCH_LIMIT_BYTES:
+        raise UnsupportedProblem(
+            f"the windows ({pool.geometry_text}) are too wide to be tiled, and a plane of the "
+            f"input takes {plane_bytes} bytes in sums; the CPU allows {SCRATCH_LIMIT_BYTES}"
+        )
+    return _Launch(pool.batch * pool.channels, plane_bytes if aside else 0)
 
 
 def backward(
@@ -93,16 +124,22 @@ def backward(
     if planes is not None:
         used, error = _run(library, workers, "pool_planes_backward", planes, planes, cancelled)
     else:
-        merged, (grad_output, grad_input, maxima) = _merged(pool, tensors)
+        merged, views = _merged(pool, tensors)
         lanes = library.vector_bytes // acc_bytes
         plan = pool_backward_plan(merged, library.vector_bytes, lanes, indices is None)
-        args.y, args.grad_input = view_of(grad_output, 2), view_of(grad_input, 2)
+        if plan is None:
+            views = tensors
+        args.y, args.grad_input = view_of(views[0], 2), view_of(views[1], 2)
         if indices is None:
-            args.x = view_of(maxima, 2)
+            args.x = view_of(views[2], 2)
         else:
-            args.indices = view_of(maxima, 2)
-        _tile(args, merged, plan)
-        used, error = _run(library, workers, "pool_backward", args, plan, cancelled)
+            args.indices = view_of(views[2], 2)
+        if plan is None:
+            single = _singly(pool, dtype, sums=True)
+            used, error = _run(library, workers, "pool_windows_backward", args, single, cancelled)
+        else:
+            _tile(args, merged, plan)
+            used, error = _run(library, workers, "pool_backward", args, plan, cancelled)
     if error and indices is not None:
         raise InvalidProblem(_wrong_index(pool, indices, error - 1))
     return used
@@ -177,7 +214,7 @@ def _run(
     workers: Workers,
     kernel: str,
     args: ctypes.Structure,
-    plan: PoolPlan | PoolPlanesArgs,
+    plan: PoolPlan | PoolPlanesArgs | _Launch,
     cancelled: threading.Event | None,
 ) -> tuple[int, int]:
     """Bytes of work memory used, and the kernel's error value."""

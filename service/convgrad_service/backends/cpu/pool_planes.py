@@ -21,6 +21,9 @@ __all__ = ["PoolPlanesArgs", "planes_args"]
 
 SCRATCH_LIMIT_BYTES = 1024 * 1024
 SLACK_VECTORS = 9
+# The kernel keeps a maximum's place, relative to its window's tap 0, in 32 bits, and adds there:
+# past them it would write outside the plane.
+LARGEST_REACH = 2**30
 
 
 class PoolPlanesArgs(ctypes.Structure):
@@ -40,12 +43,14 @@ def planes_args(
     input: NDArray[Any] | None,
     tensors: list[NDArray[Any]],
 ) -> PoolPlanesArgs | None:
-    """The arguments, or None where columns are not contiguous or a plane is too large.
+    """The arguments, or None where columns are not contiguous, or a plane or window is too large.
 
     ``args`` are those of the other pooling kernels, filled; ``input`` is None where indices are
     given.
     """
     if any(array.strides[-1] != array.itemsize for array in tensors):
+        return None
+    if _reach(pool) >= LARGEST_REACH:
         return None
     plan = _plan(pool, acc_bytes, vector_bytes // acc_bytes)
     if plan is None or plan.tiles != (1, 1, 1):
@@ -68,6 +73,14 @@ def planes_args(
     planes.scratch_bytes = scratch_bytes
     planes.tasks = -(-pool.channels // plan.group_block) * pool.batch
     return planes
+
+
+def _reach(pool: PoolShape) -> int:
+    """From a window's first tap to its last, in elements of a plane, padding counted."""
+    _, height, width = triple(pool.input_size, 1)
+    taps = zip(triple(pool.kernel_size, 1), triple(pool.dilation, 1), strict=True)
+    steps = (height * width, width, 1)
+    return sum((k - 1) * d * step for (k, d), step in zip(taps, steps, strict=True))
 
 
 def _plan(pool: PoolShape, acc_bytes: int, lanes: int) -> PlanarPlan | None:
