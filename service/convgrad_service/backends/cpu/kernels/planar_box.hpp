@@ -41,9 +41,12 @@ CONVGRAD_INLINE void inside(const Box& box, int d, i64& low, i64& high) {
   if (low > high) low = high;
 }
 
+// By vectors: most gaps are a few elements, for which a call of memset costs more than the row.
 template <class T>
 CONVGRAD_INLINE void fill_with(T* p, i64 n, T value) {
-  for (i64 i = 0; i < n; ++i) p[i] = value;
+  constexpr int L = kLanes<T>;
+  for (; n >= L; n -= L, p += L) store_raw(p, splat(value));
+  if (n > 0) store_raw_first<T, L>(p, splat(value), static_cast<int>(n));
 }
 template <class T>
 CONVGRAD_INLINE void fill_zero(T* p, i64 n) {
@@ -270,7 +273,12 @@ void write_box(const View& view, const View& accumulate, const View& bias,
           }
         } else {
           const bool contiguous = column_stride == 1 && (!adds || add_stride == 1);
-          for (i64 column = 0; column < n; column += L) {
+          i64 column = 0;
+          for (; contiguous && !adds && column + L <= n; column += L) {
+            const Vec<T> sum = load_raw<Vec<T>>(plane[0] + row + column);
+            store<E>(target + column, epilogue(sum, splat(T(0)), shift));
+          }
+          for (; column < n; column += L) {
             const int columns = static_cast<int>(n - column < L ? n - column : L);
             const Vec<T> sum = load_raw_first<T, L>(plane[0] + row + column, columns);
             Vec<T> more = splat(T(0));
