@@ -157,9 +157,9 @@ def test_wherever_the_arrays_lie(backend: Backend, seed: int, dtype: str, place:
 
 
 @pytest.mark.parametrize("strides", STRIDES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_with_other_strides(backend: Backend, seed: int, dtype: str, strides: str) -> None:
-    for case in CASES:
+    for case in CASES[::2]:
         tensors, wanted = drawn(seed, case, dtype, "bounded")
         moved = {name: STRIDES[strides](array) for name, array in tensors.items()}
         found = run(backend, case.operation, moved, case.params).outputs
