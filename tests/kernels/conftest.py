@@ -1,4 +1,4 @@
-"""The backends under test. A GPU's joins with the mark `gpu`, through the same fixture."""
+"""The backends under test: the CPU's, and with the mark `gpu` a GPU's, through one fixture."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
+from tests.kernels import cuda_backends
 
 
 def _cpu() -> Backend:
     return CpuBackend(threads=2)
 
 
-BACKENDS = {"cpu": _cpu}
+BACKENDS = {"cpu": _cpu, **cuda_backends.MAKERS}
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=pytest.mark.gpu) if name in cuda_backends.MAKERS else name
+        for name in BACKENDS
+    ],
+)
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend in turn."""
     return BACKENDS[request.param]()

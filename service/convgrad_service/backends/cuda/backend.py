@@ -119,7 +119,16 @@ class CudaBackend:
         if self._fault is not None:
             raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
         parts = self._parts(problem)
-        outputs = run_in_pieces(problem, tensors, parts, one)
+        try:
+            outputs = run_in_pieces(problem, tensors, parts, one)
+        except DeviceOutOfMemory:
+            # Others take memory too. What is put side by side may be cut finer; what is summed
+            # may not, for its sums would depend on what else runs.
+            finer = self._parts_by_free_memory(problem)
+            if finer <= parts or _is_summed(problem):
+                raise
+            spent = _Spent()
+            outputs = run_in_pieces(problem, tensors, finer, one)
         return Outcome(
             outputs,
             spent.kernel,
@@ -142,22 +151,19 @@ class CudaBackend:
             self._free_cached()
 
     def _parts(self, problem: Problem) -> int:
-        """By all of the device's memory where parts are summed: sums must not depend on what else
-        runs. By what is free where they are put side by side."""
-        room = self.device.memory_bytes - (0 if self._limited else RESERVE_BYTES)
+        """By all of the device's memory: what is free changes, and answers must not."""
+        reserve = 0 if self._limited else RESERVE_BYTES
+        return parts_for(problem, self.device.memory_bytes - reserve, self._needed)
 
-        def needed(part: Problem) -> int:
-            plan: CudaPlan = self._plan(part)
-            return part.memory_bytes + plan.workspace_bytes
+    def _parts_by_free_memory(self, problem: Problem) -> int:
+        with self._cuda.Device(self._index):
+            self._free_cached()
+            free, _ = self._cuda.runtime.memGetInfo()
+        return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)
 
-        if needed(problem) <= room // 2:
-            return 1  # the usual case, without asking the driver
-        if not self._limited and not _is_summed(problem):
-            with self._cuda.Device(self._index):
-                free, _ = self._cuda.runtime.memGetInfo()
-                kept = import_cupy().get_default_memory_pool().free_bytes()
-            room = min(room, free + kept - RESERVE_BYTES // 2)
-        return parts_for(problem, room, needed)
+    def _needed(self, problem: Problem) -> int:
+        plan: CudaPlan = self._plan(problem)
+        return arena_of(problem, plan).size_bytes
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:

@@ -169,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Sum<ELEMENT>) == 4
     }
   }
 
+  __syncthreads();  // a phase without taps has not met since the pixels were written
   const T* const accumulate = static_cast<const T*>(args.accumulate);
   const T* const bias = static_cast<const T*>(args.bias);
 #pragma unroll

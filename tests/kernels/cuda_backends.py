@@ -1,0 +1,68 @@
+"""The GPU as the tests see it: as it is, and with one family of kernels for everything.
+
+Plans leave small channels to other kernels than large ones, and fast kernels take work from
+general ones. So that every kernel meets every geometry that it can compute, a backend is made for
+each of the general families too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Families, Family
+from convgrad_service.plans.cuda_program import Fragment, Instance
+
+__all__ = ["MAKERS", "Everywhere"]
+
+
+class Everywhere:
+    """A family that computes everything, though a plan would leave some of it to another."""
+
+    def __init__(self, family: Family[Any]) -> None:
+        self.name = family.name
+        self._family = family
+
+    def why_not(self, work: Any, device: CudaDevice) -> str | None:
+        return None
+
+    def launches(self, work: Any, device: CudaDevice) -> Fragment:
+        return self._family.launches(work, device)
+
+    def instances(self) -> Iterable[Instance]:
+        return self._family.instances()
+
+
+def general(gather: Family[Any], weight: Family[Any]) -> Families:
+    """The general kernels alone, with one of each kind for every convolution."""
+    return replace(
+        FAMILIES,
+        fwd=[Everywhere(gather)],
+        bwd_data=[Everywhere(gather)],
+        bwd_weight=[Everywhere(weight)],
+        fused=(),
+        pool_fwd=[MaxPoolForward()],
+        pool_bwd=[MaxPoolBackward()],
+    )
+
+
+def _made(families: Families) -> Callable[[], Backend]:
+    return lambda: CudaBackend(families=families, poison=True)
+
+
+MAKERS: dict[str, Callable[[], Backend]] = {
+    "cuda": _made(FAMILIES),
+    "cuda_tiles": _made(general(GatherTile(), WeightTile())),
+    "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
+}
+"""By the names that the fixture gives them."""

@@ -1,0 +1,126 @@
+"""Runs every test that needs a GPU, and stores what was run, on what, and how it ended.
+
+    python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [-- pytest's arguments]
+
+Compiles all kernels first, side by side. A line goes to tests/perf/results/gpu_checks.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from convgrad_service.backends.cuda.compile import Compiler
+from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.nvrtc import find_nvrtc
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
+PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
+
+
+def compile_all(architecture: str) -> int:
+    """Every kernel of this architecture, into the cache; how many."""
+    compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture)
+    wanted = [one for one in FAMILIES.instances() if architecture in one.architectures]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compiler.cubin, wanted))
+    return len(wanted)
+
+
+def driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    found["nvrtc"] = ".".join(map(str, find_nvrtc(cuda_driver_major()).version))
+    found["cuda"] = str(import_cupy().cuda.runtime.runtimeGetVersion())
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_sha() -> str:
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        ran = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return ran.stdout.strip()
+
+
+def run_tests(command: list[str]) -> dict[str, Any]:
+    """pytest's counts and the names of what failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        started = time.perf_counter()
+        code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
+        seconds = time.perf_counter() - started
+        if not report.exists():
+            return {"exit_code": code, "seconds": round(seconds, 1)}
+        suite = next(ElementTree.parse(report).iter("testsuite"))  # noqa: S314 - pytest's own
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"exit_code": code, **counts, "seconds": round(seconds, 1), "failed": failed[:50]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--git-sha", default=git_sha())
+    parser.add_argument("--workers", type=int, default=1, help="needs pytest-xdist beyond 1")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    asked, more = parser.parse_known_args()
+    device = describe(0)
+    started = time.perf_counter()
+    compiled = compile_all(device.architecture)
+    print(f"{compiled} kernels compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", f"--seed={asked.seed}"]
+    command += ["-q", "-p", "no:cacheprovider"]
+    if asked.workers > 1:
+        command += ["-n", str(asked.workers)]
+    command += more or ["tests/kernels"]
+    outcome = run_tests(command)
+    line = {
+        "bench": "gpu_checks",
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_sha": asked.git_sha,
+        "device": device.name,
+        "driver": driver(),
+        "versions": versions(),
+        "kernels": compiled,
+        "seed": asked.seed,
+        "command": ["python", *command[1:]],
+        **outcome,
+    }
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line))
+    return int(outcome["exit_code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

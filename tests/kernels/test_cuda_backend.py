@@ -1,0 +1,192 @@
+"""What the GPU's backend does beside computing: pieces, memory, faults, kernels on disk.
+
+Takes nearly all of the GPU's memory at times, so it runs beside nothing else.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad.errors import DeviceOutOfMemory
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.problems import Problem, problem_from
+from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.bounds import assert_same_bits
+from tests.cases import FROM_CONV, FUSED, Case, conv_cases, pool_cases
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check
+from tests.oracle import expected
+
+pytestmark = pytest.mark.gpu
+
+CONV = Conv(6, 24, 32, (40, 33), (3, 3), padding=1)
+CASES = [
+    *(make("conv", CONV) for make in FROM_CONV.values()),
+    *(next(iter(pool_cases(f"maxpool{n}d_{way}"))) for n in (2, 3) for way in ("fwd", "bwd")),
+    FUSED[0],
+]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Backend:
+    return CudaBackend(poison=True)
+
+
+def stated(case: Case, seed: int, dtype: str = "float32") -> tuple[Problem, Arrays]:
+    tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], normals)
+    request = validate(OPERATIONS[case.operation].request, {**tensors, **case.params})
+    return problem_from(case.operation, request), request.tensors()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_larger_than_the_memory(seed: int, gpu: Backend, case: Case) -> None:
+    """In pieces: the same bits where they are put side by side, within the bound where summed."""
+    problem, tensors = stated(case, seed)
+    small = CudaBackend(memory_limit_bytes=max(4096, problem.memory_bytes // 3), poison=True)
+    outcome = small.run(problem, tensors)
+    assert outcome.pieces == small.explain(problem).pieces > 1
+    whole = gpu.run(problem, tensors).outputs
+    wanted = expected(case.operation, draw_again(case, seed), case.params)
+    check(outcome.outputs, wanted, "bounded", case.id)
+    for name, array in outcome.outputs.items():
+        if name not in ("grad_weight", "grad_bias"):
+            assert_same_bits(array, whole[name], f"{case.id} {name}")
+
+
+def draw_again(case: Case, seed: int) -> Arrays:
+    return draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
+
+
+def test_what_fits_in_no_pieces_is_refused(seed: int) -> None:
+    problem, tensors = stated(CASES[0], seed)
+    with pytest.raises(DeviceOutOfMemory, match="GPU memory even in"):
+        CudaBackend(memory_limit_bytes=2048).run(problem, tensors)
+
+
+def test_memory_that_others_hold(seed: int, gpu: Backend) -> None:
+    """What is free is used, in pieces; with next to nothing the request is refused, not the GPU."""
+    cupy = pytest.importorskip("cupy")
+    case = FROM_CONV["conv_fwd"]("large", Conv(64, 32, 32, (256, 256), (1, 1)))
+    problem, tensors = stated(case, seed)
+    whole = gpu.run(problem, tensors)
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    for left, pieces in ((problem.memory_bytes * 3 // 4, True), (2**20, False)):
+        held = cupy.cuda.runtime.malloc(free - left)
+        try:
+            if pieces:
+                outcome = gpu.run(problem, tensors)
+                assert outcome.pieces > 1
+                assert_same_bits(outcome.outputs["output"], whole.outputs["output"], case.id)
+            else:
+                with pytest.raises(DeviceOutOfMemory):
+                    gpu.run(problem, tensors)
+        finally:
+            cupy.cuda.runtime.free(held)
+    again = gpu.run(problem, tensors)
+    assert again.pieces == 1
+    assert_same_bits(again.outputs["output"], whole.outputs["output"], case.id)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", [*FROM_CONV, "maxpool2d_bwd", "maxpool3d_fwd"])
+def test_beside_the_cpu(seed: int, gpu: Backend, operation: str, dtype: str) -> None:
+    """Both backends answer within the same bound of the same reference."""
+    cases = pool_cases(operation) if operation.startswith("max") else conv_cases(operation)
+    cpu = CpuBackend(threads=2)
+    for case in list(cases)[::6]:
+        tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], normals)
+        wanted = expected(case.operation, tensors, case.params)
+        for backend in (gpu, cpu):
+            check(answers(backend, case, tensors), wanted, "bounded", f"{backend.name} {case.id}")
+
+
+FAULT = """
+import dataclasses, sys
+import numpy as np
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.arguments import Packed
+from convgrad_service.problems import problem_from
+
+x = np.ones((1, 8, 8, 8), np.float32)
+fields = {"input": x, "weight": np.ones((8, 8, 1, 1), np.float32)}
+request = validate(OPERATIONS["conv_fwd"].request, fields)
+problem = problem_from("conv_fwd", request)
+backend = CudaBackend()
+backend.run(problem, request.tensors())
+assert backend.fault is None
+fill = Packed.fill
+Packed.fill = lambda self, addresses: fill(self, {name: 64 for name in addresses})
+for _ in range(2):
+    try:
+        backend.run(problem, request.tensors())
+    except DeviceUnavailable as error:
+        print(error)
+    Packed.fill = fill
+print(backend.fault)
+backend.close()
+"""
+
+
+def test_a_fault_is_told_and_remembered() -> None:
+    """After an illegal address nothing works in the process: each request is told so."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULT], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 3, ran.stdout + ran.stderr
+    assert "failed: an illegal address" in lines[0]
+    assert "failed before: an illegal address" in lines[1]
+    assert lines[2].startswith("an illegal address")
+
+
+def test_kernels_are_compiled_once(seed: int, tmp_path: Path) -> None:
+    """The cache holds whole cubins, and a second backend reads them."""
+    cache = tmp_path / "cubins"
+    problem, tensors = stated(CASES[0], seed)
+    first = CudaBackend(cache=cache).run(problem, tensors).outputs
+    files = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.cubin")}
+    assert files
+    second = CudaBackend(cache=cache).run(problem, tensors).outputs
+    assert {path.name: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == files
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name])
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(seed: int, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    problem, tensors = stated(CASES[0], seed)
+    assert CudaBackend(cache=file / "cubins").run(problem, tensors).outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data", "maxpool2d_fwd"])
+def test_more_than_2_to_the_31_elements(gpu: Backend, operation: str) -> None:
+    """Offsets count in 64 bits: every element of a tensor of 2.2e9 is checked."""
+    rng = np.random.default_rng(0)
+    plane = rng.integers(-2, 3, (1, 1, 48_000, 46_000), np.int8).astype(np.float16)
+    weight = np.full((1, 1, 1, 1), 3, np.float16)
+    tensors: Arrays = {"input": plane, "weight": weight, "grad_output": plane}
+    params = {"kernel_size": 1}
+    model = OPERATIONS[operation].request
+    given = {k: v for k, v in {**tensors, **params}.items() if k in model.model_fields}
+    request = validate(model, given)
+    problem = problem_from(operation, request)
+    (found,) = gpu.run(problem, request.tensors()).outputs.values()
+    factor = np.float16(1 if "pool" in operation else 3)
+    for row in range(0, plane.shape[2], 1000):
+        rows = slice(row, row + 1000)
+        assert (found[:, :, rows] == plane[:, :, rows] * factor).all(), row
