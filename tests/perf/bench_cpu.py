@@ -3,8 +3,11 @@
 Run by `make bench-cpu`. Prints a table for each class of operation and writes
 `tests/perf/results/cpu.jsonl`, a line for each layer, operation and layout, in place of the run
 before. Ours is what a request pays, `CpuBackend.run`, with its output's allocation; PyTorch's is
-the operator of its autograd, on the same values. The two take turns, each sample's order reversed,
-and the medians count. Both run on all cores under the allocator settings of `convgrad serve`.
+the operator of its autograd, on the same values. The two take turns of a few samples, after a
+pause and one run that does not count; the medians count. Both run on all cores. Everything is
+measured twice, since outputs are fresh memory each time: with malloc as glibc brings it, and as
+`convgrad serve` sets it, for both sides alike. Wants an idle machine: on a busy one PyTorch's spinning
+threads keep their cores, and ours, which sleep between requests, wait for one.
 
 PyTorch's channels_last is measured as NHWC. In 1D it has no such format, so there the layer is
 given to it as 2D of height 1.
@@ -40,7 +43,10 @@ except ImportError:
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 SAMPLES = 25
-SECONDS = 1.5
+SECONDS = 0.5
+A_TURN = 5
+# OpenMP's threads spin for a while after a region, and would hold a core during the other's turn.
+PAUSE_S = 0.02
 KEPT_BYTES = 1 << 30
 FIRST, LAST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}, {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 MEMORY_FORMAT = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -209,20 +215,21 @@ def _tensor(array: Array, last: bool) -> torch.Tensor:
     return tensor.contiguous(memory_format=MEMORY_FORMAT[tensor.ndim - 2])
 
 
-def measured(pair: Pair) -> dict[str, Any]:
+def measured(pair: Pair, malloc: str) -> dict[str, Any]:
     """Medians of both, taking turns."""
     runs = {"ours": pair.ours, "peer": pair.peer}
-    for run in (*runs.values(), *runs.values()):
-        run()
     timed: dict[str, list[float]] = {name: [] for name in runs}
     began_s = time.perf_counter()
     while len(timed["ours"]) < SAMPLES or time.perf_counter() - began_s < SECONDS:
         order = list(runs.items())
         for name, run in order if len(timed["ours"]) % 2 else reversed(order):
-            start_s = time.perf_counter()
-            result = run()
-            timed[name].append(time.perf_counter() - start_s)
-            del result
+            time.sleep(PAUSE_S)
+            run()
+            for _ in range(A_TURN):
+                start_s = time.perf_counter()
+                result = run()
+                timed[name].append(time.perf_counter() - start_s)
+                del result
     ours_ms, peer_ms = (statistics.median(timed[name]) * 1e3 for name in ("ours", "peer"))
     return {
         "bench": "cpu",
@@ -231,6 +238,7 @@ def measured(pair: Pair) -> dict[str, Any]:
         "class": pair.layer.kind,
         "dtype": "float32",
         "layout": pair.layout,
+        "malloc": malloc,
         "ours_ms": round(ours_ms, 4),
         "peer": f"PyTorch {torch.__version__}",
         "peer_ms": round(peer_ms, 4),
@@ -275,10 +283,11 @@ def geomean(ratios: list[float]) -> float:
     return math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
 
 
-def show(records: list[dict[str, Any]]) -> None:
-    """A table for each operation; the speed-up is PyTorch's time over ours."""
+def show(records: list[dict[str, Any]], malloc: str) -> None:
+    """A table for each operation; the ratio is PyTorch's time over ours."""
+    records = [record for record in records if record["malloc"] == malloc]
     for operation in dict.fromkeys(record["op"] for record in records):
-        print(f"\n{operation}: ms, float32")
+        print(f"\n{operation}: ms, float32, malloc {malloc}")
         print(
             f"{'':22}{'NCHW':>9}{'PyTorch':>9}{'ratio':>7}   {'NHWC':>9}{'PyTorch':>9}{'ratio':>7}"
             f"   {'best/best':>9}"
@@ -304,17 +313,21 @@ def show(records: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    keep_large_blocks(KEPT_BYTES)
     backend = CpuBackend()
     torch.set_num_threads(backend.device.threads)
     only = sys.argv[1:]
-    records = [
-        measured(pair)
-        for layer in LAYERS
-        if not only or layer.kind in only
-        for pair in pairs(backend, layer)
-    ]
-    show(records)
+    records: list[dict[str, Any]] = []
+    for malloc in ("default", "served"):
+        if malloc == "served" and not keep_large_blocks(KEPT_BYTES):
+            print("this libc's malloc has no such settings: measured as it is, alone")
+            break
+        records += [
+            measured(pair, malloc)
+            for layer in LAYERS
+            if not only or layer.kind in only
+            for pair in pairs(backend, layer)
+        ]
+        show(records, malloc)
     if only:
         return  # a part of the layers is for looking at, not for keeping
     origin = provenance(backend)

@@ -18,7 +18,7 @@ __all__ = ["Dense", "DensePlan", "Part", "Tiles", "dense_of", "gather_plan", "we
 # A tile's copy of its source region is meant to stay in half of a core's L2 cache, beside the
 # weight panel that passes over it.
 SLAB_BYTES = 256 * 1024
-TASKS_PER_THREAD = 6
+TASKS_PER_THREAD = 12
 # Of grad_output and input rows that one pass of a weight gradient reads: two thirds of the L1
 # cache, at one tile row of A (64 bytes) and one of B (128 bytes) a pixel.
 GROUP_PIXELS = 170

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from convgrad.errors import DeviceUnavailable
 
-__all__ = ["Kernel", "Library", "load"]
+__all__ = ["Kernel", "Library", "load", "team_function"]
 
 NATIVE = Path(__file__).parent / "_native"
 # By what `convgrad_cpu_level` answers; each CPU also runs every level below its own.
@@ -86,6 +86,20 @@ def load(level: str | None = None) -> Library:
             f"there is no level {level!r} on {architecture}, only {', '.join(names.values())}"
         )
     return Library(level, _open(level))
+
+
+def team_function(name: str, arguments: int) -> Callable[..., None]:
+    """``convgrad_team_<name>``, of addresses and integers; one library's serves all levels.
+
+    Raises:
+        DeviceUnavailable: as `load`.
+    """
+    function = load().handle[f"convgrad_team_{name}"]
+    function.restype = None
+    # Slot and count are 64-bit integers, which a pointer's converter takes as well.
+    function.argtypes = (ctypes.c_void_p,) * arguments
+    typed: Callable[..., None] = function
+    return typed
 
 
 @functools.cache

@@ -10,21 +10,23 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad.errors import DeadlineExceeded, Internal
+from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cpu.arguments import Control, aligned_empty
-from convgrad_service.backends.cpu.library import Kernel
+from convgrad_service.backends.cpu.library import Kernel, team_function
 
 __all__ = ["Workers", "Workspaces", "available_cores"]
 
 CANCEL_POLL_S = 0.01
+# `Team` of kernels/team.cpp: one word, then six for each slot.
+TEAM_SLOTS = 16
+TEAM_WORDS = 1 + 6 * TEAM_SLOTS
 
 
 def available_cores() -> int:
@@ -63,12 +65,28 @@ class Workspaces:
 
 
 class Workers:
-    """The threads of one backend; ``threads`` includes the caller's."""
+    """The threads of one backend; ``threads`` includes the caller's.
+
+    The helpers wait in native code (``kernels/team.cpp``) and end with `close`, or with this
+    object.
+    """
 
     def __init__(self, threads: int, keep_bytes: int) -> None:
         self.threads = threads
         self.workspaces = Workspaces(keep_bytes)
-        self._pool = ThreadPoolExecutor(max(threads, 1), thread_name_prefix="convgrad-cpu")
+        self._team = (ctypes.c_uint64 * TEAM_WORDS)()
+        self._free_slots = list(range(TEAM_SLOTS))
+        self._run = team_function("run", 7)
+        work, team = team_function("work", 1), self._team
+        self._helpers = [
+            # The thread holds the team, so that it outlives this object. A daemon, since it never
+            # comes back to the interpreter on its own.
+            threading.Thread(target=_help, args=(work, team), name="convgrad-cpu", daemon=True)
+            for _ in range(threads - 1)
+        ]
+        for helper in self._helpers:
+            helper.start()
+        self._stop = weakref.finalize(self, team_function("stop", 1), ctypes.addressof(team))
 
     def launch(
         self,
@@ -90,20 +108,24 @@ class Workers:
         """
         control = Control()
         threads = self.threads if tasks is None else max(1, min(self.threads, tasks))
-        addresses = ctypes.addressof(args), ctypes.addressof(control)
+        try:
+            slot = self._free_slots.pop()
+        except IndexError:
+            slot, threads = None, 1  # so many launches at once that none needs help
         buffers = [self.workspaces.take(scratch_bytes) for _ in range(threads)]
-
-        def work(index: int) -> None:
-            kernel(*addresses, buffers[index].ctypes.data)
-
+        scratch = (ctypes.c_void_p * threads)(*(buffer.ctypes.data for buffer in buffers))
+        addresses = ctypes.addressof(args), ctypes.addressof(control)
         try:
             with _watching(cancelled, control):
-                helpers = [self._pool.submit(work, index) for index in range(1, threads)]
-                try:
-                    work(0)
-                finally:
-                    _settle(helpers)
+                if slot is None or threads == 1:
+                    kernel(*addresses, scratch[0] or 0)
+                else:
+                    entry = ctypes.cast(kernel, ctypes.c_void_p)  # type: ignore[arg-type]
+                    team = ctypes.addressof(self._team)
+                    self._run(team, slot, entry, *addresses, scratch, threads - 1)
         finally:
+            if slot is not None:
+                self._free_slots.append(slot)
             for buffer in buffers:
                 self.workspaces.give(buffer)
         if control.cancelled:
@@ -111,8 +133,14 @@ class Workers:
         return control
 
     def close(self) -> None:
-        """End the threads; launches in flight finish first."""
-        self._pool.shutdown(wait=True)
+        """End the threads; launches in flight finish first, on their callers' own."""
+        self._stop()
+        for helper in self._helpers:
+            helper.join()
+
+
+def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> None:
+    work(ctypes.addressof(team))
 
 
 @contextmanager
@@ -136,12 +164,3 @@ def _watching(cancelled: threading.Event | None, control: Control) -> Iterator[N
     finally:
         ended.set()
         watcher.join()
-
-
-def _settle(futures: list[Future[Any]]) -> None:
-    # A helper that has not begun has nothing left to do: the others took all tasks.
-    running = [future for future in futures if not future.cancel()]
-    for future in running:
-        error = future.exception()
-        if error is not None:
-            raise Internal(f"a CPU kernel's thread failed: {error!r}") from error

@@ -1,0 +1,133 @@
+// The threads that help with launches. They live in native code, so that beginning and ending a
+// launch needs neither the interpreter's lock nor its wake-ups: a helper starts within
+// microseconds even while Python is busy elsewhere.
+//
+// A launch takes a slot of the team, opens it, computes with the others, closes it, and waits for
+// those inside. A helper joins any open slot that has a seat left, works until the kernel returns
+// (no task left), and looks again; with nothing open it spins for a moment and then sleeps.
+//
+// Relies on the host for: giving each slot to one launch at a time, and keeping team, arguments
+// and scratch alive until team_run returns, and the team until every team_work has.
+#include "conv_args.hpp"
+
+extern "C" long syscall(long number, ...);
+
+namespace convgrad {
+namespace {
+
+#if defined(__x86_64__)
+constexpr long kFutex = 202;
+#else
+constexpr long kFutex = 98;
+#endif
+constexpr int kWaitPrivate = 128, kWakePrivate = 129;
+constexpr int kSlots = 16;
+constexpr int kSpins = 2000;  // some ten microseconds
+
+using Kernel = void (*)(const void*, Control*, void*);
+
+// gate: bit 62 says open; bits 32 and up count the seats taken, the low 32 those inside.
+constexpr uint64_t kOpen = uint64_t(1) << 62;
+constexpr uint64_t kSeat = uint64_t(1) << 32;
+
+struct Slot {
+  uint64_t gate;
+  Kernel kernel;
+  const void* args;
+  Control* control;
+  void** scratch;  // [0] is the caller's own, the others the helpers'
+  uint64_t seats;  // helpers wanted
+};
+
+struct Team {
+  uint32_t sequence;  // grows with every launch
+  uint32_t stopping;
+  Slot slots[kSlots];
+};
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  __asm__ volatile("yield");
+#endif
+}
+
+// Joins if the slot is open and has a seat: the seat's number from 1 on, else 0.
+uint64_t join(Slot* slot) {
+  uint64_t gate = __atomic_load_n(&slot->gate, __ATOMIC_ACQUIRE);
+  for (;;) {
+    if (!(gate & kOpen)) return 0;
+    const uint64_t taken = (gate & ~kOpen) >> 32;
+    if (taken >= slot->seats) return 0;
+    if (__atomic_compare_exchange_n(&slot->gate, &gate, gate + kSeat + 1, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
+      return taken + 1;
+    }
+  }
+}
+
+bool help(Team* team) {
+  bool helped = false;
+  for (Slot& slot : team->slots) {
+    const uint64_t seat = join(&slot);
+    if (!seat) continue;
+    slot.kernel(slot.args, slot.control, slot.scratch[seat]);
+    __atomic_fetch_sub(&slot.gate, 1, __ATOMIC_RELEASE);
+    helped = true;
+  }
+  return helped;
+}
+
+}  // namespace
+}  // namespace convgrad
+
+// A helper's life: returns after team_stop.
+extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
+  using namespace convgrad;
+  Team* team = static_cast<Team*>(pointer);
+  while (!__atomic_load_n(&team->stopping, __ATOMIC_ACQUIRE)) {
+    const uint32_t seen = __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE);
+    if (help(team)) continue;
+    int spins = 0;
+    while (spins < kSpins && __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE) == seen) {
+      relax();
+      ++spins;
+    }
+    if (spins == kSpins) syscall(kFutex, &team->sequence, kWaitPrivate, seen, nullptr);
+  }
+}
+
+extern "C" CONVGRAD_EXPORT void convgrad_team_stop(void* pointer) {
+  using namespace convgrad;
+  Team* team = static_cast<Team*>(pointer);
+  __atomic_store_n(&team->stopping, 1, __ATOMIC_RELEASE);
+  __atomic_fetch_add(&team->sequence, 1, __ATOMIC_RELEASE);
+  syscall(kFutex, &team->sequence, kWakePrivate, 0x7fffffff);
+}
+
+// Computes one launch with whoever comes to help; returns when all tasks are done.
+extern "C" CONVGRAD_EXPORT void convgrad_team_run(void* pointer, int64_t index, void* kernel,
+                                                  const void* args, void* control, void** scratch,
+                                                  int64_t helpers) {
+  using namespace convgrad;
+  Team* team = static_cast<Team*>(pointer);
+  Slot* slot = &team->slots[index];
+  slot->kernel = reinterpret_cast<Kernel>(kernel);
+  slot->args = args;
+  slot->control = static_cast<Control*>(control);
+  slot->scratch = scratch;
+  slot->seats = static_cast<uint64_t>(helpers);
+  __atomic_store_n(&slot->gate, kOpen, __ATOMIC_RELEASE);
+  __atomic_fetch_add(&team->sequence, 1, __ATOMIC_RELEASE);
+  syscall(kFutex, &team->sequence, kWakePrivate, helpers);
+  slot->kernel(args, slot->control, scratch[0]);
+  __atomic_fetch_and(&slot->gate, ~kOpen, __ATOMIC_ACQ_REL);
+  for (int spin = 0; __atomic_load_n(&slot->gate, __ATOMIC_ACQUIRE) & 0xffffffffu; ++spin) {
+    if (spin > kSpins) {
+      sched_yield();
+    } else {
+      relax();
+    }
+  }
+}
