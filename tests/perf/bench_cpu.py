@@ -6,8 +6,8 @@ before. Ours is what a request pays, `CpuBackend.run`, with its output's allocat
 the operator of its autograd, on the same values. The two take turns of a few samples, after a
 pause and one run that does not count; the medians count. Both run on all cores. Everything is
 measured twice, since outputs are fresh memory each time: with malloc as glibc brings it, and as
-`convgrad serve` sets it, for both sides alike. Wants an idle machine: on a busy one PyTorch's spinning
-threads keep their cores, and ours, which sleep between requests, wait for one.
+`convgrad serve` sets it, for both sides alike. Wants an idle machine: on a busy one PyTorch's
+spinning threads keep their cores, and ours, which sleep between requests, wait for one.
 
 PyTorch's channels_last is measured as NHWC. In 1D it has no such format, so there the layer is
 given to it as 2D of height 1.
