@@ -18,17 +18,17 @@ def parts_for(problem: Problem, room_bytes: int, needed: Callable[[Problem], int
     Raises:
         DeviceOutOfMemory: not even the smallest parts fit.
     """
-    parts, pieces = 1, 0
-    while parts <= MOST_PARTS:
+    size, parts, pieces = needed(problem), 1, 1
+    while size > room_bytes and parts <= MOST_PARTS:
+        parts *= 2
         split = problem.split(parts)
-        largest = max((piece.problem for piece in split), key=lambda part: part.memory_bytes)
-        size = needed(largest)
-        if size <= room_bytes:
-            return parts
         if len(split) == pieces:
             break  # cut as finely as it can be
-        parts, pieces = 2 * parts, len(split)
+        pieces = len(split)
+        size = needed(max((piece.problem for piece in split), key=lambda part: part.memory_bytes))
+    if size <= room_bytes:
+        return parts
     raise DeviceOutOfMemory(
-        f"{problem.operation} needs {size} bytes of GPU memory even in {len(split)} pieces; "
+        f"{problem.operation} needs {size} bytes of GPU memory even in {pieces} pieces; "
         f"expected at most {room_bytes}"
     )

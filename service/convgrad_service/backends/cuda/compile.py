@@ -97,7 +97,7 @@ class Compiler:
         with self._locks[instance]:
             path = self._path(instance)
             if path is not None:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # not there, or not to be read
                     return Cubin(path.read_bytes(), None)
             compiled = self.compile(instance)
             if path is not None:
@@ -116,15 +116,16 @@ class Compiler:
         return [*OPTIONS, f"--gpu-architecture={self.architecture}", *defines]
 
     def _path(self, instance: Instance) -> Path | None:
-        if self._cache is None:
-            return None
+        return None if self._cache is None else self._cache / self.file_name(instance)
+
+    def file_name(self, instance: Instance) -> str:
+        """Of the cubin: equal where everything that it depends on is equal."""
         key = hashlib.sha256()
         for part in (*self._options(instance), str(self._nvrtc.version)):
             key.update(part.encode() + b"\0")
         for name in included(instance.source):
             key.update(name.encode() + b"\0" + (KERNELS / name).read_bytes() + b"\0")
-        name = f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
-        return self._cache / name
+        return f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
 
 
 def included(source: str) -> list[str]:

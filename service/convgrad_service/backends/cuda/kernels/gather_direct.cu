@@ -10,7 +10,7 @@
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, 1)
     gather_direct(const __grid_constant__ GatherArgs args) {
   using T = ELEMENT;
   using S = Sum<T>;

@@ -11,7 +11,7 @@
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     max_pool_backward(const __grid_constant__ PoolArgs args) {
   using T = ELEMENT;
   Place element;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256)
   static_cast<T*>(args.grad_x)[element.offset(args.grad_x_stride)] = narrow<T>(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     check_indices(const __grid_constant__ PoolArgs args) {
   Place window;
   if (!place_of(args, args.y_size, window)) return;

@@ -9,7 +9,7 @@
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
     max_pool_forward(const __grid_constant__ PoolArgs args) {
   using T = ELEMENT;
   Place window;

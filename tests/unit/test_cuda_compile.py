@@ -1,0 +1,164 @@
+"""GPU kernels are compiled where there is no GPU: a sample of them, for every architecture.
+
+`make compile-all` compiles all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from convgrad_service.backends.cuda import compile as cuda_compile
+from convgrad_service.backends.cuda.compile import Compiler, Resources, included
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
+from convgrad_service.plans.cuda_device import ARCHITECTURES
+from convgrad_service.plans.cuda_program import Instance
+
+MOST = 60
+
+
+def sample(architecture: str) -> list[Instance]:
+    """Of each kernel, one instance: the bfloat16 one where there is a choice of types."""
+    chosen: dict[tuple[str, str], Instance] = {}
+    for instance in FAMILIES.instances():
+        if architecture in instance.architectures:
+            key = instance.source, instance.entry
+            if key not in chosen or _prefers(instance, chosen[key]):
+                chosen[key] = instance
+    return list(chosen.values())
+
+
+def _prefers(one: Instance, other: Instance) -> bool:
+    return ("ELEMENT", "bf16") in one.defines and ("ELEMENT", "bf16") not in other.defines
+
+
+SAMPLE = [(arch, instance) for arch in ARCHITECTURES for instance in sample(arch)]
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> Nvrtc:
+    try:
+        return find_nvrtc()
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def compiled(nvrtc: Nvrtc) -> dict[tuple[str, Instance], Resources | CompileError]:
+    """What every instance of the sample uses, or why it was refused; compiled side by side."""
+
+    def compile_one(item: tuple[str, Instance]) -> Resources | CompileError:
+        architecture, instance = item
+        try:
+            used = Compiler(nvrtc, architecture, cache=None).compile(instance).resources
+        except CompileError as error:
+            return error
+        assert used is not None
+        return used
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return dict(zip(SAMPLE, pool.map(compile_one, SAMPLE), strict=True))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("architecture", "instance"), SAMPLE, ids=[f"{arch}-{one.name}" for arch, one in SAMPLE]
+)
+def test_compiles_without_spilling(
+    compiled: dict[tuple[str, Instance], Resources | CompileError],
+    architecture: str,
+    instance: Instance,
+) -> None:
+    used = compiled[architecture, instance]
+    assert isinstance(used, Resources), str(used)
+    assert used.registers > 0
+    assert not used.spills, used
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_sample_is_small(architecture: str) -> None:
+    assert 10 <= len(sample(architecture)) <= MOST
+
+
+def test_every_kernel_source_is_used() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.cu", "*.cuh"],
+        cwd=cuda_compile.KERNELS,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    used = {name for one in FAMILIES.instances() for name in included(one.source)}
+    assert set(listed) <= used
+
+
+def test_element_types_are_those_of_the_headers() -> None:
+    text = (cuda_compile.KERNELS / "elements.cuh").read_text()
+    for name in ("f16", "bf16"):
+        assert name in CUDA_TYPES.values()
+        assert f"struct {name} " in text
+
+
+def test_a_cubin_is_named_after_all_it_depends_on(nvrtc: Nvrtc, tmp_path: Path) -> None:
+    first, second = sample("sm_80")[:2]
+    names = {
+        Compiler(nvrtc, arch, tmp_path).file_name(instance)
+        for arch in ARCHITECTURES
+        for instance in (first, second)
+    }
+    assert len(names) == 2 * len(ARCHITECTURES)
+
+
+def test_a_changed_header_is_a_new_cubin(
+    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in cuda_compile.KERNELS.glob("*.cu*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(cuda_compile, "KERNELS", tmp_path)
+    compiler = Compiler(nvrtc, "sm_80", cache=None)
+    instance = next(one for one in FAMILIES.instances() if one.source == "strided_copy.cu")
+    before = compiler.file_name(instance)
+    header = tmp_path / "elements.cuh"
+    header.write_text(header.read_text() + "// changed\n")
+    assert compiler.file_name(instance) != before
+
+
+def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
+    compiler = Compiler(nvrtc, "sm_80", tmp_path / "cubins")
+    instance = next(one for one in FAMILIES.instances() if one.source == "strided_copy.cu")
+    fresh, again = compiler.cubin(instance), compiler.cubin(instance)
+    assert fresh.code == again.code
+    assert fresh.resources is not None
+    assert again.resources is None
+    names = {path.name for path in (tmp_path / "cubins").iterdir()}
+    assert names == {compiler.file_name(instance), ".gitignore"}
+
+
+def test_a_source_that_does_not_compile_is_told_with_the_log(nvrtc: Nvrtc) -> None:
+    with pytest.raises(CompileError, match=r"(?s)bad\.cu failed.*no_such_thing"):
+        nvrtc.compile("no_such_thing;", "bad.cu", ["--gpu-architecture=sm_80"])
+
+
+def test_an_nvrtc_newer_than_the_driver_is_not_taken() -> None:
+    with pytest.raises(CompileError, match="there is no NVRTC"):
+        find_nvrtc(newest_major=11)
+
+
+LOG = """ptxas info    : Compiling entry function 'f' for 'sm_90a'
+ptxas info    : Function properties for f
+    24 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 18136 bytes smem
+"""
+
+
+def test_resources_are_read_from_the_log() -> None:
+    found = Resources.of(LOG)
+    assert found == Resources(128, 24, 8, 12, 18136)
+    assert found.spills
+    assert not Resources.of("").spills
