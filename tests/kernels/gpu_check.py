@@ -1,6 +1,6 @@
 """Runs every test that needs a GPU, and stores what was run, on what, and how it ended.
 
-    python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [-- pytest's arguments]
+    python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [--slow] [pytest's options]
 
 Compiles all kernels first, side by side. A line goes to tests/perf/results/gpu_checks.jsonl.
 """
@@ -28,6 +28,8 @@ from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
+# Takes nearly all of the GPU's memory at times.
+ALONE = "tests/kernels/test_cuda_backend.py"
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
 
 
@@ -88,22 +90,40 @@ def run_tests(command: list[str]) -> dict[str, Any]:
     return {"exit_code": code, **counts, "seconds": round(seconds, 1), "failed": failed[:50]}
 
 
+def together(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts added up, names put in one list, the worst exit code."""
+    total: dict[str, Any] = {}
+    for outcome in outcomes:
+        for name, value in outcome.items():
+            total[name] = (
+                max(total[name], value)
+                if name == "exit_code" and total
+                else (total[name] + value if name in total else value)
+            )
+    return total
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--git-sha", default=git_sha())
     parser.add_argument("--workers", type=int, default=1, help="needs pytest-xdist beyond 1")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--slow", action="store_true", help="the slow tests, instead of the others")
     asked, more = parser.parse_known_args()
     device = describe(0)
     started = time.perf_counter()
     compiled = compile_all(device.architecture)
     print(f"{compiled} kernels compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", f"--seed={asked.seed}"]
-    command += ["-q", "-p", "no:cacheprovider"]
-    if asked.workers > 1:
-        command += ["-n", str(asked.workers)]
-    command += more or ["tests/kernels"]
-    outcome = run_tests(command)
+    marks = "gpu and slow" if asked.slow else "gpu and not slow"
+    command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}"]
+    command += ["-q", "-p", "no:cacheprovider", *more]
+    side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
+    outcome = together(
+        [
+            run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
+            run_tests([*command, ALONE]),
+        ]
+    )
     line = {
         "bench": "gpu_checks",
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -113,7 +133,7 @@ def main() -> int:
         "versions": versions(),
         "kernels": compiled,
         "seed": asked.seed,
-        "command": ["python", *command[1:]],
+        "command": ["python", "tests/kernels/gpu_check.py", *sys.argv[1:]],
         **outcome,
     }
     with RESULTS.open("a", encoding="utf-8") as file:

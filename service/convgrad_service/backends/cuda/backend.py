@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,7 @@ from convgrad_service.backends.cuda.device import cuda_driver_major, describe, i
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import fatal_fault, is_out_of_memory
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.backends.cuda.memory import Lane, arena_of
+from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, arena_of
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -88,15 +89,15 @@ class CudaBackend:
             compiler = Compiler(find_nvrtc(cuda_driver_major()), self.device.architecture, cache)
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
-        self._plan = lru_cache(maxsize=1024)(
-            lambda problem: plan_for(problem, self.device, families)
-        )
+        self._families = families
+        self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
         with self._cuda.Device(device):
             self._kernels = Kernels(compiler)
+            self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
             for _ in range(lanes):
-                self._lanes.put(Lane())
+                self._lanes.put(Lane(self._copiers))
 
     @property
     def fault(self) -> str | None:
@@ -120,7 +121,10 @@ class CudaBackend:
             raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
         parts = self._parts(problem)
         try:
-            outputs = run_in_pieces(problem, tensors, parts, one)
+            if parts == 1:
+                outputs = one(problem, tensors)
+            else:
+                outputs = run_in_pieces(problem, tensors, parts, one)
         except DeviceOutOfMemory:
             # Others take memory too. What is put side by side may be cut finer; what is summed
             # may not, for its sums would depend on what else runs.
@@ -141,12 +145,13 @@ class CudaBackend:
 
     def explain(self, problem: Problem) -> Plan:
         """See `Backend.explain`."""
-        plan: CudaPlan = self._plan(problem)
+        plan, _ = self._prepared(problem)
         pieces = len(problem.split(self._parts(problem)))
         return Plan(plan.kernel, plan.workspace_bytes, pieces, plan.passed_over)
 
     def close(self) -> None:
-        """Give memory that is kept for later requests back to the device."""
+        """End the threads, and give memory kept for later requests back to the device."""
+        self._copiers.shutdown()
         if self._fault is None:
             self._free_cached()
 
@@ -162,8 +167,12 @@ class CudaBackend:
         return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)
 
     def _needed(self, problem: Problem) -> int:
-        plan: CudaPlan = self._plan(problem)
-        return arena_of(problem, plan).size_bytes
+        _, arena = self._prepared(problem)
+        return arena.size_bytes
+
+    def _prepare(self, problem: Problem) -> tuple[CudaPlan, Arena]:
+        plan = plan_for(problem, self.device, self._families)
+        return plan, arena_of(problem, plan)
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
@@ -201,8 +210,7 @@ class CudaBackend:
         cancelled: threading.Event | None,
     ) -> dict[str, NDArray[Any]]:
         _stop_if(cancelled)
-        plan: CudaPlan = self._plan(problem)
-        arena = arena_of(problem, plan)
+        plan, arena = self._prepared(problem)
         self._kernels.prepare(plan.steps)
         memory = self._allocate(arena.size_bytes, problem)
         base: int = memory.ptr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,11 @@ __all__ = ["Arena", "Lane", "arena_of"]
 
 STAGING_BYTES = 32 * 2**20
 """A pinned buffer; there are two, so that one is filled while the other travels."""
+
+# One core copies at a fraction of what the memory and the bus allow, so more of them share a copy
+# that is long enough to be worth telling them.
+COPIERS = 4
+SHARED_COPY_BYTES = 4 * 2**20
 
 Bytes = NDArray[np.uint8]
 
@@ -55,10 +62,14 @@ def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
 
 
 class Lane:
-    """A stream with its staging buffers: what one request at a time computes on."""
+    """A stream with its staging buffers: what one request at a time computes on.
 
-    def __init__(self) -> None:
+    ``copiers`` are at least `COPIERS` threads, which several lanes may share.
+    """
+
+    def __init__(self, copiers: Executor) -> None:
         self._cuda: Any = import_cupy().cuda
+        self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
         self._pinned: list[Any] = []
         self._events: list[Any] = []
@@ -70,7 +81,7 @@ class Lane:
         for turn, start, stop in _windows(size):
             staging = self._staging(turn, stop - start)
             for begin, end, data in _within(places, start, stop):
-                staging[begin:end] = data
+                self._put(staging[begin:end], data)
             self._copy(base + start, staging.ctypes.data, stop - start, to_host=False)
             self._events[turn].record(self.stream)
 
@@ -96,7 +107,20 @@ class Lane:
     ) -> None:
         staging = self._staging(turn, stop - start)
         for begin, end, data in _within(places, first + start, first + stop):
-            data[...] = staging[begin:end]
+            self._put(data, staging[begin:end])
+
+    def _put(self, target: Bytes, source: Bytes) -> None:
+        if source.nbytes < SHARED_COPY_BYTES:
+            target[...] = source
+            return
+        cuts = [source.nbytes * part // COPIERS for part in range(COPIERS + 1)]
+        shares = [slice(*cut) for cut in pairwise(cuts)]
+        futures = [
+            self._copiers.submit(np.copyto, target[share], source[share]) for share in shares
+        ]
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def _staging(self, turn: int, size: int) -> Bytes:
         """The start of a pinned buffer, once what it last carried has arrived."""

@@ -1,0 +1,129 @@
+"""Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
+
+    python tests/kernels/gpu_sanitize.py [--git-sha SHA] [--tools memcheck racecheck initcheck]
+
+The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.device import describe, import_cupy
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from tests.arrays import DTYPES, draw, integers, rng_for
+from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.geometries import Conv
+from tests.kernels.cuda_backends import general
+from tests.kernels.gpu_check import RESULTS, driver, git_sha, versions
+from tests.kernels.harness import answers, with_layouts
+from tests.kernels.test_determinism import CASES as LARGER
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+NAMES = (
+    "plain",
+    "stride_beyond_kernel",
+    "padding_beyond_the_kernel",
+    "channels_67",
+    "depthwise",
+    "groups_4",
+    "1d_causal",
+    "3d_plain",
+)
+EVEN = Conv(1, 64, 64, (9, 10), (3, 3), padding=1)
+CASES: list[Case] = [
+    *(case for op in (*FROM_CONV, *FROM_CONV3D) for case in conv_cases(op) if case.name in NAMES),
+    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *(make("even", EVEN) for make in FROM_CONV.values()),
+    *FUSED[:4],
+    *EPILOGUES[:4],
+    *LARGER,
+]
+
+
+def run_all() -> None:
+    """Each case once with every family of kernels; nothing here looks at the answers."""
+    # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
+    import_cupy().cuda.set_allocator(None)
+    backends = [
+        CudaBackend(families=families)
+        for families in (
+            FAMILIES,
+            general(GatherTile(), WeightTile()),
+            general(GatherDirect(), WeightDirect()),
+        )
+    ]
+    for case in CASES:
+        layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
+        for dtype in ("bfloat16", "float32"):
+            tensors = draw(case, rng_for(0, case.id), DTYPES[dtype], integers)
+            for backend in backends:
+                for layout in layouts[-2:]:
+                    answers(backend, case, tensors, layout)
+    print(f"ran {len(CASES)} cases on {len(backends)} sets of kernels", flush=True)
+
+
+def sanitized(tool: str) -> dict[str, Any]:
+    """What one tool found."""
+    command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
+    started = time.perf_counter()
+    ran = subprocess.run(
+        [*command, sys.executable, __file__, "--inner"], capture_output=True, text=True, check=False
+    )
+    found = re.findall(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+)", ran.stdout)
+    return {
+        "tool": tool,
+        "exit_code": ran.returncode,
+        "errors": sum(int(a or b) for a, b in found) if found else None,
+        "finished": "ran " in ran.stdout,
+        "seconds": round(time.perf_counter() - started, 1),
+        "output": "" if ran.returncode == 0 else (ran.stdout[-6000:] + ran.stderr[-2000:]),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--git-sha", default=git_sha())
+    parser.add_argument("--tools", nargs="*", default=TOOLS)
+    parser.add_argument("--inner", action="store_true", help="run the cases, under no tool")
+    asked = parser.parse_args()
+    if asked.inner:
+        run_all()
+        return 0
+    with ThreadPoolExecutor(len(asked.tools)) as pool:
+        outcomes = list(pool.map(sanitized, asked.tools))
+    for outcome in outcomes:
+        output = outcome.pop("output")
+        if output:
+            print(f"--- {outcome['tool']}\n{output}")
+        line = {
+            "bench": "gpu_sanitize",
+            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git_sha": asked.git_sha,
+            "device": describe(0).name,
+            "driver": driver(),
+            "versions": versions(),
+            "cases": len(CASES),
+            **outcome,
+        }
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line))
+    return int(any(outcome["exit_code"] for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
