@@ -90,17 +90,15 @@ def run_tests(command: list[str]) -> dict[str, Any]:
     return {"exit_code": code, **counts, "seconds": round(seconds, 1), "failed": failed[:50]}
 
 
-def together(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts added up, names put in one list, the worst exit code."""
-    total: dict[str, Any] = {}
-    for outcome in outcomes:
-        for name, value in outcome.items():
-            total[name] = (
-                max(total[name], value)
-                if name == "exit_code" and total
-                else (total[name] + value if name in total else value)
-            )
-    return total
+def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Counts added up, names put in one list, the worse exit code."""
+    worse = max(first["exit_code"], second["exit_code"])
+    names = first.keys() | second.keys()
+    added = {
+        name: first[name] + second[name] if name in first and name in second else None
+        for name in sorted(names)
+    }
+    return {**added, "exit_code": worse}
 
 
 def main() -> int:
@@ -119,10 +117,8 @@ def main() -> int:
     command += ["-q", "-p", "no:cacheprovider", *more]
     side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
     outcome = together(
-        [
-            run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
-            run_tests([*command, ALONE]),
-        ]
+        run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
+        run_tests([*command, ALONE]),
     )
     line = {
         "bench": "gpu_checks",
