@@ -105,7 +105,8 @@ def _scratch_bytes(pool: PoolShape, plan: PlanarPlan, acc_bytes: int, lanes: int
     plane = _up(prod(box), lanes)
     source = plan.group_block * len(plan.src_phase) * plane + SLACK_VECTORS * lanes
     windows = _up(((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2], lanes)
-    sums = (source, windows, windows, pool.output_size[-1], prod(pool.input_size))
+    row = pool.output_size[-1]
+    sums = (source, windows, windows, row, row, prod(pool.input_size))
     return _up(8 * len(plan.taps), 64) + sum(_up(count * acc_bytes, 64) for count in sums)
 
 

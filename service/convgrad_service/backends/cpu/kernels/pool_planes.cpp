@@ -21,6 +21,7 @@ struct Scratch {
   T* best;
   Lane* at;
   T* row;
+  Lane* position;
   T* sums;
 };
 
@@ -39,6 +40,7 @@ Scratch<typename E::Acc> scratch_of(const PoolPlanesArgs& args, const Planes& pl
   s.best = arena.take<T>(planes.vectors * L);
   s.at = arena.take<Lane>(planes.vectors * L);
   s.row = arena.take<T>(args.pool.output[2]);
+  s.position = arena.take<Lane>(args.pool.output[2]);
   s.sums = arena.take<T>(args.pool.input[0] * args.pool.input[1] * args.pool.input[2]);
   tap_offsets(planar, planes.plane, s.offsets);
   return s;
@@ -99,17 +101,27 @@ void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch)
   }
 }
 
-// relative[o2] for one row of given indices; -1, and a report, where one is not in its window.
+// position[o2] = the flat index of one row of windows, each held against its window. Returns whether
+// all are right; one that is not becomes -1 and is reported.
 template <class T, class Index>
-void check_row(const PoolArgs& args, Control* control, const Index* given, i64 plane, i64 o0,
-               i64 o1, typename detail::MaskElement<T>::type* relative) {
+CONVGRAD_INLINE bool check_row(const PoolArgs& args,
+                               Control* control, const Index* given, i64 plane, i64 o0, i64 o1,
+                               typename detail::MaskElement<T>::type* position) {
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
+  using Unsigned = __make_unsigned(Lane);
   constexpr int L = kLanes<T>;
+  using U = VecN<Unsigned, L>;
   const TapRange taps0 = taps_inside(args, 0, o0), taps1 = taps_inside(args, 1, o1);
   const i64 s2 = args.stride[2], d2 = args.dilation[2], stride = args.indices.stride[4];
+  const U width = U(static_cast<Unsigned>(args.input[2]));
+  const U columns = U(static_cast<Unsigned>(args.kernel[2]));
+  const Lane base = static_cast<Lane>(row_base(args, o0, o1));
   I lane{};
-  for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i * s2);
+#pragma clang loop unroll(full)
+  for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i);
+  lane *= static_cast<Lane>(s2);
+  I wrong{};
   for (i64 next = 0; next < args.output[2]; next += L) {
     // The last vector of a row overlaps the one before it: no partial vector, the same answer.
     const bool overlaps = next + L > args.output[2] && args.output[2] >= L;
@@ -123,16 +135,17 @@ void check_row(const PoolArgs& args, Control* control, const Index* given, i64 p
       for (int i = 0; i < n; ++i) all[i] = given[(o2 + i) * stride];
       flat = __builtin_bit_cast(I, IndexLanes<T, Index>::get(all));
     }
-    const I offset = flat - (lane + static_cast<Lane>(row_base(args, o0, o1) + o2 * s2));
-    const I first = lane + static_cast<Lane>(coordinate(args, 2, o2, 0));
+    const I start = lane + static_cast<Lane>(o2 * s2);
+    const I offset = flat - (start + base);
+    const I first = start - static_cast<Lane>(args.pad[2]);
     I found = I(Lane(0));
     for (i64 r0 = taps0.low; r0 < taps0.high; ++r0) {
       for (i64 r1 = taps1.low; r1 < taps1.high; ++r1) {
         const I column = offset - static_cast<Lane>(tap_flat(args, r0, r1, 0));
-        const I inside = (first + column >= Lane(0)) &
-                         (first + column < static_cast<Lane>(args.input[2]));
+        // As unsigned numbers, negative ones are too large.
+        const I inside = __builtin_bit_cast(U, first + column) < width;
         if (d2 == 1) {
-          found |= inside & (column >= Lane(0)) & (column < static_cast<Lane>(args.kernel[2]));
+          found |= inside & (__builtin_bit_cast(U, column) < columns);
           continue;
         }
         for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
@@ -141,20 +154,41 @@ void check_row(const PoolArgs& args, Control* control, const Index* given, i64 p
       }
     }
     found &= flat >= Lane(0);
-    if (n == L && __builtin_reduce_and(found) != 0) {
-      store_raw(relative + o2, offset);
+    const I checked = found ? flat : I(Lane(-1));
+    if (n == L) {
+      wrong |= checked;
+      store_raw(position + o2, checked);
       continue;
     }
-    const I result = found ? offset : I(Lane(-1));
-    Lane all[L];
-    store_raw(all, result);
     for (int i = 0; i < n; ++i) {
-      relative[o2 + i] = all[i];
-      if (all[i] < 0) {
-        report(control,
-               ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2] + o2 + i);
-      }
+      position[o2 + i] = checked[i];
+      wrong[0] |= checked[i];
     }
+  }
+  // A right position is not negative.
+  if (__builtin_reduce_or(wrong) >= 0) return true;
+  const i64 row = ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2];
+  for (i64 o2 = 0; o2 < args.output[2]; ++o2) {
+    if (position[o2] < 0) report(control, row + o2);
+  }
+  return false;
+}
+
+// position[o2] = the flat index of the maximum that the search found for one row of windows.
+template <class Lane>
+CONVGRAD_INLINE void found_row(const PoolArgs& args, i64 o0, i64 o1, const Lane* relative,
+                               Lane* position) {
+  const Lane base = static_cast<Lane>(row_base(args, o0, o1));
+  const Lane step = static_cast<Lane>(args.stride[2]);
+  Lane unset = 0;
+  for (i64 o2 = 0; o2 < args.output[2]; ++o2) {
+    unset |= relative[o2];
+    position[o2] = static_cast<Lane>(base + static_cast<Lane>(o2) * step + relative[o2]);
+  }
+  for (i64 o2 = 0; unset < 0 && o2 < args.output[2]; ++o2) {
+    if (relative[o2] >= 0) continue;
+    position[o2] = static_cast<Lane>(base + static_cast<Lane>(o2) * step +
+                                     static_cast<Lane>(first_inside(args, o0, o1, o2)));
   }
 }
 
@@ -162,7 +196,6 @@ template <class E, class Index>
 void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
   using S = typename E::Storage;
-  using Lane = typename detail::MaskElement<T>::type;
   const PlanarArgs& planar = args.planar;
   const PoolArgs& pool = args.pool;
   const Planes planes = Planes::of<T>(planar, planar.tile);
@@ -191,22 +224,26 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
             return tile.batch * view.stride[0] + channel * view.stride[1] + o0 * view.stride[2] +
                    o1 * view.stride[3];
           };
-          Lane* relative = s.at + (o0 * planar.box[1] + o1) * planar.box[2];
+          bool right = true;
           if (pool.from_indices) {
-            check_row<T, Index>(pool, control,
-                                static_cast<const Index*>(pool.indices.data) + at(pool.indices),
-                                tile.batch * pool.channels + channel, o0, o1, relative);
+            right = check_row<T, Index>(
+                pool, control, static_cast<const Index*>(pool.indices.data) + at(pool.indices),
+                tile.batch * pool.channels + channel, o0, o1, s.position);
+          } else {
+            found_row(pool, o0, o1, s.at + (o0 * planar.box[1] + o1) * planar.box[2], s.position);
           }
-          read_line<E>(static_cast<const S*>(pool.y.data) + at(pool.y), pool.y.stride[4],
-                       pool.output[2], s.row);
-          T* to = sums + row_base(pool, o0, o1);
-          for (i64 o2 = 0; o2 < pool.output[2]; ++o2, to += pool.stride[2]) {
-            Lane position = relative[o2];
-            if (position < 0) {
-              if (pool.from_indices) continue;
-              position = static_cast<Lane>(first_inside(pool, o0, o1, o2));
+          const S* y = static_cast<const S*>(pool.y.data) + at(pool.y);
+          const T* gradient = s.row;
+          if constexpr (sizeof(S) == sizeof(T)) {
+            if (pool.y.stride[4] == 1) gradient = reinterpret_cast<const T*>(y);
+          }
+          if (gradient == s.row) read_line<E>(y, pool.y.stride[4], pool.output[2], s.row);
+          if (right) {
+            for (i64 o2 = 0; o2 < pool.output[2]; ++o2) sums[s.position[o2]] += gradient[o2];
+          } else {
+            for (i64 o2 = 0; o2 < pool.output[2]; ++o2) {
+              if (s.position[o2] >= 0) sums[s.position[o2]] += gradient[o2];
             }
-            to[position] += s.row[o2];
           }
         }
       }
