@@ -30,28 +30,22 @@ from tests.geometries import Conv
 from tests.kernels.cuda_backends import general
 from tests.kernels.gpu_check import RESULTS, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
-from tests.kernels.test_determinism import CASES as LARGER
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-NAMES = (
-    "plain",
-    "stride_beyond_kernel",
-    "padding_beyond_the_kernel",
-    "channels_67",
-    "depthwise",
-    "groups_4",
-    "1d_causal",
-    "3d_plain",
-)
+# Few and small: a tool makes every access many times slower.
+NAMES = ("plain", "stride_beyond_kernel", "depthwise", "groups_4", "3d_plain")
 EVEN = Conv(1, 64, 64, (9, 10), (3, 3), padding=1)
+PADDED = Conv(1, 67, 35, (6, 5), (3, 3), 2, 1)
 CASES: list[Case] = [
-    *(case for op in (*FROM_CONV, *FROM_CONV3D) for case in conv_cases(op) if case.name in NAMES),
-    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
-    *(make("even", EVEN) for make in FROM_CONV.values()),
-    *FUSED[:4],
-    *EPILOGUES[:4],
-    *LARGER,
-]
+    *(case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES),
+    *(make(name, conv) for name, conv in (("even", EVEN), ("padded", PADDED))
+      for make in FROM_CONV.values()),
+    *(next(iter(conv_cases(op))) for op in FROM_CONV3D),
+    *(case for n in (2, 3) for way in ("fwd", "bwd")
+      for case in list(pool_cases(f"maxpool{n}d_{way}"))[:3]),
+    *FUSED[:2],
+    *EPILOGUES[:2],
+]  # fmt: skip
 
 
 def run_all() -> None:
@@ -68,21 +62,26 @@ def run_all() -> None:
     ]
     for case in CASES:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
-        for dtype in ("bfloat16", "float32"):
-            tensors = draw(case, rng_for(0, case.id), DTYPES[dtype], integers)
-            for backend in backends:
-                for layout in layouts[-2:]:
-                    answers(backend, case, tensors, layout)
+        tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
+        for backend in backends:
+            answers(backend, case, tensors, layouts[-1])
     print(f"ran {len(CASES)} cases on {len(backends)} sets of kernels", flush=True)
 
 
-def sanitized(tool: str) -> dict[str, Any]:
+def sanitized(tool: str, timeout_s: float) -> dict[str, Any]:
     """What one tool found."""
     command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
     started = time.perf_counter()
-    ran = subprocess.run(
-        [*command, sys.executable, __file__, "--inner"], capture_output=True, text=True, check=False
-    )
+    try:
+        ran = subprocess.run(
+            [*command, sys.executable, __file__, "--inner"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {"tool": tool, "exit_code": 124, "seconds": timeout_s, "output": ""}
     found = re.findall(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+)", ran.stdout)
     return {
         "tool": tool,
@@ -98,13 +97,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--git-sha", default=git_sha())
     parser.add_argument("--tools", nargs="*", default=TOOLS)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
     parser.add_argument("--inner", action="store_true", help="run the cases, under no tool")
     asked = parser.parse_args()
     if asked.inner:
         run_all()
         return 0
     with ThreadPoolExecutor(len(asked.tools)) as pool:
-        outcomes = list(pool.map(sanitized, asked.tools))
+        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout), asked.tools))
     for outcome in outcomes:
         output = outcome.pop("output")
         if output:
