@@ -209,6 +209,8 @@ def _ordered(array: NDArray[Any], letters: str, wanted: str) -> NDArray[Any]:
 
 def _split_axis(array: NDArray[Any], axis: int, groups: int) -> NDArray[Any]:
     """One axis as (groups, rest). Splitting never needs a copy, whatever the strides."""
+    if groups == 1:
+        return array[(slice(None),) * axis + (None,)]
     extent, stride = array.shape[axis], array.strides[axis]
     per_group = extent // groups
     return np.lib.stride_tricks.as_strided(

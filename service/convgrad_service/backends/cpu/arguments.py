@@ -78,7 +78,7 @@ def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
     strides = [stride // array.itemsize for stride in array.strides]
     if lead:
         strides[lead:lead] = [0] * (lead + 3 - len(strides))
-    view.data = array.ctypes.data
+    view.data = array.__array_interface__["data"][0]  # a third of the time of array.ctypes
     view.stride[: len(strides)] = strides
     return view
 

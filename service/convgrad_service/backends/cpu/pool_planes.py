@@ -6,6 +6,8 @@ The windows are read as a depthwise convolution's are, so its plan serves here t
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -32,7 +34,7 @@ class PoolPlanesArgs(ctypes.Structure):
     _fields_ = (("planar", PlanarArgs), ("pool", PoolArgs))
     scratch_bytes: int
     tasks: int
-    keeps: tuple[PlanarPlan, NDArray[Any]]
+    keeps: _Described
 
 
 def planes_args(
@@ -50,15 +52,38 @@ def planes_args(
     """
     if any(array.strides[-1] != array.itemsize for array in tensors):
         return None
-    if _reach(pool) >= LARGEST_REACH:
-        return None
-    plan = _plan(pool, acc_bytes, vector_bytes // acc_bytes)
-    if plan is None or plan.tiles != (1, 1, 1):
-        return None
-    scratch_bytes = _scratch_bytes(pool, plan, acc_bytes, vector_bytes // acc_bytes)
-    if scratch_bytes > SCRATCH_LIMIT_BYTES:
+    described = _described(pool, acc_bytes, vector_bytes // acc_bytes)
+    if described is None:
         return None
     planes = PoolPlanesArgs()
+    planes.planar, planes.pool = described.planar, args
+    if input is not None:
+        planes.planar.src = view_of(input[:, :, None], 3)
+    planes.scratch_bytes, planes.tasks = described.scratch_bytes, described.tasks
+    planes.keeps = described
+    return planes
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What depends on the pooling alone; ``planar`` points into the tables it keeps."""
+
+    planar: PlanarArgs
+    scratch_bytes: int
+    tasks: int
+
+
+@lru_cache(maxsize=256)
+def _described(pool: PoolShape, acc_bytes: int, lanes: int) -> _Described | None:
+    """None where a plane or a window is too large."""
+    if _reach(pool) >= LARGEST_REACH:
+        return None
+    plan = _plan(pool, acc_bytes, lanes)
+    if plan is None or plan.tiles != (1, 1, 1):
+        return None
+    scratch_bytes = _scratch_bytes(pool, plan, acc_bytes, lanes)
+    if scratch_bytes > SCRATCH_LIMIT_BYTES:
+        return None
     planar = PlanarArgs()
     _, height, width = triple(pool.input_size, 1)
     first, second, third = triple(pool.dilation, 1)
@@ -66,13 +91,8 @@ def planes_args(
     fill(planar, plan, tap_table(plan, triple(pool.kernel_size, 1), strides))
     planar.batch, planar.groups = pool.batch, pool.channels
     planar.src_channels = planar.dst_channels = 1
-    if input is not None:
-        planar.src = view_of(input[:, :, None], 3)
-    planes.planar, planes.pool = planar, args
-    planes.keeps = planar.keeps
-    planes.scratch_bytes = scratch_bytes
-    planes.tasks = -(-pool.channels // plan.group_block) * pool.batch
-    return planes
+    tasks = -(-pool.channels // plan.group_block) * pool.batch
+    return _Described(planar, scratch_bytes, tasks)
 
 
 def _reach(pool: PoolShape) -> int:

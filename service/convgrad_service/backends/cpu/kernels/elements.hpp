@@ -72,6 +72,9 @@ using Vec = VecN<T, kLanes<T>>;
 template <class T>
 using Mask = VecN<typename detail::MaskElement<T>::type, kLanes<T>>;
 
+CONVGRAD_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+CONVGRAD_INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+
 template <class V, class T>
 CONVGRAD_INLINE V load_raw(const T* p) {
   V v;

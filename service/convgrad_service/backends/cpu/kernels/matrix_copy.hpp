@@ -48,9 +48,6 @@ CONVGRAD_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   transpose_steps<T, kLanes<T> / 2>(rows);
 }
 
-CONVGRAD_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
-CONVGRAD_INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
-
 // block[i * block_row + j], i < rows, j < columns; nothing else of the block is written.
 template <class E>
 void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 rows, i64 columns,

@@ -101,75 +101,118 @@ void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch)
   }
 }
 
-// position[o2] = the flat index of one row of windows, each held against its window. Returns whether
-// all are right; one that is not becomes -1 and is reported.
-template <class T, class Index>
-CONVGRAD_INLINE bool check_row(const PoolArgs& args,
-                               Control* control, const Index* given, i64 plane, i64 o0, i64 o1,
+// What one row of windows allows: the rows of taps inside the input, and where its tap 0 lies.
+struct RowOfWindows {
+  i64 o0;
+  i64 o1;
+  TapRange taps0;
+  TapRange taps1;
+  i64 base;
+};
+
+// V vectors of windows from `next` on, each index held against its window: position receives it, or
+// -1. The row's last vector may overlap others: no partial vector, the same answer. `wrong` becomes
+// negative somewhere if any was.
+template <class T, class Index, int V>
+CONVGRAD_INLINE void check_run(const PoolArgs& args, const RowOfWindows& row, const Index* given,
+                               i64 next, Mask<T>& wrong,
                                typename detail::MaskElement<T>::type* position) {
   using I = Mask<T>;
   using Lane = typename detail::MaskElement<T>::type;
   using Unsigned = __make_unsigned(Lane);
   constexpr int L = kLanes<T>;
   using U = VecN<Unsigned, L>;
-  const TapRange taps0 = taps_inside(args, 0, o0), taps1 = taps_inside(args, 1, o1);
-  const i64 s2 = args.stride[2], d2 = args.dilation[2], stride = args.indices.stride[4];
-  const U width = U(static_cast<Unsigned>(args.input[2]));
-  const U columns = U(static_cast<Unsigned>(args.kernel[2]));
-  const Lane base = static_cast<Lane>(row_base(args, o0, o1));
+  const I none = I(Lane(0));
   I lane{};
 #pragma clang loop unroll(full)
   for (int i = 0; i < L; ++i) lane[i] = static_cast<Lane>(i);
-  lane *= static_cast<Lane>(s2);
-  I wrong{};
-  for (i64 next = 0; next < args.output[2]; next += L) {
-    // The last vector of a row overlaps the one before it: no partial vector, the same answer.
-    const bool overlaps = next + L > args.output[2] && args.output[2] >= L;
-    const i64 o2 = overlaps ? args.output[2] - L : next;
-    const int n = static_cast<int>(args.output[2] - o2 < L ? args.output[2] - o2 : L);
-    I flat;
-    if (stride == 1 && n == L) {
-      flat = __builtin_bit_cast(I, IndexLanes<T, Index>::get(given + o2));
-    } else {
-      Index all[L] = {};
-      for (int i = 0; i < n; ++i) all[i] = given[(o2 + i) * stride];
-      flat = __builtin_bit_cast(I, IndexLanes<T, Index>::get(all));
-    }
-    const I start = lane + static_cast<Lane>(o2 * s2);
-    const I offset = flat - (start + base);
+  const i64 reach = (args.kernel[2] - 1) * args.dilation[2];
+  I flat[V], column[V], found[V];
+  U span[V];
+  i64 at[V];
+#pragma clang loop unroll(full)
+  for (int v = 0; v < V; ++v) {
+    at[v] = least(next + v * L, args.output[2] - L);
+    flat[v] = __builtin_bit_cast(I, IndexLanes<T, Index>::get(given + at[v]));
+    const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
+    // The window's columns inside the input, from its tap 0 on: lowest, and how many more.
     const I first = start - static_cast<Lane>(args.pad[2]);
-    I found = I(Lane(0));
-    for (i64 r0 = taps0.low; r0 < taps0.high; ++r0) {
-      for (i64 r1 = taps1.low; r1 < taps1.high; ++r1) {
-        const I column = offset - static_cast<Lane>(tap_flat(args, r0, r1, 0));
+    const I room = static_cast<Lane>(args.input[2] - 1) - first;
+    const I lowest = first < none ? -first : none;
+    const I highest = room < static_cast<Lane>(reach) ? room : I(static_cast<Lane>(reach));
+    span[v] = __builtin_bit_cast(U, highest - lowest + 1);
+    column[v] = flat[v] - start - static_cast<Lane>(row.base) - lowest;
+    found[v] = none;
+  }
+  for (i64 r0 = row.taps0.low; r0 < row.taps0.high; ++r0) {
+    for (i64 r1 = row.taps1.low; r1 < row.taps1.high; ++r1) {
+      const I here = I(static_cast<Lane>(tap_flat(args, r0, r1, 0)));
+#pragma clang loop unroll(full)
+      for (int v = 0; v < V; ++v) {
         // As unsigned numbers, negative ones are too large.
-        const I inside = __builtin_bit_cast(U, first + column) < width;
-        if (d2 == 1) {
-          found |= inside & (__builtin_bit_cast(U, column) < columns);
-          continue;
+        I inside = __builtin_bit_cast(U, column[v] - here) < span[v];
+        if (args.dilation[2] != 1) {
+          const I start = (lane + static_cast<Lane>(at[v])) * static_cast<Lane>(args.stride[2]);
+          const I tap = flat[v] - start - static_cast<Lane>(row.base) - here;
+          I met = none;
+          for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
+            met |= tap == static_cast<Lane>(r2 * args.dilation[2]);
+          }
+          inside &= met;
         }
-        for (i64 r2 = 0; r2 < args.kernel[2]; ++r2) {
-          found |= inside & (column == static_cast<Lane>(r2 * d2));
-        }
+        found[v] |= inside;
       }
     }
-    found &= flat >= Lane(0);
-    const I checked = found ? flat : I(Lane(-1));
-    if (n == L) {
-      wrong |= checked;
-      store_raw(position + o2, checked);
-      continue;
+  }
+#pragma clang loop unroll(full)
+  for (int v = 0; v < V; ++v) {
+    found[v] &= flat[v] >= none;
+    const I checked = found[v] ? flat[v] : none - 1;
+    wrong |= checked;
+    store_raw(position + at[v], checked);
+  }
+}
+
+// position[o2] = the flat index of one row of windows, each held against its window. Returns whether
+// all are right; one that is not becomes -1 and is reported.
+template <class T, class Index>
+CONVGRAD_INLINE bool check_row(const PoolArgs& args, Control* control, const Index* given,
+                               i64 plane, i64 o0, i64 o1,
+                               typename detail::MaskElement<T>::type* position) {
+  using I = Mask<T>;
+  constexpr int L = kLanes<T>;
+  const RowOfWindows row{o0, o1, taps_inside(args, 0, o0), taps_inside(args, 1, o1),
+                         row_base(args, o0, o1)};
+  const i64 n = args.output[2];
+  I wrong{};
+  if (n >= L) {
+    for (i64 next = 0; next < n; next += 4 * L) {
+      if (n - next > 2 * L) {
+        check_run<T, Index, 4>(args, row, given, next, wrong, position);
+      } else if (n - next > L) {
+        check_run<T, Index, 2>(args, row, given, next, wrong, position);
+      } else {
+        check_run<T, Index, 1>(args, row, given, next, wrong, position);
+      }
     }
-    for (int i = 0; i < n; ++i) {
-      position[o2 + i] = checked[i];
+  } else {
+    // What is past a short row has index -1 and does not count.
+    Index few[L];
+    typename detail::MaskElement<T>::type checked[L];
+    for (int i = 0; i < L; ++i) few[i] = i < n ? given[i] : Index(-1);
+    PoolArgs padded = args;
+    padded.output[2] = L;
+    I ignored{};
+    check_run<T, Index, 1>(padded, row, few, 0, ignored, checked);
+    for (i64 i = 0; i < n; ++i) {
+      position[i] = checked[i];
       wrong[0] |= checked[i];
     }
   }
-  // A right position is not negative.
   if (__builtin_reduce_or(wrong) >= 0) return true;
-  const i64 row = ((plane * args.output[0] + o0) * args.output[1] + o1) * args.output[2];
-  for (i64 o2 = 0; o2 < args.output[2]; ++o2) {
-    if (position[o2] < 0) report(control, row + o2);
+  const i64 before = ((plane * args.output[0] + o0) * args.output[1] + o1) * n;
+  for (i64 o2 = 0; o2 < n; ++o2) {
+    if (position[o2] < 0) report(control, before + o2);
   }
   return false;
 }
@@ -190,6 +233,15 @@ CONVGRAD_INLINE void found_row(const PoolArgs& args, i64 o0, i64 o1, const Lane*
     position[o2] = static_cast<Lane>(base + static_cast<Lane>(o2) * step +
                                      static_cast<Lane>(first_inside(args, o0, o1, o2)));
   }
+}
+
+// One past the last position that the windows (o0, o1, any) may add to.
+CONVGRAD_INLINE i64 past_window(const PoolArgs& args, i64 o0, i64 o1) {
+  const i64 i0 = coordinate(args, 0, o0, args.kernel[0] - 1);
+  const i64 i1 = coordinate(args, 1, o1, args.kernel[1] - 1);
+  const i64 last0 = i0 < args.input[0] ? i0 : args.input[0] - 1;
+  const i64 last1 = i1 < args.input[1] ? i1 : args.input[1] - 1;
+  return (last0 * args.input[1] + last1 + 1) * args.input[2];
 }
 
 template <class E, class Index>
@@ -217,13 +269,19 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
       S* target = static_cast<S*>(result.data) + tile.batch * result.stride[0] +
                   channel * result.stride[1];
       T* sums = in_place ? reinterpret_cast<T*>(target) : s.sums;
-      fill_zero(sums, size);
+      i64 cleared = 0;
       for (i64 o0 = 0; o0 < pool.output[0]; ++o0) {
         for (i64 o1 = 0; o1 < pool.output[1]; ++o1) {
           const auto at = [&](const View& view) {
             return tile.batch * view.stride[0] + channel * view.stride[1] + o0 * view.stride[2] +
                    o1 * view.stride[3];
           };
+          // Cleared just ahead of its use, a plane larger than the first-level cache stays in it.
+          const i64 reached = past_window(pool, o0, o1);
+          if (reached > cleared) {
+            fill_zero(sums + cleared, reached - cleared);
+            cleared = reached;
+          }
           bool right = true;
           if (pool.from_indices) {
             right = check_row<T, Index>(
@@ -247,6 +305,7 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
           }
         }
       }
+      if (cleared < size) fill_zero(sums + cleared, size - cleared);
       for (i64 i0 = 0; !in_place && i0 < pool.input[0]; ++i0) {
         for (i64 i1 = 0; i1 < pool.input[1]; ++i1) {
           write_line<E>(target + i0 * result.stride[2] + i1 * result.stride[3], result.stride[4],
