@@ -10,7 +10,14 @@
 
 using namespace convgrad;
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+// Two blocks to a multiprocessor hide more latency; Blackwell's code would then spill.
+#if __CUDA_ARCH__ >= 1000
+#define BLOCKS 1
+#else
+#define BLOCKS 2
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     gather_direct(const __grid_constant__ GatherArgs args) {
   using T = ELEMENT;
   using S = Sum<T>;

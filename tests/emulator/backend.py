@@ -1,0 +1,158 @@
+"""A backend that runs GPU plans on the CPU, see the package's docstring."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.cuda.compile import KERNELS, included
+from convgrad_service.backends.cuda.memory import arena_of
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_program import Clear, Instance
+from convgrad_service.problems import Problem
+
+__all__ = ["EmulatedBackend", "works_here"]
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "emulator"
+# Each side of an arena, filled with a pattern that no kernel may touch.
+MARGIN_BYTES, PATTERN, UNWRITTEN = 65536, 0x5A, 0xFF
+ALIGNMENT = 256
+
+# What elements.cuh says to a GPU, and what it means.
+ASSEMBLY = {
+    r'asm\("cvt\.f32\.f16 [^;]*;"[^;]*;': "wide = half_to_float(value.bits);",
+    r'asm\("cvt\.rn\.f16\.f32 [^;]*;"[^;]*;': "narrowed.bits = float_to_half(value);",
+    r'asm\("cvt\.rn\.bf16\.f32 [^;]*;"[^;]*;': "narrowed.bits = float_to_bfloat(value);",
+}
+_ARGUMENTS = re.compile(r"(\w+)\(const __grid_constant__ (\w+) args\)")
+
+
+def works_here() -> bool:
+    """Whether threads can take turns on this machine: the switch is written for x86-64."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def _translated(instance: Instance) -> str:
+    """The kernel's source with its headers, as C++ for the CPU."""
+    # Headers come before what includes them: `included` meets each after its user.
+    texts = [(KERNELS / name).read_text() for name in _in_order(instance.source)]
+    source = re.sub(r"#include \"[^\"]*\"|#pragma (once|unroll.*)", "", "\n".join(texts))
+    for instruction, meaning in ASSEMBLY.items():
+        source = re.sub(instruction, meaning, source)
+    structure = dict(_ARGUMENTS.findall(source))[instance.entry]
+    defines = "".join(f"#define {name} {value}\n" for name, value in instance.defines)
+    return (
+        f'#include "emulator.hpp"\n{defines}{source}\n'
+        f"#define ENTRY {instance.entry}\n#define ARGUMENTS {structure}\n"
+        '#include "launch.hpp"\n'
+    )
+
+
+def _in_order(source: str) -> list[str]:
+    """A source and its headers, each after those that it includes."""
+    ordered: list[str] = []
+    for name in reversed(included(source)):
+        needed = [one for one in included(name)[1:] if one not in ordered]
+        ordered += [one for one in reversed(needed) if one not in ordered]
+        if name not in ordered:
+            ordered.append(name)
+    return ordered
+
+
+@lru_cache(maxsize=256)
+def _launch_of(instance: Instance) -> Any:
+    """The launch function of one instance; what did not change is found in build/."""
+    text = _translated(instance)
+    headers = "".join((HERE / name).read_text() for name in ("emulator.hpp", "launch.hpp"))
+    key = hashlib.sha256((text + headers).encode()).hexdigest()[:24]
+    library = BUILD / f"{instance.entry}-{key}.so"
+    if not library.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        source = library.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
+        source.write_text(text)
+        partial = source.with_suffix(".so")
+        command = [sys.executable, "-m", "ziglang", "c++", "-std=c++20", "-O2", "-g0", "-w"]
+        command += ["-shared", "-fPIC", "-fno-sanitize=all", f"-I{HERE}"]
+        command += ["-o", str(partial), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        partial.replace(library)
+        source.unlink()
+    return ctypes.CDLL(str(library)).launch
+
+
+class EmulatedBackend:
+    """Computes as `CudaBackend` does, and sees every write outside the arena.
+
+    Only for families whose kernels the emulator understands.
+    """
+
+    name = "emulated"
+
+    def __init__(self, families: Families) -> None:
+        self._families = families
+        self._lock = threading.Lock()  # a kernel's shared memory is static
+
+    def explain(self, problem: Problem) -> Plan:
+        return plan_for(problem, H200, self._families)
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+    ) -> Outcome:
+        plan = plan_for(problem, H200, self._families)
+        arena = arena_of(problem, plan)
+        whole = np.full(arena.size_bytes + 2 * MARGIN_BYTES + ALIGNMENT, PATTERN, np.uint8)
+        start = MARGIN_BYTES + (-(whole.ctypes.data + MARGIN_BYTES)) % ALIGNMENT
+        memory = whole[start : start + arena.size_bytes]
+        memory[...] = UNWRITTEN
+
+        def place(name: str, size: int) -> NDArray[np.uint8]:
+            return memory[arena.offsets[name] : arena.offsets[name] + size]
+
+        for name, spec in problem.inputs.items():
+            data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
+            place(name, spec.size_bytes)[...] = data
+        before = memory[: arena.input_bytes].copy()
+        with self._lock:
+            for step in plan.steps:
+                if isinstance(step, Clear):
+                    place(step.buffer, step.size_bytes)[...] = 0
+                    continue
+                filled = step.arguments.fill(arena.addresses(memory.ctypes.data))
+                buffer = (ctypes.c_char * len(filled)).from_buffer(filled)
+                launch = _launch_of(step.instance)
+                assert step.grid[1:] == step.block[1:] == (1, 1)
+                torn = launch(buffer, ctypes.c_uint(step.grid[0]), ctypes.c_uint(step.block[0]))
+                assert not torn, f"{step.instance.name}: not all of a block meets at a barrier"
+        assert (whole[:start] == PATTERN).all(), "a write before the arena"
+        assert (whole[start + arena.size_bytes :] == PATTERN).all(), "a write after the arena"
+        assert (memory[: arena.input_bytes] == before).all(), "a write to an input"
+        for check in plan.checks:
+            if place(check.buffer, 4).view(np.int32)[0]:
+                raise InvalidProblem(check.sentence)
+        outputs = {
+            name: place(name, spec.size_bytes).view(spec.dtype.numpy).reshape(spec.shape).copy()
+            for name, spec in problem.outputs.items()
+        }
+        return Outcome(outputs, plan.kernel, 0.0, 1, plan.workspace_bytes)

@@ -1,0 +1,79 @@
+"""The general GPU kernels, run on the CPU: right, within their memory, whole at each barrier."""
+
+from __future__ import annotations
+
+import pytest
+
+from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.plans.cuda_families import Families
+from tests.arrays import DTYPES, draw, integers, rng_for
+from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.cuda_backends import general
+from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.kernels.test_maxpool import sources
+from tests.oracle import expected
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+SETS: dict[str, Families] = {
+    "tiles": general(GatherTile(), WeightTile()),
+    "direct": general(GatherDirect(), WeightDirect()),
+}
+NAMES = (
+    "plain",
+    "stride_beyond_kernel",
+    "stride_beyond_kernel_1x1",
+    "stride_shares_factor_with_dilation",
+    "rows_past_the_last_window",
+    "padding_beyond_the_kernel",
+    "channels_67",
+    "depthwise_multiplier_2",
+    "groups_3_odd",
+    "1d_causal",
+    "3d_plain",
+)
+CASES = [
+    *(case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES),
+    *(case for op in FROM_CONV3D for case in conv_cases(op) if case.name == "3d_plain"),
+    *EPILOGUES[:3],
+    *FUSED[:3],
+]
+POOLS = [
+    case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
+]
+DTYPE = {"tiles": "float32", "direct": "bfloat16"}
+
+
+@pytest.fixture(scope="module", params=SETS)
+def emulated(request: pytest.FixtureRequest) -> tuple[EmulatedBackend, str]:
+    return EmulatedBackend(SETS[request.param]), DTYPE[request.param]
+
+
+@pytest.mark.parametrize("gate", ["exact", "bounded"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_convolution(
+    emulated: tuple[EmulatedBackend, str], seed: int, case: Case, gate: str
+) -> None:
+    backend, dtype = emulated
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
+    for layout in layouts[-2:]:
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("case", POOLS[::3], ids=lambda case: case.id)
+def test_pooling(emulated: tuple[EmulatedBackend, str], seed: int, case: Case) -> None:
+    backend, dtype = emulated
+    tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], integers)
+    wanted = expected(case.operation, tensors, case.params)
+    given = sources(case, tensors) if "bwd" in case.operation else {"": (case, tensors)}
+    for asked, arrays in given.values():
+        for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+            check(
+                answers(backend, asked, arrays, layout), wanted, "exact", f"seed {seed} {case.id}"
+            )
