@@ -26,7 +26,7 @@ $(READY): $(LOCK) pyproject.toml service/hatch_build.py
 	@touch $@
 
 kernels: $(READY) ## compile the CPU kernels that changed
-	@$(PY) $(CPU)/compile.py
+	@$(PY) $(CPU)/compile.py >/dev/null
 
 demo: kernels ## train a small network through a running server, check every operation
 	@$(PY) -m convgrad demo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,54 @@ def wire_table() -> str:
 
 _MALLOC = {"default": "as shipped by glibc", "served": "as the server sets it"}
 
-TABLES: Mapping[str, Callable[[], str]] = {"wire": wire_table, "settings": markdown_table}
+_BACKWARD = ("conv_bwd_data", "maxpool2d_bwd")
+_COLUMNS = [(ops, last) for ops in (_BACKWARD, ("grouped_conv_bwd_weight",)) for last in (0, 1)]
+
+
+def cpu_table() -> str:
+    """The CPU kernels beside PyTorch's, layer by layer, then the geometric means of the ratios."""
+    rows = records("cpu")
+    if not rows:
+        return ""
+    lines = [
+        "| float32, batch 4, ms: ours / PyTorch | gradient of the input, NCHW | NHWC "
+        "| gradient of the weight, NCHW | NHWC |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    plain = [row for row in rows if row["malloc"] == "default"]
+    for layer in dict.fromkeys(row["layer"] for row in plain):
+        cells = []
+        for ops, last in _COLUMNS:
+            found = [row for row in plain if row["layer"] == layer and row["op"] in ops]
+            cells.append(
+                f"{found[last]['ours_ms']:.2f} / {found[last]['peer_ms']:.2f}" if found else ""
+            )
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    for malloc in dict.fromkeys(row["malloc"] for row in rows):
+        for title, kinds in (("convolutions", None), ("pooling", "pool")):
+            cells = []
+            for ops, last in _COLUMNS:
+                some = [
+                    row
+                    for row in rows
+                    if row["malloc"] == malloc
+                    and row["op"] in ops
+                    and (row["class"] == "pool") == (kinds == "pool")
+                ]
+                ratios = [row["peer_ms"] / row["ours_ms"] for row in some[last::2]]
+                cells.append(f"{statistics.geometric_mean(ratios):.2f}x" if ratios else "")
+            lines.append(
+                f"| **times as fast as PyTorch**, {title}, malloc {_MALLOC[malloc]} "
+                f"| {' | '.join(cells)} |"
+            )
+    return "\n".join([*lines, "", source(rows, "make bench-cpu")])
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "cpu": cpu_table,
+    "wire": wire_table,
+    "settings": markdown_table,
+}
 
 
 def rendered(text: str) -> str:
