@@ -161,7 +161,7 @@ class CudaBackend:
         return parts_for(problem, self.device.memory_bytes - reserve, self._needed)
 
     def _parts_by_free_memory(self, problem: Problem) -> int:
-        with self._cuda.Device(self._index):
+        with self._translated(problem), self._cuda.Device(self._index):
             self._free_cached()
             free, _ = self._cuda.runtime.memGetInfo()
         return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)

@@ -1,0 +1,65 @@
+"""The backend that a setting names, or the reason why it cannot be made here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
+
+__all__ = ["BackendName", "BackendOptions", "backend_named"]
+
+BackendName = Literal["auto", "cpu", "cuda"]
+_log = logging.getLogger("convgrad.backends")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What backends are made with; each takes what concerns it.
+
+    ``threads`` and ``workspace_limit_bytes`` are the CPU's; ``kernel_cache`` is the folder of
+    compiled GPU kernels.
+    """
+
+    threads: int | None = None
+    workspace_limit_bytes: int = 256 * 2**20
+    kernel_cache: Path = DEFAULT_CACHE
+
+
+def backend_named(name: BackendName, options: BackendOptions) -> Backend:
+    """``cpu`` or ``cuda``; ``auto`` is ``cuda`` where it works, else ``cpu``, and logs why.
+
+    Raises:
+        DeviceUnavailable: the backend named cannot work here; the sentence says why.
+    """
+    return _MAKERS[name](options)
+
+
+def _cpu(options: BackendOptions) -> Backend:
+    return CpuBackend(threads=options.threads, workspace_limit_bytes=options.workspace_limit_bytes)
+
+
+def _cuda(options: BackendOptions) -> Backend:
+    return CudaBackend(cache=options.kernel_cache)
+
+
+def _auto(options: BackendOptions) -> Backend:
+    try:
+        return _cuda(options)
+    except DeviceUnavailable as error:
+        _log.info("computing on the CPU: %s", error.detail)
+        return _cpu(options)
+
+
+_MAKERS: Mapping[BackendName, Callable[[BackendOptions], Backend]] = {
+    "auto": _auto,
+    "cpu": _cpu,
+    "cuda": _cuda,
+}
