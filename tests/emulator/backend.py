@@ -55,6 +55,8 @@ def _translated(instance: Instance) -> str:
     # Headers come before what includes them: `included` meets each after its user.
     texts = [(KERNELS / name).read_text() for name in _in_order(instance.source)]
     source = re.sub(r"#include \"[^\"]*\"|#pragma (once|unroll.*)", "", "\n".join(texts))
+    # C++ wants the alignment first.
+    source = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", source)
     for instruction, meaning in ASSEMBLY.items():
         source = re.sub(instruction, meaning, source)
     structure = dict(_ARGUMENTS.findall(source))[instance.entry]

@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Sum<ELEMENT>) == 4
     gather_tile(const __grid_constant__ GatherArgs args) {
   using T = ELEMENT;
   using S = Sum<T>;
-  __shared__ S a_tile[kStep][kPixels + 4];
-  __shared__ S b_tile[kStep][kChannels + 4];
+  __shared__ alignas(16) S a_tile[kStep][kPixels + 4];
+  __shared__ alignas(16) S b_tile[kStep][kChannels + 4];
   __shared__ i64 pixel_x[kPixels];       // of n and the group; negative where there is none
   __shared__ i64 pixel_at[3][kPixels];   // the source position at tap 0
   __shared__ i64 offset[kPixels];        // of the source at this tap; negative where outside

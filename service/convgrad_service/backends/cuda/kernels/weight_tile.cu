@@ -23,8 +23,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     weight_tile(const __grid_constant__ WeightArgs args) {
   using T = ELEMENT;
   using S = Sum<T>;
-  __shared__ S y_tile[kStep][kTile + 4];
-  __shared__ S x_tile[kStep][kTile + 4];
+  __shared__ alignas(16) S y_tile[kStep][kTile + 4];
+  __shared__ alignas(16) S x_tile[kStep][kTile + 4];
   __shared__ Meeting met[kAhead];
 
   const int thread = threadIdx.x;
