@@ -114,7 +114,8 @@ def main() -> int:
     print(f"{compiled} kernels compiled in {time.perf_counter() - started:.1f} s", flush=True)
     marks = "gpu and slow" if asked.slow else "gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}"]
-    command += ["-q", "-p", "no:cacheprovider", *more]
+    # Warnings of other packages' plugins are not what is tested here.
+    command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
     side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
     outcome = together(
         run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),

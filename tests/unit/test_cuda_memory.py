@@ -1,0 +1,115 @@
+"""Uploads and downloads in stretches of pinned memory, with a CUDA made of plain memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda import memory
+from convgrad_service.backends.cuda.memory import Lane
+
+
+class FakeRuntime:
+    """Copies when it is told to, and counts how often."""
+
+    memcpyDeviceToHost, memcpyHostToDevice = 2, 1  # noqa: N815 - CUDA's own names
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int]] = []
+
+    def memcpyAsync(  # noqa: N802
+        self, target: int, source: int, size: int, kind: int, stream: int
+    ) -> None:
+        assert stream == 7
+        self.copies.append((kind, size))
+        ctypes.memmove(target, source, size)
+
+
+class FakeEvent:
+    def __init__(self, disable_timing: bool) -> None:
+        assert disable_timing
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime()
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Event=FakeEvent,
+        Stream=lambda non_blocking: SimpleNamespace(ptr=7),
+        alloc_pinned_memory=lambda size: np.empty(size, np.uint8),
+    )
+    monkeypatch.setattr(memory, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    return runtime
+
+
+@pytest.fixture
+def lane(runtime: FakeRuntime) -> Iterator[Lane]:
+    with ThreadPoolExecutor(memory.COPIERS) as copiers:
+        yield Lane(copiers)
+
+
+def tensors() -> list[tuple[int, NDArray[Any]]]:
+    """At rising offsets, with gaps; of several types, one transposed, one at an odd address."""
+    rng = np.random.default_rng(0)
+    odd = np.frombuffer(rng.bytes(801), np.uint8)[1:].view(np.float64)
+    arrays: list[NDArray[Any]] = [
+        rng.standard_normal((3, 50)).astype(ml_dtypes.bfloat16),
+        rng.standard_normal((20, 30)).T,
+        odd,
+        rng.integers(-5, 5, 7),
+        rng.standard_normal((1,)).astype(np.float16),
+        rng.standard_normal((4096,)).astype(np.float32),
+    ]
+    placed, offset = [], 0
+    for array in arrays:
+        placed.append((offset, array))
+        offset += -(-array.nbytes // 256) * 256
+    return placed
+
+
+@pytest.mark.parametrize("staging", [64, 1000, 4096, 2**20])
+@pytest.mark.parametrize("shared", [1, 300, 2**20])
+def test_there_and_back(
+    monkeypatch: pytest.MonkeyPatch, lane: Lane, runtime: FakeRuntime, staging: int, shared: int
+) -> None:
+    monkeypatch.setattr(memory, "STAGING_BYTES", staging)
+    monkeypatch.setattr(memory, "SHARED_COPY_BYTES", shared)
+    placed = tensors()
+    device = np.full(100_000, 0xEE, np.uint8)
+    base = device.ctypes.data + 512
+    lane.upload(placed, base)
+    size = placed[-1][0] + placed[-1][1].nbytes
+    assert len(runtime.copies) == -(-size // staging)
+    for offset, array in placed:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        np.testing.assert_array_equal(device[512 + offset : 512 + offset + data.size], data)
+    assert (device[:512] == 0xEE).all()
+    assert (device[512 + size :] == 0xEE).all()
+
+    for first in (0, 2):
+        back = [(offset, np.zeros(array.shape, array.dtype)) for offset, array in placed[first:]]
+        lane.download(back, base)
+        for (_, found), (_, wanted) in zip(back, placed[first:], strict=True):
+            assert found.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def test_what_fits_goes_in_one_copy(lane: Lane, runtime: FakeRuntime) -> None:
+    device = np.zeros(100_000, np.uint8)
+    lane.upload(tensors(), device.ctypes.data)
+    assert [kind for kind, _ in runtime.copies] == [runtime.memcpyHostToDevice]
+    back = [(offset, np.empty(array.shape, array.dtype)) for offset, array in tensors()[3:]]
+    lane.download(back, device.ctypes.data)
+    assert [kind for kind, _ in runtime.copies[1:]] == [runtime.memcpyDeviceToHost]
