@@ -1,0 +1,221 @@
+"""The gradient of a depthwise convolution's weight, channels last: ``depthwise_weight.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
+    BLOCK_CHANNELS,
+    MAX_THREADS,
+    Cut,
+    Plane,
+    Tiling,
+    blocks_of,
+    cut_plane,
+    plane_of,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import (
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["WEIGHT_TILES", "DepthwiseWeight", "WeightTile"]
+
+# What is stored for each type of input.
+RESULTS = {
+    DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
+    DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
+    DType.FLOAT32: (DType.FLOAT32,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTile:
+    """A thread's kernel rows, channels and columns, the rows that a block's tile may have (half of
+    them in float32), and the blocks that a multiprocessor is to hold."""
+
+    kernel_rows: int
+    vector: int
+    columns: int
+    rows: int
+    blocks: int
+
+
+# By kernel rows, kernel columns and stride.
+WEIGHT_TILES = {
+    (3, 3, 1): WeightTile(3, 2, 7, 14, 4),
+    (3, 3, 2): WeightTile(3, 2, 4, 8, 5),
+    (5, 5, 1): WeightTile(5, 2, 4, 14, 4),
+    (5, 5, 2): WeightTile(5, 2, 2, 8, 4),
+    (7, 7, 1): WeightTile(7, 1, 4, 14, 4),
+    (7, 7, 2): WeightTile(7, 1, 2, 8, 4),
+    (13, 13, 1): WeightTile(5, 1, 4, 14, 3),
+    (3, 1, 1): WeightTile(3, 2, 1, 256, 5),
+    (4, 1, 1): WeightTile(4, 2, 1, 256, 5),
+    (5, 1, 1): WeightTile(5, 2, 1, 256, 5),
+    (7, 1, 1): WeightTile(7, 2, 1, 256, 5),
+    (9, 1, 1): WeightTile(9, 2, 1, 256, 5),
+    (15, 1, 1): WeightTile(15, 2, 1, 256, 4),
+    (31, 1, 1): WeightTile(31, 2, 1, 256, 3),
+}
+
+
+class DepthwiseWeightArgs(ctypes.Structure):
+    """See ``depthwise_args.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        ("kernel_rows", ctypes.c_int32),
+        ("tiling", Tiling),
+    )
+
+
+class DepthwiseWeight:
+    """bwd_weight of the kernels in ``WEIGHT_TILES``, one channel a group, channels last."""
+
+    name = "depthwise_weight"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.dtype not in RESULTS:
+            return f"{work.dtype}"
+        reason = why_not_plane(work)
+        if reason is not None:
+            return reason
+        plane = plane_of(work)
+        if plane is None or (*plane.kernel, plane.stride) not in WEIGHT_TILES:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        tile = _tile(plane)
+        needed = _shared_bytes(work.dtype, plane, tile, _cut(work.dtype, plane, tile))
+        if needed > device.shared_bytes_per_block:
+            return (
+                f"a block needs {needed} bytes of shared memory and there are "
+                f"{device.shared_bytes_per_block}"
+            )
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        if plane is None:
+            raise ValueError("not a plane")
+        return self.fragment(work, device, plane, _tile(plane))
+
+    def fragment(
+        self, work: ConvWork, device: CudaDevice, plane: Plane, tile: WeightTile
+    ) -> Fragment:
+        """With this tile."""
+        cut = _cut(work.dtype, plane, tile)
+        tiling = cut.tiling(work.groups)
+        row_groups = ceil_div(plane.kernel[0], tile.kernel_rows)
+        shared_bytes = _shared_bytes(work.dtype, plane, tile, cut)
+        columns = tiling.channel_tiles * row_groups
+        blocks = blocks_of(device, plane.batch * cut.tiles, columns, shared_bytes, tile.blocks)
+
+        args = DepthwiseWeightArgs()
+        args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
+        args.w_stride[:] = plane.weight_strides(work.w)
+        if work.accumulate is not None:
+            args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.channels = plane.batch, work.groups
+        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        args.kernel_rows, args.tiling = plane.kernel[0], tiling
+        partials = arrived = None
+        steps: tuple[Step, ...] = ()
+        workspace: tuple[Workspace, ...] = ()
+        if blocks > 1:
+            partials, arrived = f"{work.prefix}partials", f"{work.prefix}arrived"
+            part = tile.kernel_rows * plane.kernel[1] * BLOCK_CHANNELS
+            workspace = (
+                Workspace(partials, blocks * columns * part * 4),
+                Workspace(arrived, columns * 4),
+            )
+            steps = (Clear(arrived, columns * 4),)
+        launch = Launch(
+            _instance(work.dtype, work.result_dtype, (*plane.kernel, plane.stride), tile),
+            (blocks * tiling.channel_tiles, 1, row_groups),
+            (cut.units * (BLOCK_CHANNELS // tile.vector), 1, 1),
+            pack(
+                args,
+                x=work.x,
+                y=work.y,
+                w=work.w,
+                accumulate=work.accumulate,
+                partials=partials,
+                arrived=arrived,
+            ),
+            shared_bytes,
+        )
+        return Fragment(self.name, (*steps, launch), workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, result, kernel, tile)
+            for kernel, tile in WEIGHT_TILES.items()
+            for dtype, results in RESULTS.items()
+            for result in results
+        ]
+
+
+def _tile(plane: Plane) -> WeightTile:
+    return WEIGHT_TILES[(*plane.kernel, plane.stride)]
+
+
+def _cut(dtype: DType, plane: Plane, tile: WeightTile) -> Cut:
+    units = MAX_THREADS * tile.vector // BLOCK_CHANNELS
+    most_rows = max(1, tile.rows * 2 // dtype.itemsize)
+    return cut_plane(*plane.output, tile.columns, units, most_rows)
+
+
+def _shared_bytes(dtype: DType, plane: Plane, tile: WeightTile, cut: Cut) -> int:
+    """Two places for tiles, or later in their place the units' sums."""
+    rows, columns = cut.segments * cut.rows, cut.strips * tile.columns
+    width = plane.kernel[1]
+    x_pixels = ((rows - 1) * plane.stride + tile.kernel_rows) * (
+        (columns - 1) * plane.stride + width
+    )
+    tiles = 2 * (x_pixels + rows * columns) * dtype.itemsize
+    return BLOCK_CHANNELS * max(tiles, tile.kernel_rows * width * cut.units * 4)
+
+
+def _instance(
+    dtype: DType, result: DType, kernel: tuple[int, int, int], tile: WeightTile
+) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "RESULT": CUDA_TYPES[result],
+        "VECTOR": tile.vector,
+        "LANES": BLOCK_CHANNELS // tile.vector,
+        "KERNEL_H": tile.kernel_rows,
+        "KERNEL_W": kernel[1],
+        "STRIDE": kernel[2],
+        "COLUMNS": tile.columns,
+        "MAX_THREADS": MAX_THREADS,
+        "BLOCKS": tile.blocks,
+    }
+    return Instance(
+        "depthwise_weight.cu",
+        "depthwise_weight",
+        tuple((name, str(value)) for name, value in defines.items()),
+    )
