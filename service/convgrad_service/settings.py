@@ -84,7 +84,9 @@ class Settings(BaseSettings):
         "and answers; unset means half of the machine's memory.",
     )
     workspace_bytes: _Bytes = Field(
-        default=ByteSize(256 * _MiB), description="Most scratch memory one running problem may use."
+        default=ByteSize(256 * _MiB),
+        description="Most work memory one running problem may use. Less means smaller steps and "
+        "the same bits; a problem whose smallest step needs more is refused with 413.",
     )
     max_timeout_s: _Seconds = Field(
         default=300.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.plans import cpu_dense_parts
+from convgrad_service.plans.cpu import choose
 from convgrad_service.problems import Problem, problem_from, run_in_pieces
 from tests.arrays import DTYPES, Arrays, draw, normals, request_arrays, rng_for
 from tests.bounds import assert_bounded, assert_same_bits
@@ -29,8 +32,8 @@ from tests.cases import (
     maxpool_fwd,
     pool_cases,
 )
-from tests.geometries import POOLS
-from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.geometries import POOLS, Conv
+from tests.kernels.harness import answers, check, drawn, run, with_layouts
 from tests.kernels.test_determinism import CASES as LARGER
 from tests.oracle import expected
 from tests.reference import Reference
@@ -136,13 +139,36 @@ def test_pieces_cover_every_output_once(case: Case) -> None:
             assert summed == {True} or (count == 1).all(), f"{case.id} {name} {parts}"
 
 
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuBackend]:
+    """A backend for which no tile of the dense kernels is small enough."""
+    choose.cache_clear()
+    monkeypatch.setattr(cpu_dense_parts, "PANEL_LIMIT_BYTES", 0)
+    yield CpuBackend(threads=2)
+    choose.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", LARGER, ids=lambda case: case.id)
-def test_with_hardly_any_workspace(seed: int, case: Case, dtype: str) -> None:
-    """64 KiB, less than one block of most kernels: slower, in pieces, and as right as ever."""
+def test_where_no_tile_is_small_enough(
+    seed: int, direct: CpuBackend, case: Case, dtype: str
+) -> None:
+    """The kernels that need no work memory: slower, and as right as ever."""
     tensors, wanted = drawn(seed, case, dtype, "bounded")
-    tight = CpuBackend(threads=2, workspace_limit_bytes=64 * 1024)
-    check(answers(tight, case, tensors), wanted, "bounded", f"seed {seed}, {case.id} {dtype}")
+    check(answers(direct, case, tensors), wanted, "bounded", f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize("operation", ["conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight"])
+def test_less_work_memory_means_more_pieces_and_the_same_bits(seed: int, operation: str) -> None:
+    wide = Conv(2, 512, 512, (14, 14), (3, 3), padding=1)
+    case = FROM_CONV[operation]("wide", wide)
+    tensors = draw(case, rng_for(seed, case.id), DTYPES["float32"], normals)
+    roomy, tight = CpuBackend(threads=2), CpuBackend(threads=2, workspace_limit_bytes=8 * 2**20)
+    whole, found = (run(one, operation, tensors, case.params) for one in (roomy, tight))
+    assert whole.pieces == 1
+    assert found.pieces > 1
+    for name, array in whole.outputs.items():
+        assert_same_bits(found.outputs[name], array, f"seed {seed}, {operation} {name}")
 
 
 PROBE = """

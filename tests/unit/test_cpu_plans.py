@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convgrad.dtypes import DType
+from convgrad.errors import ProblemTooLarge
 from convgrad_service.plans.cpu import CpuDevice, choose
-from convgrad_service.plans.cpu_dense import dense_of, gather_plan, weight_chunks, weight_plan
+from convgrad_service.plans.cpu_dense import dense_of, weight_chunks
+from convgrad_service.plans.cpu_dense_parts import DensePlan, gather_plan, weight_plan
 from convgrad_service.problems.geometry import ConvShape
 
 MIB = 1024 * 1024
@@ -60,17 +62,29 @@ SHAPES = st.builds(
 )
 
 
+def plans(shape: ConvShape, device: CpuDevice) -> list[tuple[DensePlan | None, int]]:
+    """The plan and the result's channels, for each direction."""
+    dense = dense_of(shape)
+    return [
+        (gather_plan(dense, backward=False, sum_bytes=4, device=device), dense.out_channels),
+        (gather_plan(dense, backward=True, sum_bytes=8, device=device), dense.in_channels),
+        (weight_plan(dense, sum_bytes=4, device=device), dense.out_channels),
+    ]
+
+
 @given(SHAPES, st.sampled_from(LEVELS), st.integers(1, 96), st.sampled_from([1, 8, 256]))
 def test_dense_plans_cover_the_result_within_the_limit(
     shape: ConvShape, level: str, threads: int, limit_mib: int
 ) -> None:
     device = CpuDevice(level, threads, limit_mib * MIB)
-    dense = dense_of(shape)
-    for plan, channels in (
-        (gather_plan(dense, backward=False, sum_bytes=4, device=device), dense.out_channels),
-        (gather_plan(dense, backward=True, sum_bytes=8, device=device), dense.in_channels),
-        (weight_plan(dense, sum_bytes=4, device=device), dense.out_channels),
-    ):
+    try:
+        found = plans(shape, device)
+    except ProblemTooLarge as refused:
+        assert limit_mib < 128
+        assert f"allowed {limit_mib * MIB}" in str(refused)  # noqa: PT017
+        return
+    groups = dense_of(shape).groups
+    for plan, channels in found:
         if plan is None:
             continue
         assert plan.workspace_bytes <= device.workspace_limit_bytes
@@ -80,22 +94,27 @@ def test_dense_plans_cover_the_result_within_the_limit(
             for part in plan.parts
             for pair in itertools.product(range(*part.groups), range(*part.channels))
         ]
-        assert sorted(covered) == list(itertools.product(range(dense.groups), range(channels)))
+        assert sorted(covered) == list(itertools.product(range(groups), range(channels)))
         assert all(size > 0 for part in plan.parts for size in part.tiles.block)
 
 
-@given(SHAPES, st.integers(1, 96))
-def test_the_order_of_sums_does_not_depend_on_the_threads(shape: ConvShape, threads: int) -> None:
-    one = weight_plan(dense_of(shape), sum_bytes=4, device=CpuDevice("x86_64_v4", 1, 256 * MIB))
-    many = weight_plan(
-        dense_of(shape), sum_bytes=4, device=CpuDevice("x86_64_v4", threads, 256 * MIB)
-    )
-    if one is None or many is None:
+@given(SHAPES, st.integers(1, 96), st.sampled_from([1, 8, 64, 1024]))
+def test_the_order_of_sums_depends_on_neither_threads_nor_memory(
+    shape: ConvShape, threads: int, limit_mib: int
+) -> None:
+    """Which engine runs, and the chunks, rows and columns of a tile and rows of a group."""
+    usual = CpuDevice("x86_64_v4", 1, 256 * MIB)
+    other = CpuDevice("x86_64_v4", threads, limit_mib * MIB)
+    try:
+        found = plans(shape, other)
+    except ProblemTooLarge:
         return
-    # chunks, rows and columns of a tile, rows of a group
-    assert [part.tiles.block[:4] for part in one.parts] == [
-        part.tiles.block[:4] for part in many.parts
-    ]
+    expected = plans(shape, usual)
+    assert [plan is None for plan, _ in found] == [plan is None for plan, _ in expected]
+    weight, usual_weight = found[-1][0], expected[-1][0]
+    if weight is not None and usual_weight is not None:
+        orders = {part.tiles.block[:4] for part in (*weight.parts, *usual_weight.parts)}
+        assert len(orders) == 1
 
 
 def test_chunks_are_few_where_the_weight_is_large() -> None:
@@ -118,7 +137,14 @@ def test_what_fits_nowhere_is_computed_directly_and_the_reasons_are_told(directi
     assert plan.kernel == f"direct_{direction}/x86_64_v4"
     assert plan.workspace_bytes == 0
     assert [name for name, _ in plan.passed_over] == ["grouped", "dense"]
-    assert "workspace limit" in dict(plan.passed_over)["dense"]
+    assert "for its pixels" in dict(plan.passed_over)["dense"]
+
+
+def test_a_step_that_the_limit_does_not_hold_is_refused_and_computed_no_other_way() -> None:
+    """Another kernel would give other bits, and a setting must not."""
+    expected = r"needs \d+ bytes of work memory; the CPU is allowed 65536$"
+    with pytest.raises(ProblemTooLarge, match=expected):
+        choose("fwd", conv(), DType.FLOAT32, CpuDevice("x86_64_v4", 2, 64 * 1024))
 
 
 def test_few_channels_a_group_go_to_the_grouped_kernels() -> None:

@@ -8,7 +8,14 @@ from typing import Literal
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cpu_dense import DensePlan, dense_of, gather_plan, weight_plan
+from convgrad_service.plans.cpu_dense import dense_of
+from convgrad_service.plans.cpu_dense_parts import (
+    PANEL_LIMIT_BYTES,
+    SCRATCH_LIMIT_BYTES,
+    DensePlan,
+    gather_plan,
+    weight_plan,
+)
 from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
 from convgrad_service.problems.geometry import ConvShape
 
@@ -62,6 +69,9 @@ def choose(
     """The first engine that holds this problem: grouped, then dense, then direct.
 
     ``without`` names engines that cannot, and why, for reasons beyond the sizes.
+
+    Raises:
+        ProblemTooLarge: the engine needs more work memory than the device is allowed.
     """
     passed_over: list[tuple[str, str]] = []
     excluded = dict(without)
@@ -75,8 +85,8 @@ def choose(
     passed_over.append(
         (
             "dense",
-            "one tile with its weights needs more than half of the workspace limit of "
-            f"{device.workspace_limit_bytes} bytes",
+            f"one tile needs more than {PANEL_LIMIT_BYTES} bytes for its weights, or more than "
+            f"{SCRATCH_LIMIT_BYTES} for its pixels",
         )
     )
     return Choice(direction, "direct", device.level, None, tuple(passed_over))

@@ -7,13 +7,12 @@ scratch by the same formulas and refuse to run where it is too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["Dense", "DensePlan", "Part", "Tiles", "dense_of", "gather_plan", "weight_plan"]
+__all__ = ["Dense", "Tiles", "dense_of", "gather_tiles", "weight_chunks", "weight_tiles"]
 
 # A tile's copy of its source region is meant to stay in half of a core's L2 cache, beside the
 # weight panel that passes over it.
@@ -61,27 +60,6 @@ class Tiles:
     scratch_bytes: int
     workspace_bytes: int
     tasks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One launch: a range of groups, and a range of the result's channels in each.
-
-    For a weight gradient these are output channels.
-    """
-
-    groups: tuple[int, int]
-    channels: tuple[int, int]
-    tiles: Tiles
-
-
-@dataclass(frozen=True, slots=True)
-class DensePlan:
-    """A dense convolution in one launch or several, and how many threads its memory allows."""
-
-    parts: tuple[Part, ...]
-    threads: int
-    workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +167,18 @@ def _even(extent: int, tile: int) -> int:
 
 
 def weight_tiles(
-    dense: Dense, *, chunks: int, sum_bytes: int, vector_bytes: int, threads: int
+    dense: Dense,
+    *,
+    whole_out_channels: int,
+    chunks: int,
+    sum_bytes: int,
+    vector_bytes: int,
+    threads: int,
 ) -> Tiles:
-    """Tiles for the gradient of the weight.
+    """Tiles for the gradient of the weight; ``whole_out_channels`` are those of all parts.
 
     The tiles and groups, which decide the order of additions, follow from the problem and the
-    vector width alone; the threads decide only the shares of channels.
+    vector width alone; the threads and the parts decide only the shares of channels.
     """
     lanes = vector_bytes // sum_bytes
     columns = 2 * lanes
@@ -202,8 +186,8 @@ def weight_tiles(
     channels_k, channels_c = dense.out_channels, dense.in_channels
     padded_c = -(-channels_c // lanes) * lanes
 
-    # Tiles are sized for full shares of channels, so that fewer or more threads leave them alone.
-    y_bytes = _weight_pixel(min(channels_k, SHARE_CHANNELS), sum_bytes) * sum_bytes
+    # Tiles are sized for full shares of channels, so that threads and parts leave them alone.
+    y_bytes = _weight_pixel(min(whole_out_channels, SHARE_CHANNELS), sum_bytes) * sum_bytes
     x_bytes = _weight_pixel(min(channels_c, SHARE_CHANNELS), sum_bytes) * sum_bytes
 
     def slab_pixels(rows: int, width: int) -> int:
@@ -285,82 +269,3 @@ def dense_of(conv: ConvShape) -> Dense:
 def _three(values: Sequence[int], missing: int) -> tuple[int, int, int]:
     first, second, third = (*(missing,) * (3 - len(values)), *values)
     return first, second, third
-
-
-def gather_plan(
-    dense: Dense, *, backward: bool, sum_bytes: int, device: CpuDevice
-) -> DensePlan | None:
-    """The launches of a forward pass or a gradient of the input; None where memory forbids it."""
-    columns = 2 * device.vector_bytes // sum_bytes
-    source = dense.out_channels if backward else dense.in_channels
-    result = dense.in_channels if backward else dense.out_channels
-    block_bytes = dense.taps * source * columns * sum_bytes
-
-    def tiles(part: Dense) -> Tiles:
-        return gather_tiles(
-            part,
-            backward=backward,
-            sum_bytes=sum_bytes,
-            vector_bytes=device.vector_bytes,
-            threads=device.threads,
-        )
-
-    def narrowed(groups: int, channels: int) -> Dense:
-        if backward:
-            return replace(dense, groups=groups, in_channels=channels)
-        return replace(dense, groups=groups, out_channels=channels)
-
-    return _in_parts(dense, narrowed, result, columns, block_bytes, tiles, device)
-
-
-def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
-    """The launches of a gradient of the weight; None where memory forbids it."""
-    chunks = weight_chunks(dense, sum_bytes)
-    lanes = device.vector_bytes // sum_bytes
-    padded_c = -(-dense.in_channels // lanes) * lanes
-    row_bytes = chunks * dense.taps * padded_c * sum_bytes
-
-    def tiles(part: Dense) -> Tiles:
-        return weight_tiles(
-            part,
-            chunks=chunks,
-            sum_bytes=sum_bytes,
-            vector_bytes=device.vector_bytes,
-            threads=device.threads,
-        )
-
-    def narrowed(groups: int, channels: int) -> Dense:
-        return replace(dense, groups=groups, out_channels=channels)
-
-    return _in_parts(dense, narrowed, dense.out_channels, 1, row_bytes, tiles, device)
-
-
-def _in_parts(
-    dense: Dense,
-    narrowed: Callable[[int, int], Dense],
-    channels: int,
-    unit: int,
-    unit_bytes: int,
-    tiles: Callable[[Dense], Tiles],
-    device: CpuDevice,
-) -> DensePlan | None:
-    """Cut by groups, then by result channels, until half of the limit holds the shared work."""
-    half = device.workspace_limit_bytes // 2
-    group_bytes = -(-channels // unit) * unit_bytes
-    if unit_bytes > half:
-        return None
-    groups_a_part = max(1, min(dense.groups, half // group_bytes))
-    channels_a_part = channels if group_bytes <= half else half // unit_bytes * unit
-    parts = []
-    for group in range(0, dense.groups, groups_a_part):
-        groups = (group, min(group + groups_a_part, dense.groups))
-        for channel in range(0, channels, channels_a_part):
-            span = (channel, min(channel + channels_a_part, channels))
-            part = narrowed(groups[1] - groups[0], span[1] - span[0])
-            parts.append(Part(groups, span, tiles(part)))
-    scratch = max(part.tiles.scratch_bytes for part in parts)
-    shared = max(part.tiles.workspace_bytes for part in parts)
-    if scratch > half:
-        return None
-    threads = min(device.threads, half // scratch)
-    return DensePlan(tuple(parts), threads, shared + threads * scratch)

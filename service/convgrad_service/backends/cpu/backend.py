@@ -28,8 +28,9 @@ WATCHED_FLOPS = 2_000_000_000
 class CpuBackend:
     """Computes every operation on the CPU, deterministically, whatever the number of threads.
 
-    Memory beyond inputs and outputs stays below ``workspace_limit_bytes``. ``level`` picks an
-    instruction-set level by name; the default is the best that this CPU has.
+    Memory beyond inputs and outputs stays below ``workspace_limit_bytes``; a smaller limit means
+    smaller steps, or a ProblemTooLarge, and never other bits. ``level`` picks an instruction-set
+    level by name; the default is the best that this CPU has.
 
     Raises:
         DeviceUnavailable: the kernels were not built, or not for this CPU.

@@ -15,7 +15,8 @@ from convgrad.errors import Internal
 from convgrad_service.backends.cpu.arguments import ConvArgs, conv_args, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Workers
-from convgrad_service.plans.cpu_dense import DensePlan, Part, dense_of
+from convgrad_service.plans.cpu_dense import dense_of
+from convgrad_service.plans.cpu_dense_parts import DensePlan, Part
 from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["bwd_data", "bwd_weight", "forward"]

@@ -1,0 +1,148 @@
+"""The launches of one dense convolution: how it is cut so that its work memory stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from convgrad.errors import ProblemTooLarge
+from convgrad_service.plans.cpu_dense import (
+    Dense,
+    Tiles,
+    gather_tiles,
+    weight_chunks,
+    weight_tiles,
+)
+from convgrad_service.plans.cpu_device import CpuDevice
+
+__all__ = [
+    "PANEL_LIMIT_BYTES",
+    "SCRATCH_LIMIT_BYTES",
+    "DensePlan",
+    "Part",
+    "gather_plan",
+    "weight_plan",
+]
+
+# The most that the packed weights of one tile of channels, and one thread's scratch, may take;
+# beyond, the direct kernels run. Constants, not shares of the workspace limit: dense and direct
+# kernels add in different orders, and a setting must not change an answer's bits.
+PANEL_LIMIT_BYTES = 64 * 1024 * 1024
+SCRATCH_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One launch: a range of groups, and a range of the result's channels in each.
+
+    For a weight gradient these are output channels.
+    """
+
+    groups: tuple[int, int]
+    channels: tuple[int, int]
+    tiles: Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """A dense convolution in one launch or several, and how many threads its memory allows."""
+
+    parts: tuple[Part, ...]
+    threads: int
+    workspace_bytes: int
+
+
+def gather_plan(
+    dense: Dense, *, backward: bool, sum_bytes: int, device: CpuDevice
+) -> DensePlan | None:
+    """The launches of a forward pass or a gradient of the input; None where tiles are too large.
+
+    Raises:
+        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    """
+    columns = 2 * device.vector_bytes // sum_bytes
+    source = dense.out_channels if backward else dense.in_channels
+    result = dense.in_channels if backward else dense.out_channels
+    panel_bytes = dense.taps * source * columns * sum_bytes
+
+    def tiles(part: Dense, threads: int) -> Tiles:
+        return gather_tiles(
+            part,
+            backward=backward,
+            sum_bytes=sum_bytes,
+            vector_bytes=device.vector_bytes,
+            threads=threads,
+        )
+
+    def narrowed(groups: int, channels: int) -> Dense:
+        if backward:
+            return replace(dense, groups=groups, in_channels=channels)
+        return replace(dense, groups=groups, out_channels=channels)
+
+    return _in_parts(dense, narrowed, result, columns, panel_bytes, tiles, device)
+
+
+def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
+    """The launches of a gradient of the weight; None where tiles are too large.
+
+    Raises:
+        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    """
+    chunks = weight_chunks(dense, sum_bytes)
+    lanes = device.vector_bytes // sum_bytes
+    padded_c = -(-dense.in_channels // lanes) * lanes
+    row_bytes = chunks * dense.taps * padded_c * sum_bytes
+
+    def tiles(part: Dense, threads: int) -> Tiles:
+        return weight_tiles(
+            part,
+            whole_out_channels=dense.out_channels,
+            chunks=chunks,
+            sum_bytes=sum_bytes,
+            vector_bytes=device.vector_bytes,
+            threads=threads,
+        )
+
+    def narrowed(groups: int, channels: int) -> Dense:
+        return replace(dense, groups=groups, out_channels=channels)
+
+    return _in_parts(dense, narrowed, dense.out_channels, 1, row_bytes, tiles, device)
+
+
+def _in_parts(
+    dense: Dense,
+    narrowed: Callable[[int, int], Dense],
+    channels: int,
+    unit: int,
+    unit_bytes: int,
+    tiles: Callable[[Dense, int], Tiles],
+    device: CpuDevice,
+) -> DensePlan | None:
+    """Cut by groups, then by result channels, until half of the limit holds the shared work.
+
+    Parts hold whole results, so where the cuts fall changes no sum. Whether the dense kernels run
+    at all does, so it follows from the problem: one thread's scratch is the largest there is.
+    """
+    if unit_bytes > PANEL_LIMIT_BYTES or tiles(dense, 1).scratch_bytes > SCRATCH_LIMIT_BYTES:
+        return None
+    limit = device.workspace_limit_bytes
+    half = limit // 2
+    group_bytes = -(-channels // unit) * unit_bytes
+    groups_a_part = max(1, min(dense.groups, half // group_bytes))
+    channels_a_part = channels if group_bytes <= half else max(1, half // unit_bytes) * unit
+    parts = []
+    for group in range(0, dense.groups, groups_a_part):
+        groups = (group, min(group + groups_a_part, dense.groups))
+        for channel in range(0, channels, channels_a_part):
+            span = (channel, min(channel + channels_a_part, channels))
+            part = narrowed(groups[1] - groups[0], span[1] - span[0])
+            parts.append(Part(groups, span, tiles(part, device.threads)))
+    scratch = max(part.tiles.scratch_bytes for part in parts)
+    shared = max(part.tiles.workspace_bytes for part in parts)
+    if shared + scratch > limit:
+        raise ProblemTooLarge(
+            f"the smallest step of this convolution needs {shared + scratch} bytes of work memory; "
+            f"the CPU is allowed {limit}"
+        )
+    threads = min(device.threads, (limit - shared) // scratch)
+    return DensePlan(tuple(parts), threads, shared + threads * scratch)
