@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.formulas import (
     conv_output_size,
+    implied_kernel_size,
     minimal_input_size,
     pool_output_size,
 )
@@ -66,6 +67,23 @@ def test_minimal_input_size(out: int, k: int, s: int, pad: tuple[int, int], d: i
     else:
         assert minimal_input_size((out,), (k,), (s,), (pad,), (d,)) == (smallest,)
         assert minimal_input_size((out,), (k,), (s,), (pad,), (d,), (2,)) == (smallest + 2,)
+
+
+@given(st.integers(1, 20), st.integers(1, 12), small, pads, st.integers(1, 4))
+def test_implied_kernel_size(size: int, out: int, s: int, pad: tuple[int, int], d: int) -> None:
+    """The one that leads there, or a refusal that says whether there is none or several."""
+    room = range(1, size + sum(pad) + 1)
+    fitting = [k for k in room if d * (k - 1) < len(room)]
+    leads = [
+        k for k in fitting if conv_output_size("x", (size,), (k,), (s,), (pad,), (d,)) == (out,)
+    ]
+    sizes = (size,), (out,), (s,), (pad,), (d,)
+    if len(leads) == 1:
+        assert implied_kernel_size(*sizes) == (leads[0],)
+        return
+    sentence = f"kernels of {leads[0]} to {leads[-1]}" if leads else "some kernel leads between"
+    with pytest.raises(InvalidProblem, match=sentence):
+        implied_kernel_size(*sizes)
 
 
 @given(st.integers(1, 14), small, small, pads, st.integers(1, 5), st.booleans())

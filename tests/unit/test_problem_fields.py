@@ -141,6 +141,12 @@ def test_accumulate_is_read_unless_beta_is_zero() -> None:
     assert list(unread.inputs) == ["grad_output", "weight"]
 
 
+def test_a_kernel_that_the_other_sizes_imply_need_not_be_stated() -> None:
+    tensors = {"input": ones(2, 4, 9), "grad_output": ones(2, 6, 7)}
+    made = problem("grouped_conv_bwd_weight", **tensors, padding=1, dilation=2, groups=2)
+    assert shapes(made.outputs) == {"grad_weight": (6, 2, 3)}
+
+
 def test_weight_gradients_in_float32() -> None:
     half: dict[str, Any] = {
         "input": ones(1, 2, 5, 5, dtype="float16"),

@@ -141,8 +141,8 @@ class GroupedConvBwdWeightRequest(ConvRequest):
     )
     weight_size: Ints | None = Field(
         default=None,
-        description="Size of the kernel, spatial alone or the weight's full shape. Needed: several "
-        "kernels can yield one grad_output from one input.",
+        description="Size of the kernel, spatial alone or the weight's full shape. Needed where "
+        "several kernels yield one grad_output from one input, as some strides above 1 allow.",
     )
     weight_dtype: FloatName | None = Field(
         default=None,

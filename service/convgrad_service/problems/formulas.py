@@ -14,7 +14,7 @@ from convgrad_service.problems.sizes import (
     tuple_text,
 )
 
-__all__ = ["conv_output_size", "minimal_input_size", "pool_output_size"]
+__all__ = ["conv_output_size", "implied_kernel_size", "minimal_input_size", "pool_output_size"]
 
 
 def conv_output_size(
@@ -77,6 +77,40 @@ def minimal_input_size(
             "expected at least 1 in every dimension"
         )
     return _representable("the input", size)
+
+
+def implied_kernel_size(
+    input_size: Size, output_size: Size, stride: Size, padding: Pads, dilation: Size
+) -> Size:
+    """The one kernel size that leads from ``input_size`` to ``output_size``.
+
+    A kernel that reaches over d*(k-1) + 1 positions gives ``out`` exactly where that lies in
+    (room - stride, room], with room = in + pad_before + pad_after - (out-1)*stride.
+
+    Raises:
+        InvalidProblem: no kernel does, or several do.
+    """
+    kernel = []
+    for i, (size, out, s, (before, after), d) in enumerate(
+        zip(input_size, output_size, stride, padding, dilation, strict=True)
+    ):
+        room = size + before + after - (out - 1) * s
+        largest = (room - 1) // d + 1
+        smallest = max(0, -(-(room - s) // d)) + 1
+        found = (
+            f"in spatial dimension {i} input has {show(size)} positions and grad_output "
+            f"{show(out)}, with stride {show(s)}, padding [{show(before)}, {show(after)}] and "
+            f"dilation {show(d)}"
+        )
+        if largest < smallest:
+            raise InvalidProblem(f"{found}; expected sizes that some kernel leads between")
+        if largest > smallest:
+            raise InvalidProblem(
+                f"weight_size is missing; expected it, since {found}: kernels of "
+                f"{show(smallest)} to {show(largest)} lead there"
+            )
+        kernel.append(largest)
+    return tuple(kernel)
 
 
 def pool_output_size(

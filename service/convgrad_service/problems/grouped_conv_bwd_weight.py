@@ -20,6 +20,7 @@ from convgrad_service.problems.agreement import (
 from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.cutting import activation_slices, grid, whole
+from convgrad_service.problems.formulas import implied_kernel_size
 from convgrad_service.problems.geometry import ConvShape, Span
 from convgrad_service.problems.layouts import Layout, weight_shape
 from convgrad_service.problems.reading import (
@@ -82,7 +83,9 @@ class GroupedConvBwdWeight(ConvProblem):
             in_channels=input.channels,
             out_channels=grad.channels,
             input_size=input.size,
-            kernel_size=_kernel(layout, request.weight_size, groups, input.channels, grad.channels),
+            kernel_size=implied_kernel_size(input.size, grad.size, *steps)
+            if request.weight_size is None
+            else _kernel(layout, request.weight_size, groups, input.channels, grad.channels),
             output_size=grad.size,
             **steps._asdict(),
         )
@@ -198,15 +201,9 @@ def _sum_dtype(dtype: DType) -> DType:
 
 
 def _kernel(
-    layout: Layout, stated: Sequence[int] | None, groups: int, in_channels: int, out_channels: int
+    layout: Layout, stated: Sequence[int], groups: int, in_channels: int, out_channels: int
 ) -> Size:
     """The kernel's size in ``weight_size``, whose full form is in the layout's own order."""
-    if stated is None:
-        raise InvalidProblem(
-            f"weight_size is missing; expected the kernel's size, {layout.ndim} long, or the "
-            f"weight's full shape, {layout.rank} long ({layout.weight}): input and grad_output "
-            "leave it open"
-        )
     order = ", ".join(layout.weight)
     if not size_of_length("weight_size", stated, layout.ndim, layout.rank, order):
         return tuple(stated)
