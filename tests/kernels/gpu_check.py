@@ -24,7 +24,8 @@ from xml.etree import ElementTree
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.nvrtc import find_nvrtc
+from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.plans.cuda_program import Instance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
@@ -33,13 +34,20 @@ ALONE = "tests/kernels/test_cuda_backend.py"
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
 
 
-def compile_all(architecture: str) -> int:
-    """Every kernel of this architecture, into the cache; how many."""
+def compile_all(architecture: str) -> tuple[int, list[str]]:
+    """Every kernel of this architecture, into the cache: how many, and which were refused."""
     compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture)
     wanted = [one for one in FAMILIES.instances() if architecture in one.architectures]
+
+    def refused(instance: Instance) -> str | None:
+        try:
+            compiler.cubin(instance)
+        except CompileError as error:
+            return f"{instance.name}: {str(error)[:200]}"
+        return None
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(compiler.cubin, wanted))
-    return len(wanted)
+        return len(wanted), [said for said in pool.map(refused, wanted) if said is not None]
 
 
 def driver() -> str:
@@ -110,8 +118,10 @@ def main() -> int:
     asked, more = parser.parse_known_args()
     device = describe(0)
     started = time.perf_counter()
-    compiled = compile_all(device.architecture)
-    print(f"{compiled} kernels compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    kernels, refused = compile_all(device.architecture)
+    print(
+        f"{kernels} kernels compiled in {time.perf_counter() - started:.1f} s", *refused, sep="\n"
+    )
     marks = "gpu and slow" if asked.slow else "gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}"]
     # Warnings of other packages' plugins are not what is tested here.
@@ -128,7 +138,8 @@ def main() -> int:
         "device": device.name,
         "driver": driver(),
         "versions": versions(),
-        "kernels": compiled,
+        "kernels": kernels,
+        "not_compiled": refused[:50],
         "seed": asked.seed,
         "command": ["python", "tests/kernels/gpu_check.py", *sys.argv[1:]],
         **outcome,
@@ -136,7 +147,7 @@ def main() -> int:
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line))
-    return int(outcome["exit_code"])
+    return int(outcome["exit_code"] or bool(refused))
 
 
 if __name__ == "__main__":

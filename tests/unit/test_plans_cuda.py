@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -60,6 +61,11 @@ def problems(case: Case, dtype: str) -> Iterable[Problem]:
     return [problem_of(case, dtype, layout) for layout in layouts]
 
 
+@lru_cache(maxsize=1)
+def every_instance() -> frozenset[Instance]:
+    return frozenset(FAMILIES.instances())
+
+
 def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
     """Buffers are named once, lie apart, and every launch is one that the device can take."""
     arena = arena_of(problem, plan)
@@ -76,7 +82,7 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
     checks = [arena.offsets[check.buffer] for check in plan.checks]
     assert all(arena.input_bytes <= offset < arena.returned_bytes for offset in checks)
 
-    compiled = set(FAMILIES.instances())
+    compiled = every_instance()
     addresses = {name: (index + 1) << 40 for index, name in enumerate(arena.offsets)}
     assert plan.steps
     for step in plan.steps:
