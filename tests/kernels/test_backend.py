@@ -42,6 +42,7 @@ def test_what_it_explains_is_what_it_runs(backend: Backend, case: Case) -> None:
     plan, outcome = backend.explain(problem), backend.run(problem, tensors)
     assert plan.kernel == outcome.kernel
     assert plan.pieces == outcome.pieces
+    assert plan.workspace_bytes == outcome.workspace_bytes
     assert outcome.compute_s > 0
     for name, spec in problem.outputs.items():
         array = outcome.outputs[name]

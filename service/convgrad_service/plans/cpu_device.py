@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 
-__all__ = ["CpuDevice", "sum_bytes"]
+__all__ = ["VECTOR_BYTES", "CpuDevice", "sum_bytes"]
 
 VECTOR_BYTES = {"x86_64": 16, "x86_64_v3": 32, "x86_64_v4": 64, "aarch64": 16}
 

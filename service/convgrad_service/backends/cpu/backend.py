@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from convgrad.errors import DeadlineExceeded, DeviceOutOfMemory, UnsupportedProb
 from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.runner import Machine
-from convgrad_service.backends.cpu.runners import EXPLAINERS, RUNNERS
-from convgrad_service.backends.cpu.threads import Workers, available_cores
+from convgrad_service.backends.cpu.runners import REHEARSALS, RUNNERS
+from convgrad_service.backends.cpu.threads import Rehearsal, Workers, available_cores
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.base import Problem
 
@@ -85,11 +86,17 @@ class CpuBackend:
         return Outcome(ran.outputs, ran.kernel, compute_s, ran.pieces, ran.workspace_bytes)
 
     def explain(self, problem: Problem) -> Plan:
-        """See `Backend.explain`."""
-        explainer = EXPLAINERS.get(type(problem))
-        if explainer is None:
+        """See `Backend.explain`: the runner itself says it, on threads that launch nothing."""
+        runner = REHEARSALS.get(type(problem))
+        if runner is None:
             raise UnsupportedProblem(f"the CPU has no kernel for {problem.operation}")
-        return explainer(problem, self._machine.device)
+        machine = replace(self._machine, workers=Rehearsal(self.device.threads))
+        # Never written or read, so the system gives them no memory.
+        blank = {
+            name: np.empty(spec.shape, spec.dtype.numpy) for name, spec in problem.inputs.items()
+        }
+        ran = runner(machine, problem, blank, None)
+        return Plan(ran.kernel, ran.workspace_bytes, ran.pieces, ran.passed_over)
 
     def close(self) -> None:
         """End the threads."""

@@ -35,10 +35,11 @@ def channel_sum(
     args.output[:] = triple(grad_output.shape[3:], 1)
     args.dtype, args.result_dtype = CODE_OF[grad_output.dtype], CODE_OF[grad_bias.dtype]
     workspaces = machine.workers.workspaces
-    sums = workspaces.take(args.batch * args.groups * args.out_channels * 8)
+    sums_bytes = args.batch * args.groups * args.out_channels * 8
+    sums = workspaces.take(sums_bytes)
     try:
         args.workspace = sums.ctypes.data
         machine.workers.launch(machine.library.kernel("channel_sum"), args, cancelled=cancelled)
     finally:
         workspaces.give(sums)
-    return int(sums.nbytes)
+    return int(sums_bytes)

@@ -3,48 +3,69 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cpu.convolution import bwd_data_into
+from convgrad_service.backends.cpu.engines import bwd_data_into
 from convgrad_service.backends.cpu.runner import Machine, Ran
+from convgrad_service.problems.base import Piece
 from convgrad_service.problems.conv3d_backprop_input import Conv3dBackpropInput
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
 
-__all__ = ["run_backprop_input"]
+__all__ = ["rehearse_backprop_input", "run_backprop_input"]
 
+Array = NDArray[Any]
 PLAIN = LAYOUTS["NCDHW"]
+# Of a piece's plain copies: a constant, so that no setting decides where the pieces are cut.
+COPIES_BYTES = 64 * 1024 * 1024
 
 
 def run_backprop_input(
     machine: Machine,
     problem: Conv3dBackpropInput,
-    tensors: Mapping[str, NDArray[Any]],
+    tensors: Mapping[str, Array],
     cancelled: threading.Event | None,
 ) -> Ran:
     """Piece by piece, so that the plain copies that blocked formats need stay small."""
+    return _run(machine, problem, tensors, cancelled, problem.split(_parts(problem)))
+
+
+def rehearse_backprop_input(
+    machine: Machine,
+    problem: Conv3dBackpropInput,
+    tensors: Mapping[str, Array],
+    cancelled: threading.Event | None,
+) -> Ran:
+    """`run_backprop_input` for the first piece alone, which tells what the others do."""
+    pieces = problem.split(_parts(problem))
+    return replace(_run(machine, problem, tensors, cancelled, pieces[:1]), pieces=len(pieces))
+
+
+def _run(
+    machine: Machine,
+    problem: Conv3dBackpropInput,
+    tensors: Mapping[str, Array],
+    cancelled: threading.Event | None,
+    pieces: Sequence[Piece],
+) -> Ran:
     conv = problem.conv
     spec = problem.outputs["grad_input"]
     grad_input = np.empty(spec.shape, spec.dtype.numpy)
-    weight = weight_view(
-        problem.weight_format.unpack(tensors["weight"], conv.groups, problem.weight_size),
-        PLAIN,
-        conv.groups,
-    )
-    kernel, used = "", 0
-    pieces = problem.split(_parts(problem, machine.device.workspace_limit_bytes))
+    plain_weight = problem.weight_format.unpack(tensors["weight"], conv.groups, problem.weight_size)
+    weight = weight_view(plain_weight, PLAIN, conv.groups)
+    ran = Ran({"grad_input": grad_input}, "", 0)
     for piece in pieces:
         part = cast("Conv3dBackpropInput", piece.problem)
-        plain = part.grad_output_format.unpack(
-            tensors["grad_output"][piece.inputs["grad_output"]], conv.out_channels
-        )
+        source = tensors["grad_output"][piece.inputs["grad_output"]]
+        plain = part.grad_output_format.unpack(source, conv.out_channels)
         target = grad_input[piece.outputs["grad_input"]]
         # A plain format is written in place: its unpacked form is a view.
         view = part.output_format.unpack(target, conv.in_channels)
-        choice, own = bwd_data_into(
+        choice, used = bwd_data_into(
             machine,
             part.conv,
             part.dtype,
@@ -55,20 +76,22 @@ def run_backprop_input(
         )
         if not np.may_share_memory(view, target):
             part.output_format.pack(view, target)
-        kernel = choice.kernel
-        used = max(used, choice.plan.workspace_bytes if own is None else own)
-    return Ran({"grad_input": grad_input}, kernel, used + _copies_bytes(problem), len(pieces))
+        used += _copied(plain_weight, tensors["weight"])
+        used += _copied(plain, source) + _copied(view, target)
+        used = max(used, ran.workspace_bytes)
+        ran = Ran(ran.outputs, choice.kernel, used, len(pieces), choice.passed_over)
+    return ran
 
 
-def _copies_bytes(problem: Conv3dBackpropInput) -> int:
-    """Bytes of plain copies, were the problem run in one piece."""
+def _copied(plain: Array, packed: Array) -> int:
+    """Bytes of a plain copy; none where the plain array is a view of the packed one."""
+    return 0 if np.may_share_memory(plain, packed) else plain.nbytes
+
+
+def _parts(problem: Conv3dBackpropInput) -> int:
     copies = 0
     if problem.grad_output_format.name == "NDC1HWC0":
         copies += problem.inputs["grad_output"].size_bytes
     if problem.output_format.name == "NDC1HWC0":
         copies += problem.outputs["grad_input"].size_bytes
-    return copies
-
-
-def _parts(problem: Conv3dBackpropInput, limit_bytes: int) -> int:
-    return max(1, -(-_copies_bytes(problem) // (limit_bytes // 4)))
+    return max(1, -(-copies // COPIES_BYTES))

@@ -75,7 +75,8 @@ def bwd_weight(
     args.splits = min(SPLITS, args.batch * args.dst_size[0] * args.dst_size[1])
     lanes = library.vector_bytes // acc_bytes
     scratch_bytes = _up64(args.taps * ROW_TAP_BYTES)
-    workspace = workers.workspaces.take(args.splits * (args.taps * args.groups + lanes) * acc_bytes)
+    sums_bytes = args.splits * (args.taps * args.groups + lanes) * acc_bytes
+    workspace = workers.workspaces.take(sums_bytes)
     try:
         args.workspace = workspace.ctypes.data
         workers.launch(
@@ -87,7 +88,7 @@ def bwd_weight(
         )
     finally:
         workers.workspaces.give(workspace)
-    return int(workspace.nbytes) + scratch_bytes * workers.threads
+    return int(sums_bytes) + scratch_bytes * workers.threads
 
 
 def _up64(size_bytes: int) -> int:

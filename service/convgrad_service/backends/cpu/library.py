@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from convgrad.errors import DeviceUnavailable
+from convgrad_service.plans.cpu_device import VECTOR_BYTES
 
 __all__ = ["Kernel", "Library", "load", "team_function"]
 
 NATIVE = Path(__file__).parent / "_native"
 # By what `convgrad_cpu_level` answers; each CPU also runs every level below its own.
 LEVEL_NAMES = {"x86_64": {1: "x86_64", 3: "x86_64_v3", 4: "x86_64_v4"}, "aarch64": {1: "aarch64"}}
-VECTOR_BYTES = {"x86_64": 16, "x86_64_v3": 32, "x86_64_v4": 64, "aarch64": 16}
 
 Kernel = Callable[[object, object, int], None]
 """A kernel's entry point: (byref(args), byref(control), scratch address); releases the GIL."""

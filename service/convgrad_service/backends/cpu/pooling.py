@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu import max_pool
 from convgrad_service.backends.cpu.runner import Machine, Ran
-from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.layouts import Layout, activation_view
 from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
 
-__all__ = ["explain_backward", "explain_forward", "run_backward", "run_forward"]
+__all__ = ["run_backward", "run_forward"]
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -67,13 +65,3 @@ def run_backward(
 def _view(array: Array, layout: Layout) -> Array:
     """(N, C, *spatial)."""
     return activation_view(array, layout, 1)[:, 0]
-
-
-def explain_forward(problem: MaxPoolFwd, device: CpuDevice) -> Plan:
-    """One kernel holds every window; its tiles depend on the data's strides."""
-    return Plan(f"max_pool_fwd/{device.level}", 0)
-
-
-def explain_backward(problem: MaxPoolBwd, device: CpuDevice) -> Plan:
-    """As for the forward."""
-    return Plan(f"max_pool_bwd_from_{problem.source}/{device.level}", 0)

@@ -27,12 +27,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A problem's outputs, and what an Outcome says of how they came about."""
+    """A problem's outputs, and what an Outcome and a Plan say of how they came about."""
 
     outputs: dict[str, NDArray[Any]]
     kernel: str
     workspace_bytes: int
     pieces: int = 1
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
 Runner = Callable[

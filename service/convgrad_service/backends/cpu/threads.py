@@ -21,7 +21,7 @@ from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cpu.arguments import Control, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
 
-__all__ = ["Workers", "Workspaces", "available_cores"]
+__all__ = ["Rehearsal", "Workers", "Workspaces", "available_cores"]
 
 CANCEL_POLL_S = 0.01
 # `Team` of kernels/team.cpp: one word, then six for each slot.
@@ -137,6 +137,28 @@ class Workers:
         self._stop()
         for helper in self._helpers:
             helper.join()
+
+
+class Rehearsal(Workers):
+    """Threads that launch nothing: what runs on them finds out what it would do."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.workspaces = Workspaces(0)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        args: ctypes.Structure,
+        *,
+        scratch_bytes: int = 0,
+        tasks: int | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> Control:
+        return Control()
+
+    def close(self) -> None:
+        pass
 
 
 def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> None:

@@ -1,0 +1,163 @@
+"""One direction of a convolution, on canonical views: picks the engine and gives it its arguments.
+
+Activations are (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias (G, K/G) or, for the
+gradient of the input, (G, C/G); any strides. Each function writes its result, and returns the
+choice it made and the bytes of work memory that it took.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cpu import dense, direct, grouped
+from convgrad_service.backends.cpu.activation import activate
+from convgrad_service.backends.cpu.runner import Machine
+from convgrad_service.plans.cpu import Choice, choose
+from convgrad_service.problems.base import PLAIN, Epilogue
+from convgrad_service.problems.geometry import ConvShape
+
+__all__ = ["bwd_data_into", "bwd_weight_into", "forward_into"]
+
+Array = NDArray[Any]
+# Why an engine that ran out of room at run time is passed over.
+NO_ROOM = (("grouped", "its padded planes do not fit into the workspace"),)
+NO_BIAS = (("grouped", "it adds no bias to a gradient of the input"),)
+
+
+def forward_into(
+    machine: Machine,
+    conv: ConvShape,
+    dtype: DType,
+    x: Array,
+    weight: Array,
+    y: Array,
+    *,
+    bias: Array | None = None,
+    activation: str = "none",
+    cancelled: threading.Event | None = None,
+) -> tuple[Choice, int]:
+    """y = activation(conv(x, weight) + bias), rounded once."""
+    choice = choose("fwd", conv, dtype, machine.device)
+    if choice.engine == "grouped":
+        used = grouped.forward(
+            machine.library, machine.workers, conv, dtype, x, weight, y,
+            bias=bias, activation=activation, cancelled=cancelled,
+        )  # fmt: skip
+        if used is not None:
+            return choice, used
+        choice = choose("fwd", conv, dtype, machine.device, NO_ROOM)
+    if activation != "silu" or dtype.itemsize != 2:
+        _ungrouped(machine, choice, conv, x, weight, bias, y, cancelled)
+        if activation != "none":
+            # In place: clamping to 0 and 6 commutes with the rounding before it.
+            activate(machine, activation, y, y, cancelled)
+        return choice, choice.plan.workspace_bytes
+    # silu does not commute with a rounding to 16 bits, so the sums are kept in float32.
+    single = np.float32
+    choice = choose("fwd", conv, DType.FLOAT32, machine.device, NO_ROOM)
+    wide, wide_x, wide_weight = np.empty_like(y, single), x.astype(single), weight.astype(single)
+    wide_bias = None if bias is None else bias.astype(single)
+    _ungrouped(machine, choice, conv, wide_x, wide_weight, wide_bias, wide, cancelled)
+    activate(machine, activation, wide, y, cancelled)
+    widened_bytes = wide.nbytes + wide_x.nbytes + wide_weight.nbytes
+    return choice, choice.plan.workspace_bytes + widened_bytes
+
+
+def _ungrouped(
+    machine: Machine,
+    choice: Choice,
+    conv: ConvShape,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    y: Array,
+    cancelled: threading.Event | None,
+) -> None:
+    if choice.dense is None:
+        direct.forward(
+            machine.library, machine.workers, conv, x, weight, y, bias=bias, cancelled=cancelled
+        )
+        return
+    dense.forward(
+        machine.library, machine.workers, choice.dense, conv, x, weight, y,
+        bias=bias, cancelled=cancelled,
+    )  # fmt: skip
+
+
+def bwd_data_into(
+    machine: Machine,
+    conv: ConvShape,
+    dtype: DType,
+    grad_output: Array,
+    weight: Array,
+    grad_input: Array,
+    *,
+    epilogue: Epilogue = PLAIN,
+    accumulate: Array | None = None,
+    bias: Array | None = None,
+    cancelled: threading.Event | None = None,
+) -> tuple[Choice, int]:
+    """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
+    alpha, beta = epilogue.alpha, epilogue.beta
+    without = NO_BIAS if bias is not None else ()
+    choice = choose("bwd_data", conv, dtype, machine.device, without)
+    if choice.engine == "grouped":
+        used = grouped.bwd_data(
+            machine.library, machine.workers, conv, dtype, grad_output, weight, grad_input,
+            alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
+        )  # fmt: skip
+        if used is not None:
+            return choice, used
+        choice = choose("bwd_data", conv, dtype, machine.device, NO_ROOM)
+    if choice.dense is not None:
+        dense.bwd_data(
+            machine.library, machine.workers, choice.dense, conv, grad_output, weight, grad_input,
+            alpha=alpha, beta=beta, accumulate=accumulate, bias=bias, cancelled=cancelled,
+        )  # fmt: skip
+    else:
+        direct.bwd_data(
+            machine.library, machine.workers, conv, grad_output, weight, grad_input,
+            alpha=alpha, beta=beta, accumulate=accumulate, bias=bias, cancelled=cancelled,
+        )  # fmt: skip
+    return choice, choice.plan.workspace_bytes
+
+
+def bwd_weight_into(
+    machine: Machine,
+    conv: ConvShape,
+    dtype: DType,
+    x: Array,
+    grad_output: Array,
+    grad_weight: Array,
+    *,
+    epilogue: Epilogue = PLAIN,
+    accumulate: Array | None = None,
+    cancelled: threading.Event | None = None,
+) -> tuple[Choice, int]:
+    """grad_weight = alpha * grad + beta * accumulate, rounded once."""
+    alpha, beta = epilogue.alpha, epilogue.beta
+    choice = choose("bwd_weight", conv, dtype, machine.device)
+    if choice.engine == "grouped":
+        used = grouped.bwd_weight(
+            machine.library, machine.workers, conv, dtype, x, grad_output, grad_weight,
+            alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
+        )  # fmt: skip
+        if used is not None:
+            return choice, used
+        choice = choose("bwd_weight", conv, dtype, machine.device, NO_ROOM)
+    if choice.dense is not None:
+        dense.bwd_weight(
+            machine.library, machine.workers, choice.dense, conv, x, grad_output, grad_weight,
+            alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
+        )  # fmt: skip
+    else:
+        direct.bwd_weight(
+            machine.library, machine.workers, conv, x, grad_output, grad_weight,
+            alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
+        )  # fmt: skip
+    return choice, choice.plan.workspace_bytes
