@@ -68,11 +68,19 @@ class AsyncClient:
     conv_backward = async_method(_calls.conv_backward)
 
     async def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs together with the server's report and timings."""
+        """Send a Call, and return its outputs together with the server's report and timings.
+
+        Raises
+            As `conv_bwd_data`.
+        """
         return await self._complete(call_target(call, self._options.wire), self._options)
 
     async def operations(self) -> OperationsInfo:
-        """What the server says of its operations, by name: tensors, dtypes, layouts."""
+        """What the server says of its operations, by name: tensors, dtypes, layouts.
+
+        Raises
+            ConnectionFailed, ClientTimeout and InvalidAnswer from the way there and back.
+        """
         return await self._complete(OPERATIONS_LIST, self._options)
 
     async def is_live(self) -> bool:

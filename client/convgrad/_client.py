@@ -87,11 +87,19 @@ class Client:
     conv_backward = method(_calls.conv_backward)
 
     def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs together with the server's report and timings."""
+        """Send a Call, and return its outputs together with the server's report and timings.
+
+        Raises
+            As `conv_bwd_data`.
+        """
         return self._complete(call_target(call, self._options.wire), self._options)
 
     def operations(self) -> OperationsInfo:
-        """What the server says of its operations, by name: tensors, dtypes, layouts."""
+        """What the server says of its operations, by name: tensors, dtypes, layouts.
+
+        Raises
+            ConnectionFailed, ClientTimeout and InvalidAnswer from the way there and back.
+        """
         return self._complete(OPERATIONS_LIST, self._options)
 
     def is_live(self) -> bool:

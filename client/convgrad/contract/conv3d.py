@@ -38,6 +38,7 @@ class Conv3dBackpropInputRequest(ConvGeometry):
     Dtypes: float16, bfloat16, float32, float64 (the packed formats: 16-bit types with C0 = 16,
     float32 with C0 = 8); sums in float32 or wider.
     Layout: grad_output_format, weight_format and output_format name one for each tensor.
+    Source: Ascend C's Conv3DBackpropInput.
     """
 
     operation: ClassVar[str] = "conv3d_backprop_input"
@@ -83,6 +84,7 @@ class Conv3dTransposeRequest(ConvRequest):
     output_padding + 1.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first (NCDHW) where none is named.
+    Source: Ascend C's Conv3DTranspose; PyTorch's conv_transpose3d.
     """
 
     operation: ClassVar[str] = "conv3d_transpose"

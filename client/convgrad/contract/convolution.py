@@ -77,6 +77,7 @@ class ConvFwdRequest(ConvRequest):
     // stride + 1.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: PyTorch's conv1d, conv2d and conv3d.
     """
 
     operation: ClassVar[str] = "conv_fwd"
@@ -97,6 +98,7 @@ class ConvBwdDataRequest(ConvRequest):
     in 1, 2 or 3 dimensions.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: composable_kernel's convnd_bwd_data; PyTorch's convolution_backward.
     """
 
     operation: ClassVar[str] = "conv_bwd_data"
@@ -131,6 +133,7 @@ class GroupedConvBwdWeightRequest(ConvRequest):
     grad_bias [K], in 1, 2 or 3 dimensions, groups from 1 to C.
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: composable_kernel's grouped_conv_bwd_weight; PyTorch's convolution_backward.
     """
 
     operation: ClassVar[str] = "grouped_conv_bwd_weight"
@@ -175,6 +178,7 @@ class ConvBackwardRequest(ConvRequest):
     grad_input [N, C, *in], grad_weight [K, C/groups, *kernel], grad_bias [K].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: PyTorch's aten::convolution_backward.
     """
 
     operation: ClassVar[str] = "conv_backward"

@@ -38,6 +38,7 @@ class GroupedConvConvFwdRequest(Request):
     *kernel1], bias0 [M], bias1 [K] -> output [N, K, *out].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: composable_kernel's grouped_conv_conv_fwd.
     """
 
     operation: ClassVar[str] = "grouped_conv_conv_fwd"

@@ -60,6 +60,7 @@ class MaxPoolFwdRequest(_MaxPoolRequest):
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
     plane.
     Layout: channels first where none is named.
+    Source: PyTorch's max_pool2d and max_pool3d.
     """
 
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
@@ -80,6 +81,7 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
     [N, C, *in].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first where none is named.
+    Source: composable_kernel's maxpool2d_bwd; PyTorch's max_pool2d_with_indices_backward.
     """
 
     grad_output: Tensor = Field(
