@@ -1,6 +1,6 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
-    python tests/kernels/gpu_sanitize.py [--git-sha SHA] [--tools memcheck racecheck initcheck]
+    python tests/kernels/gpu_sanitize.py [--git-sha SHA] [--tools memcheck racecheck initcheck] [--general]
 
 The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
 """
@@ -26,6 +26,7 @@ from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.backends.cuda.memory import Lane
+from convgrad_service.plans.cuda_families import Families
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.geometries import Conv
@@ -50,7 +51,7 @@ CASES: list[Case] = [
 ]  # fmt: skip
 
 
-def run_all() -> None:
+def run_all(sets: list[Families]) -> None:
     """Each case once with every family of kernels; nothing here looks at the answers."""
     # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
     import_cupy().cuda.set_allocator(None)
@@ -62,14 +63,7 @@ def run_all() -> None:
             whole(lane, [tensor], base)
 
     Lane.download = one_by_one  # type: ignore[method-assign]
-    backends = [
-        CudaBackend(families=families)
-        for families in (
-            FAMILIES,
-            general(GatherTile(), WeightTile()),
-            general(GatherDirect(), WeightDirect()),
-        )
-    ]
+    backends = [CudaBackend(families=families) for families in sets]
     for case in CASES:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
         tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
@@ -78,13 +72,13 @@ def run_all() -> None:
     print(f"ran {len(CASES)} cases on {len(backends)} sets of kernels", flush=True)
 
 
-def sanitized(tool: str, timeout_s: float) -> dict[str, Any]:
+def sanitized(tool: str, timeout_s: float, more: list[str]) -> dict[str, Any]:
     """What one tool found."""
     command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
     started = time.perf_counter()
     try:
         ran = subprocess.run(
-            [*command, sys.executable, __file__, "--inner"],
+            [*command, sys.executable, __file__, "--inner", *more],
             capture_output=True,
             text=True,
             check=False,
@@ -109,12 +103,17 @@ def main() -> int:
     parser.add_argument("--tools", nargs="*", default=TOOLS)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
     parser.add_argument("--inner", action="store_true", help="run the cases, under no tool")
+    parser.add_argument("--general", action="store_true", help="the general kernels alone")
     asked = parser.parse_args()
+    sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect())]
+    if not asked.general:
+        sets.append(FAMILIES)
     if asked.inner:
-        run_all()
+        run_all(sets)
         return 0
+    more = ["--general"] if asked.general else []
     with ThreadPoolExecutor(len(asked.tools)) as pool:
-        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout), asked.tools))
+        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, more), asked.tools))
     for outcome in outcomes:
         output = outcome.pop("output")
         if output:
@@ -127,6 +126,7 @@ def main() -> int:
             "driver": driver(),
             "versions": versions(),
             "cases": len(CASES),
+            "command": ["python", "tests/kernels/gpu_sanitize.py", *sys.argv[1:]],
             **outcome,
         }
         with RESULTS.open("a", encoding="utf-8") as file:
