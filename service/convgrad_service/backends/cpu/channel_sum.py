@@ -15,6 +15,8 @@ from convgrad_service.plans.planar import triple
 __all__ = ["channel_sum"]
 
 Array = NDArray[Any]
+# Of the images' sums: as many images share one as keeps them this small.
+SUMS_BYTES = 16 * 1024 * 1024
 
 
 def channel_sum(
@@ -35,7 +37,10 @@ def channel_sum(
     args.output[:] = triple(grad_output.shape[3:], 1)
     args.dtype, args.result_dtype = CODE_OF[grad_output.dtype], CODE_OF[grad_bias.dtype]
     workspaces = machine.workers.workspaces
-    sums_bytes = args.batch * args.groups * args.out_channels * 8
+    image_bytes = args.groups * args.out_channels * 8
+    images = -(-args.batch // max(1, SUMS_BYTES // image_bytes))
+    args.block[0] = images
+    sums_bytes = -(-args.batch // images) * image_bytes
     sums = workspaces.take(sums_bytes)
     try:
         args.workspace = sums.ctypes.data

@@ -9,7 +9,7 @@
 
 namespace convgrad {
 
-// Mirrored in ../fused_forward.py.
+// Mirrored in ../activation.py.
 struct ActivationArgs {
   View src;
   View dst;

@@ -1,12 +1,13 @@
 // The gradient of a bias: result[g, k] = sum over n and positions of y[n, g, k, position].
 //
-// A task is one image and one channel, or a vector of channels where those are contiguous. Each row
-// is summed in vectors of floats (doubles for F64), rows are added up in double, and a second phase
-// adds the images in their order and rounds once: an element's chain of float additions is at most
-// a row long. Deterministic. Indices are 64-bit.
+// A task is one share of the images and one channel, or a vector of channels where those are
+// contiguous. Each row is summed in vectors of floats (doubles for F64), rows and images are added
+// up in double, and a second phase adds the shares in their order and rounds once: an element's
+// chain of float additions is at most a row long. Deterministic. Indices are 64-bit.
 //
 // Relies on: ConvArgs with y, bias (the result), batch, groups, out_channels, output, dtype,
-// result_dtype, and a workspace of batch * groups * out_channels doubles.
+// result_dtype, block[] = {images a share}, and a workspace of shares * groups * out_channels
+// doubles.
 #include "conv_args.hpp"
 #include "elements.hpp"
 
@@ -47,7 +48,7 @@ double sum_of_channel(const ConvArgs& args, const typename E::Storage* y) {
   return total;
 }
 
-// A vector of contiguous channels.
+// A vector of contiguous channels, added to what the result holds.
 template <class E>
 void sum_of_channels(const ConvArgs& args, const typename E::Storage* y, int channels,
                      double* result) {
@@ -70,7 +71,7 @@ void sum_of_channels(const ConvArgs& args, const typename E::Storage* y, int cha
       }
     }
   }
-  for (int i = 0; i < channels; ++i) result[i] = total[i];
+  for (int i = 0; i < channels; ++i) result[i] += total[i];
 }
 
 template <class E, class Result>
@@ -82,18 +83,25 @@ void channel_sums(const ConvArgs& args, Control* control) {
                         (args.groups == 1 || args.y.stride[1] == args.out_channels);
   const i64 block = adjacent ? L : 1;
   const i64 blocks = (all + block - 1) / block;
-  const i64 tasks = args.batch * blocks;
+  const i64 images = args.block[0], shares = (args.batch + images - 1) / images;
+  const i64 tasks = shares * blocks;
   double* sums = static_cast<double*>(args.workspace);
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
-    const i64 n = task / blocks, first = task % blocks * block;
-    const auto* y = static_cast<const typename E::Storage*>(args.y.data) + n * args.y.stride[0] +
-                    first / args.out_channels * args.y.stride[1] +
-                    first % args.out_channels * args.y.stride[2];
-    if (adjacent) {
-      const i64 left = all - first;
-      sum_of_channels<E>(args, y, static_cast<int>(left < L ? left : L), sums + n * all + first);
-    } else {
-      sums[n * all + first] = sum_of_channel<E>(args, y);
+    const i64 share = task / blocks, first = task % blocks * block;
+    const i64 left = all - first;
+    const int channels = static_cast<int>(left < block ? left : block);
+    double* to = sums + share * all + first;
+    for (int i = 0; i < channels; ++i) to[i] = 0;
+    const i64 end = (share + 1) * images < args.batch ? (share + 1) * images : args.batch;
+    for (i64 n = share * images; n < end; ++n) {
+      const auto* y = static_cast<const typename E::Storage*>(args.y.data) +
+                      n * args.y.stride[0] + first / args.out_channels * args.y.stride[1] +
+                      first % args.out_channels * args.y.stride[2];
+      if (adjacent) {
+        sum_of_channels<E>(args, y, channels, to);
+      } else {
+        *to += sum_of_channel<E>(args, y);
+      }
     }
     finish_task(control, 0);
   }
@@ -101,7 +109,7 @@ void channel_sums(const ConvArgs& args, Control* control) {
   auto* result = static_cast<typename Result::Storage*>(args.bias.data);
   for (i64 channel; (channel = take_task(control, 1, all)) >= 0;) {
     double total = sums[channel];
-    for (i64 n = 1; n < args.batch; ++n) total += sums[n * all + channel];
+    for (i64 share = 1; share < shares; ++share) total += sums[share * all + channel];
     store_one<Result>(result + channel / args.out_channels * args.bias.stride[0] +
                           channel % args.out_channels * args.bias.stride[1],
                       static_cast<typename Result::Acc>(total));

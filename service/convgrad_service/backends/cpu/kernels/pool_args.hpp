@@ -1,4 +1,4 @@
-// What the pooling kernels receive. Mirrored in ../max_pool.py.
+// What the pooling kernels receive. Mirrored in ../pool_args.py.
 #pragma once
 
 #include "conv_args.hpp"
