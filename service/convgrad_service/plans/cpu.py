@@ -8,7 +8,7 @@ from typing import Literal
 
 from convgrad.dtypes import DType
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cpu_dense import dense_of
+from convgrad_service.plans.cpu_dense import dense_of, gather_tiles, weight_chunks, weight_tiles
 from convgrad_service.plans.cpu_dense_parts import (
     PANEL_LIMIT_BYTES,
     SCRATCH_LIMIT_BYTES,
@@ -17,6 +17,12 @@ from convgrad_service.plans.cpu_dense_parts import (
     weight_plan,
 )
 from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
+from convgrad_service.plans.cpu_worth import (
+    direct_steps,
+    gather_steps,
+    weight_steps,
+    worth_tiling,
+)
 from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
@@ -80,15 +86,16 @@ def choose(
         return Choice(direction, "grouped", device.level, None, ())
     passed_over.append(("grouped", reason))
     dense = _dense_plan(direction, conv, dtype, device)
-    if dense is not None:
-        return Choice(direction, "dense", device.level, dense, tuple(passed_over))
-    passed_over.append(
-        (
-            "dense",
+    if dense is None:
+        reason = (
             f"one tile needs more than {PANEL_LIMIT_BYTES} bytes for its weights, or more than "
-            f"{SCRATCH_LIMIT_BYTES} for its pixels",
+            f"{SCRATCH_LIMIT_BYTES} for its pixels"
         )
-    )
+    elif not _worth_tiling(direction, conv, dtype, device):
+        reason = "its tiles would hold mostly pixels and taps that meet nothing"
+    else:
+        return Choice(direction, "dense", device.level, dense, tuple(passed_over))
+    passed_over.append(("dense", reason))
     return Choice(direction, "direct", device.level, None, tuple(passed_over))
 
 
@@ -115,3 +122,30 @@ def _dense_plan(
     if direction == "bwd_weight":
         return weight_plan(dense, sum_bytes=size, device=device)
     return gather_plan(dense, backward=direction == "bwd_data", sum_bytes=size, device=device)
+
+
+def _worth_tiling(direction: Direction, conv: ConvShape, dtype: DType, device: CpuDevice) -> bool:
+    dense, size, backward = dense_of(conv), sum_bytes(dtype), direction == "bwd_data"
+    # For one thread, whatever there are: the choice decides the order of sums.
+    if direction == "bwd_weight":
+        tiles = weight_tiles(
+            dense,
+            whole_out_channels=dense.out_channels,
+            chunks=weight_chunks(dense, size),
+            sum_bytes=size,
+            vector_bytes=device.vector_bytes,
+            threads=1,
+        )
+        steps = weight_steps(dense, tiles, sum_bytes=size)
+    else:
+        tiles = gather_tiles(
+            dense,
+            backward=backward,
+            sum_bytes=size,
+            vector_bytes=device.vector_bytes,
+            threads=1,
+        )
+        steps = gather_steps(
+            dense, tiles, backward=backward, sum_bytes=size, vector_bytes=device.vector_bytes
+        )
+    return worth_tiling(steps, direct_steps(direction, conv))

@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.plans.cpu_worth import direct_steps, worth_tiling
 from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["PlanarPlan", "Triple", "bwd_data_plan", "bwd_weight_plan", "forward_plan", "triple"]
@@ -30,6 +31,11 @@ TASK_BYTES = 24 * 1024
 ENOUGH_TASKS = 64
 WORKSPACE_LIMIT_BYTES = 32 * 1024 * 1024
 SLACK_VECTORS = 9
+# Tables hold a row for each tap and each phase, made in Python: more than these are no layer that
+# anybody trains, and would take seconds and gigabytes before anything is computed.
+MOST_TAPS, MOST_PHASES, MOST_PAIRS = 16 * 1024, 4 * 1024, 64 * 1024
+# A phase of one tile's result: its loop and its stores.
+PHASE_STEPS = 50.0
 TAP_WORDS = 5
 
 
@@ -132,26 +138,45 @@ def _bwd_data_line(size: int, kernel: int, out: int, step: int, dilation: int, p
 
 @lru_cache(maxsize=256)
 def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The forward; ``swap`` where channels lie side by side. None where the planes do not fit."""
+    """The forward; ``swap`` where channels lie side by side. None where another kernel runs."""
+    if not _tables_fit("fwd", conv):
+        return None
     lines = [_forward_line(*line, keep=False) for line in _lines(conv)]
     channels = conv.in_channels_per_group, conv.out_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=False)
+    return _plan(conv, lines, channels, acc_bytes, lanes, "fwd", swap=swap)
 
 
 @lru_cache(maxsize=256)
 def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The gradient with respect to the input; None where the planes do not fit."""
+    """The gradient with respect to the input; None where another kernel runs."""
+    if not _tables_fit("bwd_data", conv):
+        return None
     lines = [_bwd_data_line(*line) for line in _lines(conv)]
     channels = conv.out_channels_per_group, conv.in_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=False)
+    return _plan(conv, lines, channels, acc_bytes, lanes, "bwd_data", swap=swap)
 
 
 @lru_cache(maxsize=256)
 def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
-    """The gradient with respect to the weight; None where the planes do not fit."""
+    """The gradient with respect to the weight; None where another kernel runs."""
+    if not _tables_fit("bwd_weight", conv):
+        return None
     lines = [_forward_line(*line, keep=True) for line in _lines(conv)]
     channels = conv.in_channels_per_group, conv.out_channels_per_group
-    return _plan(conv, lines, channels, acc_bytes, lanes, swap=swap, weight=True)
+    return _plan(conv, lines, channels, acc_bytes, lanes, "bwd_weight", swap=swap)
+
+
+def _tables_fit(direction: str, conv: ConvShape) -> bool:
+    """Before anything is listed: whether a plan's tables are of a size to be made in Python."""
+    kernel = conv.kernel_size
+    phases = [
+        min(step, size if direction == "bwd_data" else taps)
+        for step, size, taps in zip(conv.stride, conv.input_size, kernel, strict=True)
+    ]
+    # A dimension's own table pairs its taps with the phases of a result.
+    paired = phases if direction == "bwd_data" else [1] * len(phases)
+    pairs = sum(taps * phase for taps, phase in zip(kernel, paired, strict=True))
+    return prod(kernel) <= MOST_TAPS and prod(phases) <= MOST_PHASES and pairs <= MOST_PAIRS
 
 
 def _plan(
@@ -160,10 +185,11 @@ def _plan(
     channels: tuple[int, int],
     acc_bytes: int,
     lanes: int,
+    direction: str,
     *,
     swap: bool,
-    weight: bool,
 ) -> PlanarPlan | None:
+    weight = direction == "bwd_weight"
     if prod(len(line.src_phases) for line in lines) * channels[0] > SCRATCH_LIMIT_BYTES:
         return None
     if prod(conv.kernel_size) * channels[0] * 8 > SCRATCH_LIMIT_BYTES:
@@ -220,6 +246,14 @@ def _plan(
     ):
         block *= 2
     blocks = -(-conv.groups // block)
+    # Every position of a row's padded pitch is multiplied, by whole vectors.
+    box = [t + r for t, r in zip(tile, reach, strict=True)]
+    positions = ((tile[0] - 1) * box[1] + tile[1] - 1) * box[2] + tile[2]
+    copied = len(src_phase) * channels[0] * prod(box)
+    multiplied = len(rows) * prod(channels) * (positions / lanes + 1)
+    steps = units * (conv.groups * (copied + multiplied) + blocks * len(dst_phase) * PHASE_STEPS)
+    if not worth_tiling(steps, direct_steps(direction, conv)):
+        return None
     weights = conv.out_channels * channels[0] * prod(conv.kernel_size)
     splits = 1
     if weight:
@@ -233,7 +267,7 @@ def _plan(
         origin=_triple(origin),
         tile=_triple(tile),
         tiles=_triple(tiles),
-        box=_triple(t + r for t, r in zip(tile, reach, strict=True)),
+        box=_triple(box),
         group_block=block,
         src_phase=np.array(src_phase, np.int64),
         dst_phase=np.array(dst_phase, np.int64),

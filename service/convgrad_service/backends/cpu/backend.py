@@ -22,8 +22,8 @@ from convgrad_service.problems.base import Problem
 
 __all__ = ["CpuBackend"]
 
-# A problem of fewer operations ends sooner than a cancellation is worth watching for.
-WATCHED_FLOPS = 2_000_000_000
+# A problem of fewer operations on fewer bytes ends sooner than a cancellation is worth watching.
+WATCHED_FLOPS, WATCHED_BYTES = 2_000_000_000, 64 * 1024 * 1024
 
 
 class CpuBackend:
@@ -72,7 +72,7 @@ class CpuBackend:
         if cancelled is not None:
             if cancelled.is_set():
                 raise DeadlineExceeded("the request was cancelled before it was computed")
-            if problem.flops < WATCHED_FLOPS:
+            if problem.flops < WATCHED_FLOPS and problem.memory_bytes < WATCHED_BYTES:
                 cancelled = None
         started = time.perf_counter()
         whole = {name: _in_elements(array) for name, array in tensors.items()}

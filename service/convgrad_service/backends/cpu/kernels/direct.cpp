@@ -1,45 +1,19 @@
 // Convolution forward, backward data and backward weight straight from the definition, one result
-// at a time: for the rare shapes whose tiles would not fit into bounded memory (a huge kernel, a
-// dilation of thousands of pixels).
+// at a time: for the rare shapes whose tiles would not fit into bounded memory, or would hold mostly
+// what nothing meets (a huge kernel in padding, a dilation or a stride of thousands of pixels).
 //
-// A task is one plane of results: of one sample and channel (of one pair of channels for the
-// weight). Needs no workspace. Sums in double. Deterministic: each result is one sum in the order
-// of taps and channels, or of samples and positions. Any strides; coordinates in 64 bits.
-#include "conv_args.hpp"
+// A task is one row of results, or for the weight the kernel of one pair of channels. Only pairs
+// that meet are visited, whatever the padding, stride and dilation. Needs no workspace. Sums in
+// double. Deterministic: each result is one sum in the order of taps and channels, or of samples
+// and positions. Any strides; coordinates in 64 bits. A cancelled launch ends within a row of terms.
+#include "direct_axis.hpp"
 #include "elements.hpp"
 
 namespace convgrad {
 namespace {
 
-struct Point {
-  i64 at[3];
-};
-
-CONVGRAD_INLINE i64 volume(const int64_t* size) { return size[0] * size[1] * size[2]; }
-CONVGRAD_INLINE Point point(i64 index, const int64_t* size) {
-  return Point{{index / (size[1] * size[2]), index / size[2] % size[1], index % size[2]}};
-}
-CONVGRAD_INLINE i64 offset(const View& view, const Point& p) {
-  return p.at[0] * view.stride[3] + p.at[1] * view.stride[4] + p.at[2] * view.stride[5];
-}
-
-// The input position that output position o meets at a tap; false where that is padding.
-CONVGRAD_INLINE bool input_at(const ConvArgs& args, const Point& o, const Point& tap, Point* i) {
-  for (int d = 0; d < 3; ++d) {
-    i->at[d] = o.at[d] * args.stride[d] + tap.at[d] * args.dilation[d] - args.pad[d];
-    if (i->at[d] < 0 || i->at[d] >= args.input[d]) return false;
-  }
-  return true;
-}
-// The output position that input position i meets at a tap; false where there is none.
-CONVGRAD_INLINE bool output_at(const ConvArgs& args, const Point& i, const Point& tap, Point* o) {
-  for (int d = 0; d < 3; ++d) {
-    const i64 numerator = i.at[d] + args.pad[d] - tap.at[d] * args.dilation[d];
-    o->at[d] = numerator / args.stride[d];
-    if (numerator < 0 || o->at[d] * args.stride[d] != numerator) return false;
-    if (o->at[d] >= args.output[d]) return false;
-  }
-  return true;
+CONVGRAD_INLINE bool stopped(const Control* control) {
+  return __atomic_load_n(&control->cancelled, __ATOMIC_RELAXED) != 0;
 }
 
 template <class E>
@@ -48,97 +22,122 @@ const typename E::Storage* elements(const View& view) {
 }
 
 template <class R>
-void finish(const ConvArgs& args, const View& result, i64 base, i64 add_base, const Point& p,
-            double sum, double bias) {
+void finish(const ConvArgs& args, const View& result, i64 at, i64 add_at, double sum, double bias) {
   double value = args.alpha * sum + bias;
   if (args.accumulate.data && args.beta != 0) {
-    value += args.beta * static_cast<double>(R::widen(
-                             elements<R>(args.accumulate)[add_base + offset(args.accumulate, p)]));
+    value += args.beta * static_cast<double>(R::widen(elements<R>(args.accumulate)[add_at]));
   }
-  auto* to = static_cast<typename R::Storage*>(result.data) + base + offset(result, p);
-  *to = R::round(static_cast<typename R::Acc>(value));
+  static_cast<typename R::Storage*>(result.data)[at] =
+      R::round(static_cast<typename R::Acc>(value));
 }
 
 CONVGRAD_INLINE i64 lead(const View& view, i64 a, i64 b, i64 c) {
   return a * view.stride[0] + b * view.stride[1] + c * view.stride[2];
 }
-
-template <class E>
-void forward(const ConvArgs& args, Control* control) {
-  const i64 total = args.batch * args.groups * args.out_channels;
-  for (i64 task; (task = take_task(control, 0, total)) >= 0;) {
-    const i64 k = task % args.out_channels, g = task / args.out_channels % args.groups;
-    const i64 n = task / args.out_channels / args.groups;
-    double bias = 0;
-    if (args.bias.data) {
-      bias = E::widen(elements<E>(args.bias)[g * args.bias.stride[0] + k * args.bias.stride[1]]);
-    }
-    for (i64 index = 0; index < volume(args.output); ++index) {
-      const Point o = point(index, args.output);
-      double sum = 0;
-      for (i64 tap_index = 0; tap_index < volume(args.kernel); ++tap_index) {
-        const Point tap = point(tap_index, args.kernel);
-        Point i;
-        if (!input_at(args, o, tap, &i)) continue;
-        const auto* x = elements<E>(args.x) + lead(args.x, n, g, 0) + offset(args.x, i);
-        const auto* w = elements<E>(args.w) + lead(args.w, g, k, 0) + offset(args.w, tap);
-        for (i64 c = 0; c < args.in_channels; ++c) {
-          sum += double(E::widen(x[c * args.x.stride[2]])) * E::widen(w[c * args.w.stride[2]]);
-        }
-      }
-      finish<E>(args, args.y, lead(args.y, n, g, k), lead(args.accumulate, n, g, k), o, sum, bias);
-    }
-  }
+CONVGRAD_INLINE i64 spot(const View& view, i64 z, i64 y, i64 x) {
+  return z * view.stride[3] + y * view.stride[4] + x * view.stride[5];
 }
 
-template <class E>
-void bwd_data(const ConvArgs& args, Control* control) {
-  const i64 total = args.batch * args.groups * args.in_channels;
+// Calls row(first offset in a, step there, first offset in b, step there, count) for the pairs of
+// every two outer dimensions; false where the launch was cancelled.
+template <class Row>
+CONVGRAD_INLINE bool for_rows(const Run* runs, const View& a, const View& b, const Control* control,
+                              Row row) {
+  const Run &d = runs[0], &h = runs[1], &w = runs[2];
+  if (d.count <= 0 || h.count <= 0 || w.count <= 0) return true;
+  for (i64 i = 0; i < d.count; ++i) {
+    for (i64 j = 0; j < h.count; ++j) {
+      if (stopped(control)) return false;
+      row(spot(a, d.position + i * d.position_step, h.position + j * h.position_step, w.position),
+          w.position_step * a.stride[5],
+          spot(b, d.tap + i * d.tap_step, h.tap + j * h.tap_step, w.tap), w.tap_step * b.stride[5],
+          w.count);
+    }
+  }
+  return true;
+}
+
+// Forward, and backward data with the roles of input and output, and of the weight's channels,
+// exchanged.
+template <class E, bool backward>
+void gather(const ConvArgs& args, Control* control) {
+  const View& source = backward ? args.y : args.x;
+  const View& result = backward ? args.x : args.y;
+  View weight = args.w;  // dimension 1 the result's channel, 2 the source's
+  if (backward) weight.stride[1] = args.w.stride[2], weight.stride[2] = args.w.stride[1];
+  const i64 channels = backward ? args.out_channels : args.in_channels;
+  const i64 results = backward ? args.in_channels : args.out_channels;
+  const int64_t* size = backward ? args.input : args.output;
+  const Line lines[3] = {Line::of(args, 0), Line::of(args, 1), Line::of(args, 2)};
+  const i64 by_source = source.stride[2], by_weight = weight.stride[2];
+  const i64 rows = size[0] * size[1];
+  const i64 total = args.batch * args.groups * results * rows;
   for (i64 task; (task = take_task(control, 0, total)) >= 0;) {
-    const i64 c = task % args.in_channels, g = task / args.in_channels % args.groups;
-    const i64 n = task / args.in_channels / args.groups;
+    const i64 y = task % size[1], z = task % rows / size[1], plane = task / rows;
+    const i64 j = plane % results, g = plane / results % args.groups;
+    const i64 n = plane / results / args.groups;
     double bias = 0;
     if (args.bias.data) {
-      bias = E::widen(elements<E>(args.bias)[g * args.bias.stride[0] + c * args.bias.stride[1]]);
+      bias = E::widen(elements<E>(args.bias)[g * args.bias.stride[0] + j * args.bias.stride[1]]);
     }
-    for (i64 index = 0; index < volume(args.input); ++index) {
-      const Point i = point(index, args.input);
+    const auto* from = elements<E>(source) + lead(source, n, g, 0);
+    const auto* by = elements<E>(weight) + lead(weight, g, j, 0);
+    Run runs[3] = {lines[0].template of<backward>(z), lines[1].template of<backward>(y), {}};
+    const bool meets = runs[0].count > 0 && runs[1].count > 0;
+    for (i64 x = 0; x < size[2]; ++x) {
+      if (stopped(control)) return;
       double sum = 0;
-      for (i64 tap_index = 0; tap_index < volume(args.kernel); ++tap_index) {
-        const Point tap = point(tap_index, args.kernel);
-        Point o;
-        if (!output_at(args, i, tap, &o)) continue;
-        const auto* y = elements<E>(args.y) + lead(args.y, n, g, 0) + offset(args.y, o);
-        const auto* w = elements<E>(args.w) + lead(args.w, g, 0, c) + offset(args.w, tap);
-        for (i64 k = 0; k < args.out_channels; ++k) {
-          sum += double(E::widen(y[k * args.y.stride[2]])) * E::widen(w[k * args.w.stride[1]]);
-        }
+      if (meets) {
+        runs[2] = lines[2].template of<backward>(x);
+        const bool whole = for_rows(
+            runs, source, weight, control, [&](i64 a, i64 a_step, i64 b, i64 b_step, i64 count) {
+              for (i64 i = 0; i < count; ++i, a += a_step, b += b_step) {
+                for (i64 c = 0; c < channels; ++c) {
+                  sum += double(E::widen(from[a + c * by_source])) *
+                         E::widen(by[b + c * by_weight]);
+                }
+              }
+            });
+        if (!whole) return;
       }
-      finish<E>(args, args.x, lead(args.x, n, g, c), lead(args.accumulate, n, g, c), i, sum, bias);
+      finish<E>(args, result, lead(result, n, g, j) + spot(result, z, y, x),
+                lead(args.accumulate, n, g, j) + spot(args.accumulate, z, y, x), sum, bias);
     }
   }
 }
 
 template <class E, class R>
 void bwd_weight(const ConvArgs& args, Control* control) {
+  const Line lines[3] = {Line::of(args, 0), Line::of(args, 1), Line::of(args, 2)};
   const i64 total = args.groups * args.out_channels * args.in_channels;
   for (i64 task; (task = take_task(control, 0, total)) >= 0;) {
     const i64 c = task % args.in_channels, k = task / args.in_channels % args.out_channels;
     const i64 g = task / args.in_channels / args.out_channels;
-    for (i64 tap_index = 0; tap_index < volume(args.kernel); ++tap_index) {
-      const Point tap = point(tap_index, args.kernel);
-      double sum = 0;
-      for (i64 n = 0; n < args.batch; ++n) {
-        const auto* x = elements<E>(args.x) + lead(args.x, n, g, c);
-        const auto* y = elements<E>(args.y) + lead(args.y, n, g, k);
-        for (i64 index = 0; index < volume(args.output); ++index) {
-          const Point o = point(index, args.output);
-          Point i;
-          if (!input_at(args, o, tap, &i)) continue;
-          sum += double(E::widen(x[offset(args.x, i)])) * E::widen(y[offset(args.y, o)]);
+    Run runs[3];
+    for (i64 t = 0; t < args.kernel[0]; ++t) {
+      runs[0] = lines[0].of_tap(t);
+      for (i64 r = 0; r < args.kernel[1]; ++r) {
+        runs[1] = lines[1].of_tap(r);
+        for (i64 s = 0; s < args.kernel[2]; ++s) {
+          if (stopped(control)) return;
+          runs[2] = lines[2].of_tap(s);
+          double sum = 0;
+          for (i64 n = 0; n < args.batch; ++n) {
+            const auto* x = elements<E>(args.x) + lead(args.x, n, g, c);
+            const auto* y = elements<E>(args.y) + lead(args.y, n, g, k);
+            const bool whole = for_rows(
+                runs, args.x, args.y, control,
+                [&](i64 a, i64 a_step, i64 b, i64 b_step, i64 count) {
+                  for (i64 i = 0; i < count; ++i, a += a_step, b += b_step) {
+                    sum += double(E::widen(x[a])) * E::widen(y[b]);
+                  }
+                });
+            if (!whole) return;
+          }
+          finish<R>(args, args.w, lead(args.w, g, k, c) + spot(args.w, t, r, s),
+                    lead(args.accumulate, g, k, c) + spot(args.accumulate, t, r, s), sum, 0);
         }
       }
-      finish<R>(args, args.w, lead(args.w, g, k, c), lead(args.accumulate, g, k, c), tap, sum, 0);
     }
   }
 }
@@ -151,13 +150,13 @@ extern "C" CONVGRAD_EXPORT void convgrad_direct_fwd(const convgrad::ConvArgs* ar
   using namespace convgrad;
   switch (args->dtype) {
     case kFloat16:
-      return forward<F16>(*args, control);
+      return gather<F16, false>(*args, control);
     case kBfloat16:
-      return forward<BF16>(*args, control);
+      return gather<BF16, false>(*args, control);
     case kFloat32:
-      return forward<F32>(*args, control);
+      return gather<F32, false>(*args, control);
     case kFloat64:
-      return forward<F64>(*args, control);
+      return gather<F64, false>(*args, control);
   }
 }
 
@@ -166,13 +165,13 @@ extern "C" CONVGRAD_EXPORT void convgrad_direct_bwd_data(const convgrad::ConvArg
   using namespace convgrad;
   switch (args->dtype) {
     case kFloat16:
-      return bwd_data<F16>(*args, control);
+      return gather<F16, true>(*args, control);
     case kBfloat16:
-      return bwd_data<BF16>(*args, control);
+      return gather<BF16, true>(*args, control);
     case kFloat32:
-      return bwd_data<F32>(*args, control);
+      return gather<F32, true>(*args, control);
     case kFloat64:
-      return bwd_data<F64>(*args, control);
+      return gather<F64, true>(*args, control);
   }
 }
 
