@@ -129,6 +129,23 @@ def test_memory_is_held_while_a_thread_still_works_on_it() -> None:
     asyncio.run(scenario())
 
 
+def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
+    """Past a deadline the work may still be ending; the queue is not to blame for it."""
+
+    async def scenario() -> None:
+        dataplane = plane(backend := Blocking())
+        with dataplane.memory.reservation() as reservation:
+            operation, timings = OPERATIONS["conv_bwd_data"], Timings()
+            call = Call(operation, reservation, Deadline.after(0.3), timings)
+            with pytest.raises(DeadlineExceeded):
+                await dataplane.answer(call, lambda: FIELDS, lambda result: result)
+        backend.release.set()
+        assert timings.stages_s["compute"] > 0.15
+        assert timings.stages_s["queue"] < 0.15
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_caller_cancels_its_work() -> None:
     backend = Blocking()
     dataplane = plane(backend)

@@ -56,6 +56,7 @@ def test_waiting_work_runs_in_order_of_arrival(gate: Gate) -> None:
     for ticket in tickets:
         ticket.future.result(5)
     assert seen == [0, 1, 2, 3, 4]
+    assert tickets[0].waited_s is not None
     assert tickets[0].waited_s > 0
     queue.close()
 

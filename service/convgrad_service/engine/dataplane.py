@@ -162,7 +162,8 @@ class Dataplane:
             raise
         finally:
             spent_s = time.monotonic() - submitted_s
-            waited_s = ticket.waited_s if ticket.future.done() else spent_s
+            # Of a problem that is given up the start is known all the same, if it had one.
+            waited_s = spent_s if ticket.waited_s is None else min(ticket.waited_s, spent_s)
             call.timings.add("queue", waited_s)
             call.timings.add("compute", spent_s - waited_s)
         return outcome

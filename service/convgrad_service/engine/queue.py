@@ -31,7 +31,7 @@ class Ticket(Generic[T]):
     """One piece of work: waiting, running or done.
 
     ``future`` becomes its result; ``cancelled`` is set once nobody wants it any more, and the
-    backend looks at it between pieces; ``waited_s`` is known when it starts.
+    backend looks at it between pieces; ``waited_s`` is None until it starts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Ticket(Generic[T]):
         self.cancelled = threading.Event()
         self.cost = cost
         self.large = False
-        self.waited_s = 0.0
+        self.waited_s: float | None = None
         self._work: Callable[[threading.Event], T] | None = work
         self._deadline_s = deadline_s
         self._submitted_s = time.monotonic()
@@ -49,14 +49,14 @@ class Ticket(Generic[T]):
     def run(self) -> float | None:
         """Do the work in the calling thread; the seconds it took, or None if it did not run."""
         started_s = time.monotonic()
-        self.waited_s = started_s - self._submitted_s
+        self.waited_s = waited_s = started_s - self._submitted_s
         work, self._work = self._work, None
         if work is None or not self.future.set_running_or_notify_cancel():
             return None
         if self._deadline_s is not None and started_s >= self._deadline_s:
             self.future.set_exception(
                 DeadlineExceeded(
-                    f"the deadline passed while the problem waited {self.waited_s:.3f} s to start"
+                    f"the deadline passed while the problem waited {waited_s:.3f} s to start"
                 )
             )
             return None
