@@ -114,7 +114,6 @@ def main() -> int:
     parser.add_argument("--git-sha", default=git_sha())
     parser.add_argument("--workers", type=int, default=1, help="needs pytest-xdist beyond 1")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--lazily", action="store_true", help="compile what the tests need, then")
     parser.add_argument("--slow", action="store_true", help="the slow tests, instead of the others")
     asked, more = parser.parse_known_args()
     device = describe(0)

@@ -1,6 +1,6 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
-    python tests/kernels/gpu_sanitize.py [--git-sha SHA] [--tools memcheck racecheck initcheck] [--general]
+    python tests/kernels/gpu_sanitize.py [--tools memcheck racecheck initcheck] [--general]
 
 The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
 """
