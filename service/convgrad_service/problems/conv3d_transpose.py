@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import Conv3dTransposeRequest
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.agreement import agreed_groups, check_bias, divisible
-from convgrad_service.problems.base import Piece, Slices, TensorSpec
+from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
@@ -103,22 +102,4 @@ class Conv3dTranspose(ConvProblem):
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
         """By N, then by depth of the output with the depth of the input that touches it."""
-        pieces = []
-        for samples, rows in grid(self.conv.batch, self.conv.input_size[0], parts):
-            touching = self.conv.outputs_for(0, rows)
-            conv = self.conv.window(0, rows, touching).with_batch(samples[1] - samples[0])
-            inputs: dict[str, Slices] = {
-                "input": activation_slices(self.layout, samples, touching),
-                "weight": whole(self.layout.rank),
-            }
-            if self.bias:
-                inputs["bias"] = whole(1)
-            pieces.append(
-                Piece(
-                    replace(self, conv=conv),
-                    inputs,
-                    {"output": activation_slices(self.layout, samples, rows)},
-                    {"output": "concatenate"},
-                )
-            )
-        return tuple(pieces)
+        return self._cut_result(parts, source="input", result="output", backward=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import ConvBwdDataRequest
@@ -13,9 +13,8 @@ from convgrad_service.problems.agreement import (
     divisible,
     same_channels,
 )
-from convgrad_service.problems.base import PLAIN, Epilogue, Piece, Slices, TensorSpec
+from convgrad_service.problems.base import PLAIN, Epilogue, Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import minimal_input_size
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
@@ -108,23 +107,6 @@ class ConvBwdData(ConvProblem):
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
         """By N, then by rows of grad_input with the rows of grad_output that touch them."""
-        pieces = []
-        for samples, rows in grid(self.conv.batch, self.conv.input_size[0], parts):
-            touching = self.conv.outputs_for(0, rows)
-            conv = self.conv.window(0, rows, touching).with_batch(samples[1] - samples[0])
-            grad_input = activation_slices(self.layout, samples, rows)
-            inputs: dict[str, Slices] = {
-                "grad_output": activation_slices(self.layout, samples, touching),
-                "weight": whole(self.layout.rank),
-            }
-            if self.epilogue.accumulate:
-                inputs["accumulate"] = grad_input
-            pieces.append(
-                Piece(
-                    replace(self, conv=conv),
-                    inputs,
-                    {"grad_input": grad_input},
-                    {"grad_input": "concatenate"},
-                )
-            )
-        return tuple(pieces)
+        return self._cut_result(
+            parts, source="grad_output", result="grad_input", backward=True, along=("accumulate",)
+        )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from convgrad.contract import ConvFwdRequest
 from convgrad_service.problems.agreement import agreed_groups, check_bias, check_filter_inputs
-from convgrad_service.problems.base import Piece, Slices, TensorSpec
+from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.formulas import conv_output_size
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout
@@ -86,22 +85,4 @@ class ConvFwd(ConvProblem):
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
         """By N, then by rows of output with the rows of input that they read."""
-        pieces = []
-        for samples, rows in grid(self.conv.batch, self.conv.output_size[0], parts):
-            read = self.conv.inputs_for(0, rows)
-            conv = self.conv.window(0, read, rows).with_batch(samples[1] - samples[0])
-            inputs: dict[str, Slices] = {
-                "input": activation_slices(self.layout, samples, read),
-                "weight": whole(self.layout.rank),
-            }
-            if self.bias:
-                inputs["bias"] = whole(1)
-            pieces.append(
-                Piece(
-                    replace(self, conv=conv),
-                    inputs,
-                    {"output": activation_slices(self.layout, samples, rows)},
-                    {"output": "concatenate"},
-                )
-            )
-        return tuple(pieces)
+        return self._cut_result(parts, source="input", result="output", backward=False)

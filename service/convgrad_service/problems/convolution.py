@@ -1,11 +1,12 @@
-"""What the problems of one convolution share: their fields and the shapes of their tensors."""
+"""What the problems of one convolution share: fields, the shapes of tensors, the way of cutting."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
-from convgrad_service.problems.base import Problem, TensorSpec
+from convgrad_service.problems.base import Piece, Problem, TensorSpec
+from convgrad_service.problems.cutting import activation_slices, grid, whole
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import Layout, activation_shape, weight_shape
 from convgrad_service.problems.sizes import check_shape
@@ -73,3 +74,37 @@ class ConvProblem(Problem):
         """Raises InvalidProblem where an output that the request implies is too large."""
         for name, spec in self.outputs.items():
             check_shape(name, spec.shape)
+
+    def _cut_result(
+        self,
+        parts: int,
+        *,
+        source: str,
+        result: str,
+        backward: bool,
+        along: tuple[str, ...] = (),
+    ) -> tuple[Piece, ...]:
+        """By N, then by the result's rows, each part with the rows of the source that it meets.
+
+        The result is the convolution's output or, `backward`, its input's gradient. Inputs named
+        in `along` are cut as the result is; those not named are read whole.
+        """
+        conv, layout = self.conv, self.layout
+        rows_of = conv.input_size if backward else conv.output_size
+        pieces = []
+        for samples, rows in grid(conv.batch, rows_of[0], parts):
+            met = conv.outputs_for(0, rows) if backward else conv.inputs_for(0, rows)
+            window = conv.window(0, rows, met) if backward else conv.window(0, met, rows)
+            own = activation_slices(layout, samples, rows)
+            inputs = {name: whole(len(spec.shape)) for name, spec in self.inputs.items()}
+            inputs[source] = activation_slices(layout, samples, met)
+            inputs.update((name, own) for name in along if name in inputs)
+            pieces.append(
+                Piece(
+                    replace(self, conv=window.with_batch(samples[1] - samples[0])),
+                    inputs,
+                    {result: own},
+                    {result: "concatenate"},
+                )
+            )
+        return tuple(pieces)
