@@ -42,6 +42,28 @@ def test_links_and_paths_exist() -> None:
         assert (ROOT / Path(name)).exists(), name
 
 
+def test_the_tree_names_what_there_is() -> None:
+    """Every path in it exists, and no package is left out."""
+    named = _tree()
+    for path in named:
+        assert list(path.parent.glob(path.name)), f"the README names {path}, which is not there"
+    for base in ("client/convgrad", "service/convgrad_service", "tests"):
+        for package in {path.parent for path in (ROOT / base).glob("*/__init__.py")}:
+            assert any(path.is_relative_to(package) for path in named), f"no {package} in the tree"
+
+
+def _tree() -> list[Path]:
+    """The paths in the section "Where things are"."""
+    tree = TEXT.split("## Where things are")[1].split("```")[1].strip("\n")
+    base, paths = ROOT, []
+    for line in tree.splitlines():
+        names = line[:28].split()  # descriptions begin at one column
+        if not line.startswith(" "):
+            base = ROOT / names.pop(0)
+        paths += [base, *(base / name for name in names)]
+    return paths
+
+
 def _code(text: str) -> str:
     """What stands in code blocks and between backticks."""
     return "\n".join(
