@@ -139,6 +139,9 @@ def test_windows_that_span_too_much_are_taken_one_by_one() -> None:
     for pool in (far, wide):
         assert pooling.pool_backward_plan(pool, 64, 16, True) is None
     assert pooling.pool_forward_plan(far, 64, 16) is None
+    # From indices each row would ask every tap for each phase of its columns.
+    one = _pool((3000, 3000), (3000, 3000), (3000, 3000))
+    assert pooling.pool_backward_plan(one, 64, 16, False) is None
     usual = _pool((112, 112), (3, 3), (2, 2))
     assert pooling.pool_forward_plan(usual, 64, 16) is not None
     assert pooling.pool_backward_plan(usual, 64, 16, True) is not None

@@ -71,6 +71,10 @@ def pool_backward_plan(
     copied = _COPY * prod(_reached(pool, windows)) if searches else 0
     # Each window of a tile is searched, or its index held against its taps.
     work = prod(plan.tiles) * (copied + prod(windows) * (_taps(pool) if searches else kernel[0]))
+    # Each row of a tile lists its windows, and for each of its columns' phases asks every tap.
+    met = [max(1, taps // step) for taps, step in zip(kernel, stride, strict=True)]
+    asked = met[0] * met[1] * min(stride[2], tile[2]) * kernel[2]
+    work += size[0] * size[1] * plan.tiles[2] * (kernel[0] + kernel[1] + asked)
     return plan if _pays(pool, plan, work, lanes, searches) else None
 
 
