@@ -65,6 +65,19 @@ def test_pieces_change_no_bit(
     assert_same_bits(whole.outputs["output"], pieces.outputs["output"], f"seed {seed}")
 
 
+def test_a_wide_input_is_widened_in_pieces() -> None:
+    """silu sums a 16-bit convolution in float32: the copies of its input stay small."""
+    tensors = {
+        "input": np.zeros((8, 2048, 56, 56), np.float16),
+        "weight0": np.zeros((16, 2048, 1, 1), np.float16),
+        "weight1": np.zeros((16, 16, 1, 1), np.float16),
+    }
+    request = GroupedConvConvFwdRequest.model_validate({**tensors, "activation0": "silu"})
+    plan = CpuBackend(threads=2).explain(problem_from(OPERATION, request))
+    assert plan.pieces > 1
+    assert plan.workspace_bytes < 128 * 2**20
+
+
 def test_nan_passes_through_activations() -> None:
     request = _request(0, "float32", "relu", 1, last=False)
     source = request.tensors()["input"].copy()

@@ -25,6 +25,8 @@ __all__ = ["rehearse_fused", "run_fused"]
 Array = NDArray[Any]
 # A piece's intermediate. Larger ones cost fewer launches, smaller ones less cache.
 INTERMEDIATE_BYTES = 4 * 1024 * 1024
+# A piece's float32 copies, which silu makes of a 16-bit convolution's input and output.
+WIDENED_BYTES = 64 * 1024 * 1024
 
 
 def run_fused(
@@ -97,7 +99,16 @@ def _run(
 
 
 def _parts(problem: GroupedConvConvFwd) -> int:
-    return -(-problem.intermediate.size_bytes // INTERMEDIATE_BYTES)
+    between = problem.intermediate.size_bytes
+    parts = -(-between // INTERMEDIATE_BYTES)
+    if problem.dtype.itemsize != 2:
+        return parts
+    sides = (
+        (problem.activation0, problem.inputs["input"].size_bytes),
+        (problem.activation1, problem.outputs["output"].size_bytes),
+    )
+    widened = max((2 * (side + between) for name, side in sides if name == "silu"), default=0)
+    return max(parts, -(-widened // WIDENED_BYTES))
 
 
 def _regrouped(view: Array, groups: int) -> Array:
