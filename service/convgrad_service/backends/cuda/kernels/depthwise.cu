@@ -5,10 +5,9 @@
 // backward  y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                                       of x[n, p, q, c] * w[c, r, s]
 // then finish() of epilogue.cuh, and one rounding.
-// Blocks and threads: depthwise_args.cuh. A thread walks down its segment: each row of its strip is
-// read from shared memory once and added to every row of the result that it reaches; those that
-// are open live in a ring of accumulators whose slots are known when compiling.
-// Shared memory: the weights as sums, KERNEL_H * KERNEL_W * LANES * VECTOR, then two tiles of x.
+// Warps: depthwise_args.cuh; each takes one item. A row is added to every row of the result that it
+// reaches; those that are open live in a ring of accumulators whose slots are known when compiling.
+// Shared memory: the weights as sums, KERNEL_H * KERNEL_W * LANES * VECTOR, then STAGES rows a warp.
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements. Deterministic: sums run in the order of rows, then taps.
 // Padding enters as zeros; a sum that is not finite is computed again with the valid taps alone,
@@ -34,7 +33,7 @@ constexpr int kOwn = COLUMNS * STRIDE;        // columns of the result
 constexpr int kRead = COLUMNS + kReachW - 1;  // columns of x
 constexpr int kSlots = kReachH * STRIDE;      // open rows of the result
 constexpr int kTurn = kReachH;                // rows of x after which the slots repeat
-constexpr int kApart = 1;                     // rows of x between neighbouring rows of a segment
+constexpr int kApart = 1;                     // columns of x between neighbouring results
 #else
 constexpr int kOwn = COLUMNS;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
@@ -42,6 +41,13 @@ constexpr int kSlots = kReachH;
 constexpr int kTurn = kReachH * STRIDE;
 constexpr int kApart = STRIDE;
 #endif
+constexpr int kStrips = 32 / LANES;
+constexpr int kColumns = (kStrips - 1) * COLUMNS * kApart + kRead;  // of x, that a warp reads
+using Copier = RowCopier<T, kChannels, kColumns>;
+constexpr int kStageBytes = Copier::kElements * sizeof(T);
+// Whether it pays to leave out the rows of a chunk's edge that some taps, or all, do not need: it
+// costs moves between registers.
+constexpr bool kSkipTaps = KERNEL_H >= 5;
 
 // Loads from shared memory that the compiler leaves where they are: it would move all of them out
 // of the loop, into registers that there are not.
@@ -147,23 +153,83 @@ __device__ __forceinline__ int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((-a + b - 1) / b);
 }
 
-// One thread's part of a tile: `from` is at its strip's first element, in the row of x `own_top`;
-// its results start at `segment_row` and `first_column`, backward in units of STRIDE.
-__device__ __forceinline__ void compute(const DepthwiseArgs& args, const Tiling& tiling,
-                                        const T* from, int row_pitch, int own_top, int segment_row,
-                                        int first_column, int steps, int n, int c,
-                                        const S (&kept)[kWeightsInRegisters ? kTaps : 1][VECTOR],
-                                        const S* own_weights) {
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    depthwise(const __grid_constant__ DepthwiseArgs args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  S* const weights = reinterpret_cast<S*>(shared);
+  const Tiling& tiling = args.tiling;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int stages = kept_value(warp * STAGES * Copier::kElements);
+  T* const all_stages = reinterpret_cast<T*>(weights + kTaps * kChannels);
+  const int first_channel = blockIdx.x % tiling.channel_tiles * kChannels;
+  const ItemAt item = item_at(tiling, blockIdx.x / tiling.channel_tiles * WARPS + warp);
+  const int n = item.n;
+  const bool has_item = n < args.batch;
+
+  // Of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
+  int first_row = item.chunk * tiling.rows;
+  int first_column = item.group * kStrips * COLUMNS;
+#if BACKWARD
+  first_row += floor_div(args.pad[0], STRIDE);
+  first_column += floor_div(args.pad[1], STRIDE);
+  const int top = first_row - (kReachH - 1), left = first_column - (kReachW - 1);
+  const int steps = tiling.rows + kReachH - 1;
+#else
+  const int top = first_row * STRIDE - args.pad[0], left = first_column * STRIDE - args.pad[1];
+  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+#endif
+  Copier copier(all_stages + stages,
+                static_cast<const T*>(args.x) + (has_item ? n : 0) * args.x_stride[0],
+                args.x_stride, top, args.x_size[0], left, args.x_size[1], first_channel,
+                args.channels, lane);
+  if (has_item) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+      if (stage < steps) copier.copy(stage * kStageBytes);
+      end_copies();
+    }
+  }
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kChannels * kTaps; i += WARPS * 32) {
+    const int channel = i / kTaps, tap = i % kTaps;
+    S weight = 0;
+    if (first_channel + channel < args.channels) {
+      weight = widen(static_cast<const T*>(args.w)[(first_channel + channel) * args.w_stride[0] +
+                                                   (tap / KERNEL_W) * args.w_stride[1] +
+                                                   (tap % KERNEL_W) * args.w_stride[2]]);
+    }
+    weights[tap * kChannels + channel] = weight;
+  }
+  __syncthreads();
+  if (!has_item) return;
+
+  const int strip = lane / LANES, own = lane % LANES * VECTOR;
+  const int c = first_channel + own;
+  const S* const own_weights = weights + own;
+  S kept[kWeightsInRegisters ? kTaps : 1][VECTOR];
+  if constexpr (kWeightsInRegisters) {
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) kept[tap][v] = own_weights[tap * kChannels + v];
+    }
+  }
+  const int own_row = kept_value(stages + strip * COLUMNS * kApart * kChannels + own);
+  first_column += strip * COLUMNS;
 #if BACKWARD
   const int column = first_column * STRIDE - args.pad[1];
 #else
   const int column = first_column;
 #endif
+  // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
   Strip result = {args,
                   static_cast<T*>(args.y) + n * args.y_stride[0] + column * args.y_stride[2] + c,
                   n,
                   c,
-                  column};
+                  c < args.channels ? column : args.y_size[1]};
+
   S sums[kSlots][kOwn][VECTOR] = {};
   bool odd = false;  // some sum was not finite
   for (int turn = 0; turn < steps; turn += kTurn) {
@@ -171,8 +237,12 @@ __device__ __forceinline__ void compute(const DepthwiseArgs& args, const Tiling&
     for (int j = 0; j < kTurn; ++j) {
       const int step = turn + j;
       if (step < steps) {
-        const int h = own_top + step;
-        if (h >= 0 && h < args.x_size[0]) {
+        wait_for_copies<STAGES - 2>();
+        if (step + STAGES - 1 < steps) copier.copy((step + STAGES - 1) % STAGES * kStageBytes);
+        end_copies();
+        const int h = top + step;
+        if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
+          const T* const from = all_stages + own_row + step % STAGES * Copier::kElements;
           S row[kRead][VECTOR];
 #pragma unroll
           for (int i = 0; i < kRead; ++i) {
@@ -192,7 +262,7 @@ __device__ __forceinline__ void compute(const DepthwiseArgs& args, const Tiling&
             const int slot = positive_mod(j - r, kTurn) / STRIDE;
             const bool needed = step >= r && step - r <= (tiling.rows - 1) * STRIDE;
 #endif
-            if (!reached || !needed) continue;
+            if (!reached || (kSkipTaps && !needed)) continue;
 #pragma unroll
             for (int s = 0; s < KERNEL_W; ++s) {
               S weight[VECTOR];
@@ -222,20 +292,19 @@ __device__ __forceinline__ void compute(const DepthwiseArgs& args, const Tiling&
             }
           }
         }
-        from += row_pitch;
         // What no later row of x reaches is done.
 #if BACKWARD
 #pragma unroll
         for (int a = 0; a < STRIDE; ++a) {
           const int slot = (j * STRIDE + a) % kSlots;
           if (step >= kReachH - 1) {
-            odd |= result.put(sums[slot], (own_top + step) * STRIDE + a - args.pad[0]);
+            odd |= result.put(sums[slot], (top + step) * STRIDE + a - args.pad[0]);
           }
 #else
         if (positive_mod(j - (KERNEL_H - 1), STRIDE) == 0) {
           const int slot = positive_mod(j - (KERNEL_H - 1), kTurn) / STRIDE;
           if (step >= KERNEL_H - 1) {
-            odd |= result.put(sums[slot], segment_row + (step - (KERNEL_H - 1)) / STRIDE);
+            odd |= result.put(sums[slot], first_row + (step - (KERNEL_H - 1)) / STRIDE);
           }
 #endif
 #pragma unroll
@@ -248,103 +317,8 @@ __device__ __forceinline__ void compute(const DepthwiseArgs& args, const Tiling&
     }
   }
 #if BACKWARD
-  if (odd) result.put_exact(segment_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
+  if (odd) result.put_exact(first_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
 #else
-  if (odd) result.put_exact(segment_row, tiling.rows);
+  if (odd) result.put_exact(first_row, tiling.rows);
 #endif
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
-    depthwise(const __grid_constant__ DepthwiseArgs args) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  S* const weights = reinterpret_cast<S*>(shared);
-  T* const places = reinterpret_cast<T*>(weights + kTaps * kChannels);
-
-  const Tiling& tiling = args.tiling;
-  const Share share = share_of(tiling, args.batch);
-  const int first_channel = share.channel_tile * kChannels;
-  const int thread = threadIdx.x, threads = blockDim.x;
-  const int lane = thread % LANES, unit = thread / LANES;
-  const int strip = unit % tiling.strips, segment = unit / tiling.strips;
-  const int tile_rows = tiling.segments * tiling.rows, tile_columns = tiling.strips * COLUMNS;
-#if BACKWARD
-  // In units of STRIDE, from the last multiple of STRIDE up to pad.
-  const int base_row = floor_div(args.pad[0], STRIDE), base_column = floor_div(args.pad[1], STRIDE);
-  const int box_rows = tile_rows + kReachH - 1, box_columns = tile_columns + kReachW - 1;
-  const int steps = tiling.rows + kReachH - 1;
-#else
-  const int base_row = 0, base_column = 0;
-  const int box_rows = (tile_rows - 1) * STRIDE + KERNEL_H;
-  const int box_columns = (tile_columns - 1) * STRIDE + KERNEL_W;
-  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
-#endif
-  const int row_pitch = box_columns * kChannels;
-  const int place_elements = box_rows * row_pitch;
-
-  const auto top_of = [&](const TileAt& at) {
-    const int first = base_row + at.h * tile_rows;
-#if BACKWARD
-    return first - (kReachH - 1);
-#else
-    return first * STRIDE - args.pad[0];
-#endif
-  };
-  const auto fetch = [&](int tile, int place) {
-    if (tile < share.tiles) {
-      const TileAt at = tile_at(tiling, share, tile);
-      const int first = base_column + at.w * tile_columns;
-#if BACKWARD
-      const int left = first - (kReachW - 1);
-#else
-      const int left = first * STRIDE - args.pad[1];
-#endif
-      copy_box<T, kChannels>(places + place * place_elements,
-                             static_cast<const T*>(args.x) + at.n * args.x_stride[0],
-                             args.x_stride, args.x_size, top_of(at), left, box_rows, box_columns,
-                             first_channel, args.channels, thread, threads);
-    }
-    end_copies();
-  };
-  fetch(share.block, 0);
-  for (int i = thread; i < kChannels * kTaps; i += threads) {
-    const int channel = i / kTaps, tap = i % kTaps;
-    S weight = 0;
-    if (first_channel + channel < args.channels) {
-      weight = widen(static_cast<const T*>(args.w)[(first_channel + channel) * args.w_stride[0] +
-                                                   (tap / KERNEL_W) * args.w_stride[1] +
-                                                   (tap % KERNEL_W) * args.w_stride[2]]);
-    }
-    weights[tap * kChannels + channel] = weight;
-  }
-
-  const int c = first_channel + lane * VECTOR;
-  const S* const own_weights = weights + lane * VECTOR;
-  S kept[kWeightsInRegisters ? kTaps : 1][VECTOR];
-  if constexpr (kWeightsInRegisters) {
-    __syncthreads();
-#pragma unroll
-    for (int tap = 0; tap < kTaps; ++tap) {
-#pragma unroll
-      for (int v = 0; v < VECTOR; ++v) kept[tap][v] = own_weights[tap * kChannels + v];
-    }
-  }
-  const int own_offset = segment * tiling.rows * kApart * row_pitch +
-                         strip * COLUMNS * kApart * kChannels + lane * VECTOR;
-
-  int place = 0;
-  for (int tile = share.block; tile < share.tiles; tile += share.blocks, place ^= 1) {
-    fetch(tile + share.blocks, place ^ 1);
-    wait_for_copies();
-    if (c < args.channels) {
-      const TileAt at = tile_at(tiling, share, tile);
-      compute(args, tiling, places + place * place_elements + own_offset, row_pitch,
-              top_of(at) + segment * tiling.rows * kApart,
-              base_row + at.h * tile_rows + segment * tiling.rows,
-              base_column + at.w * tile_columns + strip * COLUMNS, steps, at.n, c, kept,
-              own_weights);
-    }
-    __syncthreads();  // before this place is written again
-  }
 }

@@ -1,11 +1,10 @@
 // Depthwise convolutions of channels-last tensors: one input channel, one output channel a group.
 // The host's side is depthwise.py and depthwise_weight.py.
 //
-// A block owns LANES * VECTOR neighbouring channels and takes tiles of pixels, one after another. It
-// brings them into shared memory with asynchronous 16-byte copies, zeros where there are no pixels,
-// the next one while it computes (two places). Its threads are LANES channel vectors by units; a unit is a strip of COLUMNS columns in a segment of rows, so
-// that a thread reads each pixel of its strip from shared memory at an address known when compiling
-// but for the row's.
+// A warp owns LANES * VECTOR neighbouring channels of 32 / LANES strips of COLUMNS columns, side by
+// side, and walks down a chunk of rows. It brings each row into shared memory of its own with
+// asynchronous 16-byte copies, zeros where there are no pixels, some rows ahead of their use; so
+// warps wait for nothing but their own copies, and read pixels at addresses known when compiling.
 #pragma once
 
 #include "epilogue.cuh"
@@ -13,13 +12,11 @@
 
 namespace convgrad {
 
-// How a tile is cut: `strips` side by side, `segments` of `rows` rows one below the other.
+// An image's items: `groups` groups of strips side by side, in `chunks` of `rows` rows.
 struct Tiling {
-  int strips;
-  int segments;
+  int groups;
+  int chunks;
   int rows;
-  int tiles_w;
-  int tiles_h;
   int channel_tiles;
 };
 
@@ -68,75 +65,86 @@ struct DepthwiseWeightArgs {
 
 constexpr int kChunkBytes = 16;
 
-__device__ __forceinline__ void copy_chunk(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(there ? kChunkBytes : 0)
+__device__ __forceinline__ void copy_chunk(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(there ? kChunkBytes : 0)
                : "memory");
+}
+
+// The same value, but one that the compiler must keep and cannot compute again in a loop, which
+// takes it many instructions.
+__device__ __forceinline__ int kept_value(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all groups of copies but the last are there, for the whole block.
+// Until all groups of copies but the last kLater are there, for the whole warp.
+template <int kLater>
 __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
-  __syncthreads();
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+  __syncwarp();
 }
 
-// Which tiles a block takes, of its channel tile; those of one image follow one another.
-struct Share {
-  int channel_tile, block, blocks, of_image, tiles;
-};
+// A lane's part in copying rows of kColumns pixels of kChannels channels, one after another.
+template <class T, int kChannels, int kColumns>
+struct RowCopier {
+  static constexpr int kElements = kColumns * kChannels;
+  static constexpr int kChunk = kChunkBytes / sizeof(T);
+  static constexpr int kChunks = kElements / kChunk;
+  static constexpr int kCopies = (kChunks + 31) / 32;
 
-__device__ __forceinline__ Share share_of(const Tiling& tiling, int batch) {
-  const int of_image = tiling.tiles_h * tiling.tiles_w;
-  return {static_cast<int>(blockIdx.x % tiling.channel_tiles),
-          static_cast<int>(blockIdx.x / tiling.channel_tiles),
-          static_cast<int>(gridDim.x / tiling.channel_tiles), of_image, of_image * batch};
-}
+  const T* next[kCopies];
+  i64 pitch;
+  int row, rows;
+  u32 inside, target;
+  bool has_last;  // whether this lane has a chunk in the last round
 
-struct TileAt {
-  int n, h, w;
-};
-
-__device__ __forceinline__ TileAt tile_at(const Tiling& tiling, const Share& share, int tile) {
-  const int n = tile / share.of_image, rest = tile - n * share.of_image;
-  const int w = rest / tiling.tiles_h;
-  return {n, rest - w * tiling.tiles_h, w};
-}
-
-// A box of pixels, `channels` of each from `first_channel` on, into shared memory.
-// `image` is at the first pixel of the whole image; `top` and `left` may be outside.
-template <class T, int kChannels>
-__device__ __forceinline__ void copy_box(T* to, const T* image, const i64 (&stride)[3],
-                                         const int (&size)[2], int top, int left, int rows,
-                                         int columns, int first_channel, int channels, int thread,
-                                         int threads) {
-  constexpr int kChunk = kChunkBytes / sizeof(T);
-  constexpr int kChunks = kChannels / kChunk;
-  const int chunk = thread % kChunks;
-  const int channel = first_channel + chunk * kChunk;
-  const bool has_channel = channel < channels;
-  const int pixels = threads / kChunks;  // of one round
-  const int row_step = pixels / columns, column_step = pixels - row_step * columns;
-  int row = thread / kChunks / columns, column = thread / kChunks - row * columns;
-  T* target = to + (row * columns + column) * kChannels + chunk * kChunk;
-  while (row < rows) {
-    const int h = top + row, w = left + column;
-    const bool there =
-        has_channel && h >= 0 && h < size[0] && w >= 0 && w < size[1];
-    const int offset = there ? h * static_cast<int>(stride[1]) + w * static_cast<int>(stride[2]) +
-                                   channel
-                             : 0;
-    copy_chunk(target, image + offset, there);
-    target += pixels * kChannels;
-    row += row_step;
-    column += column_step;
-    if (column >= columns) {
-      column -= columns;
-      ++row;
+  // Rows from `row` on, which may be outside as may the first column, `left`; `channel` is the
+  // first. `to` is where the first stage is.
+  __device__ __forceinline__ RowCopier(T* to, const T* image, const i64 (&stride)[3], int row,
+                                       int rows, int left, int columns, int channel, int channels,
+                                       int lane)
+      : pitch(stride[1]), row(row), rows(rows), inside(0) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int chunk = lane + 32 * i;
+      const int column = left + chunk * kChunk / kChannels;
+      const int c = channel + chunk * kChunk % kChannels;
+      const bool there = chunk < kChunks && column >= 0 && column < columns && c < channels;
+      next[i] = image + (row * stride[1] + (there ? column * stride[2] + c : 0));
+      asm volatile("" : "+l"(next[i]));
+      inside |= static_cast<u32>(there) << i;
     }
+    inside = kept_value(inside);
+    target = kept_value(static_cast<u32>(__cvta_generic_to_shared(to)) + lane * kChunkBytes);
+    has_last = kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks;
   }
+
+  // The next row, `offset_bytes` from the first stage on.
+  __device__ __forceinline__ void copy(int offset_bytes) {
+    const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i + 1 < kCopies || has_last) {
+        copy_chunk(target + offset_bytes + i * 32 * kChunkBytes, next[i],
+                   exists && ((inside >> i) & 1));
+      }
+      next[i] += pitch;
+    }
+    ++row;
+  }
+};
+
+// Which item of a channel tile: image, group of strips, chunk of rows.
+struct ItemAt {
+  int n, group, chunk;
+};
+
+__device__ __forceinline__ ItemAt item_at(const Tiling& tiling, int item) {
+  const int above = item / tiling.groups, n = above / tiling.chunks;
+  return {n, item - above * tiling.groups, above - n * tiling.chunks};
 }
 
 }  // namespace convgrad

@@ -9,22 +9,21 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
-__all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "MAX_THREADS", "Cut", "Plane", "Tiling", "cut_plane"]
-__all__ += ["blocks_of", "plane_of", "why_not_plane"]
+__all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "Plane", "Tiling", "chunk_rows", "plane_of"]
+__all__ += ["resident_blocks", "why_not_plane"]
 
 BLOCK_CHANNELS = 32
-"""Channels of a block: two sectors of memory a pixel for 16-bit types."""
+"""Channels of a warp: two sectors of memory a pixel for 16-bit types."""
 CHUNK_BYTES = 16
-MAX_THREADS = 128
-"""Threads of a block: few, since each holds a hundred registers."""
+# What a warp's first rows take to arrive, in rows computed meanwhile; from sweeps on one H200.
+START_ROWS = 6
 
 
 class Tiling(ctypes.Structure):
     """See ``depthwise_args.cuh``."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("strips", "segments", "rows", "tiles_w", "tiles_h", "channel_tiles")
+        (name, ctypes.c_int32) for name in ("groups", "chunks", "rows", "channel_tiles")
     )
 
 
@@ -56,32 +55,6 @@ class Plane:
     def _spatial(self, operand: Operand) -> tuple[int, int]:
         first, second = self.axes
         return operand.strides[3 + first], 0 if second is None else operand.strides[3 + second]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A block's strips, segments and their rows, and how many tiles that makes."""
-
-    strips: int
-    segments: int
-    rows: int
-    tiles_w: int
-    tiles_h: int
-
-    @property
-    def units(self) -> int:
-        return self.strips * self.segments
-
-    @property
-    def tiles(self) -> int:
-        return self.tiles_w * self.tiles_h
-
-    def tiling(self, channels: int) -> Tiling:
-        """As the kernels take it."""
-        channel_tiles = ceil_div(channels, BLOCK_CHANNELS)
-        return Tiling(
-            self.strips, self.segments, self.rows, self.tiles_w, self.tiles_h, channel_tiles
-        )
 
 
 def why_not_plane(work: ConvWork) -> str | None:
@@ -140,27 +113,23 @@ def plane_of(work: ConvWork) -> Plane | None:
     )
 
 
-def cut_plane(rows: int, columns: int, strip: int, units: int, most_rows: int) -> Cut:
-    """Tiles of at most ``units`` strips of ``strip`` columns, of about ``most_rows`` rows.
+def chunk_rows(rows: int, reach: int, columns_of_work: int, resident_warps: int) -> int:
+    """Rows of a chunk, such that all warps are done soonest.
 
-    The tiles along each dimension are as equal as whole strips and rows allow.
+    A warp takes its rows, those that it reads beside, and a start; ``columns_of_work`` warps are
+    needed for each chunk, and ``resident_warps`` run at once.
     """
-    strips_in_all = ceil_div(columns, strip)
-    tiles_w = ceil_div(strips_in_all, units)
-    strips = ceil_div(strips_in_all, tiles_w)
-    segments = max(1, min(units // strips, rows))
-    tiles_h = ceil_div(rows, most_rows)
-    per_segment = ceil_div(ceil_div(rows, tiles_h), segments)
-    segments = ceil_div(ceil_div(rows, tiles_h), per_segment)
-    return Cut(strips, segments, per_segment, tiles_w, ceil_div(rows, segments * per_segment))
+    best = min(
+        range(1, rows + 1),
+        key=lambda chunks: (
+            ceil_div(columns_of_work * chunks, resident_warps)
+            * (ceil_div(rows, chunks) + reach + START_ROWS)
+        ),
+    )
+    return ceil_div(rows, best)
 
 
-def blocks_of(device: CudaDevice, tiles: int, columns: int, shared_bytes: int, blocks: int) -> int:
-    """Blocks for each of ``columns`` equal parts of the work, of ``tiles`` tiles each.
-
-    As many as run at once, where ``blocks`` of them fit in a multiprocessor's registers, and so
-    that each has the same number of tiles or one less.
-    """
-    fitting = max(1, min(blocks, device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)))
-    resident = max(1, device.multiprocessors * fitting // columns)
-    return ceil_div(tiles, ceil_div(tiles, resident))
+def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
+    """Blocks that run at once where ``blocks`` fit in a multiprocessor's registers."""
+    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
+    return device.multiprocessors * max(1, min(blocks, fitting))

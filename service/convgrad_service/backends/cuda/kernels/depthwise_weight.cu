@@ -3,13 +3,13 @@
 // w[c, r, s] = sum over (n, p, q) of
 //              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding.
-// Blocks and threads: depthwise_args.cuh; kernels of more than KERNEL_H rows are cut into groups of
-// so many. A block takes tiles of y, with the x that they meet, one after another; a thread walks
-// down the rows of x in its segment and multiplies each by the rows of y that meet it, which wait
-// in a ring of registers, and keeps KERNEL_H x KERNEL_W sums.
+// Warps: depthwise_args.cuh; each takes items, one after another, and multiplies each row of x by the
+// rows of y that meet it, which wait in a ring of registers. A lane keeps KERNEL_H x KERNEL_W sums;
+// kernels of more rows are cut into groups of so many.
 // Grid: (blocks * channel tiles, 1, groups of kernel rows).
-// Shared memory: two tiles of x and y, then the units' sums, added up in order; the last block of a
-// channel tile to arrive adds the blocks' partial sums up, in order. Deterministic.
+// Shared memory: STAGES rows of x and y a warp, then in their place the strips' sums, added up in
+// order; the last block of a channel tile to arrive adds the blocks' partial sums up, in order.
+// Deterministic.
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements; `arrived` being 0, and partials with more than one block.
 // Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
@@ -30,20 +30,30 @@ constexpr int kTaps = KERNEL_H * KERNEL_W;
 constexpr int kSlots = (KERNEL_H + STRIDE - 1) / STRIDE;
 constexpr int kTurn = kSlots * STRIDE;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
+constexpr int kStrips = 32 / LANES;
+constexpr int kColumnsX = (kStrips - 1) * COLUMNS * STRIDE + kRead;
+constexpr int kColumnsY = kStrips * COLUMNS;
+using CopierX = RowCopier<T, kChannels, kColumnsX>;
+using CopierY = RowCopier<T, kChannels, kColumnsY>;
+constexpr int kStage = CopierX::kElements + CopierY::kElements;
+constexpr int kStageBytes = kStage * sizeof(T);
+constexpr int kPixelBytes = kChannels * sizeof(T);
+// As in depthwise.cu.
+constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// One thread's sum for one tap and channel, over its tiles, from the pairs that exist.
+// One thread's sum for one tap and channel, over its items, from the pairs that exist.
 __device__ __noinline__ S exact(const DepthwiseWeightArgs& args, int c, int r, int s) {
   const T* const x = static_cast<const T*>(args.x) + c;
   const T* const y = static_cast<const T*>(args.y) + c;
   const Tiling& tiling = args.tiling;
-  const Share share = share_of(tiling, args.batch);
-  const int unit = threadIdx.x / LANES;
+  const int items = tiling.groups * tiling.chunks * args.batch;
+  const int step = static_cast<int>(gridDim.x / tiling.channel_tiles) * WARPS;
   S sum = 0;
-  for (int tile = share.block; tile < share.tiles; tile += share.blocks) {
-    const TileAt at = tile_at(tiling, share, tile);
-    const int n = at.n;
-    const int first = (at.h * tiling.segments + unit / tiling.strips) * tiling.rows;
-    const int left = (at.w * tiling.strips + unit % tiling.strips) * COLUMNS;
+  for (int item = blockIdx.x / tiling.channel_tiles * WARPS + threadIdx.x / 32; item < items;
+       item += step) {
+    const ItemAt at = item_at(tiling, item);
+    const int n = at.n, first = at.chunk * tiling.rows;
+    const int left = (at.group * kStrips + threadIdx.x % 32 / LANES) * COLUMNS;
     for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
       for (int q = left; q < min(left + COLUMNS, args.y_size[1]); ++q) {
         const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
@@ -70,84 +80,79 @@ __device__ void put(const DepthwiseWeightArgs& args, int c, int r, int s, S sum)
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_weight(const __grid_constant__ DepthwiseWeightArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ bool last;
   const Tiling& tiling = args.tiling;
-  const Share share = share_of(tiling, args.batch);
-  const int channel_tile = share.channel_tile;
+  const int thread = threadIdx.x, threads = WARPS * 32;
+  const int lane = thread % 32, warp = thread / 32;
+  const int channel_tile = blockIdx.x % tiling.channel_tiles;
+  const int block = blockIdx.x / tiling.channel_tiles, blocks = gridDim.x / tiling.channel_tiles;
   const int first_channel = channel_tile * kChannels;
-  const int thread = threadIdx.x, threads = blockDim.x;
-  const int lane = thread % LANES, unit = thread / LANES, units = threads / LANES;
-  const int strip = unit % tiling.strips, segment = unit / tiling.strips;
-  const int c = first_channel + lane * VECTOR;
+  const int strip = lane / LANES, own = lane % LANES * VECTOR;
+  const int c = first_channel + own;
   const int first_tap_row = blockIdx.z * KERNEL_H;
-
-  const int y_rows = tiling.segments * tiling.rows, y_columns = tiling.strips * COLUMNS;
-  const int x_rows = (y_rows - 1) * STRIDE + KERNEL_H;
-  const int x_columns = (y_columns - 1) * STRIDE + KERNEL_W;
-  const int x_pitch = x_columns * kChannels, y_pitch = y_columns * kChannels;
-  const int x_elements = x_rows * x_pitch, place_elements = x_elements + y_rows * y_pitch;
-  T* const places = reinterpret_cast<T*>(shared);
+  const int items = tiling.groups * tiling.chunks * args.batch;
+  T* const all_stages = reinterpret_cast<T*>(shared);
+  const int stages = warp * STAGES * kStage;
+  const int first_stage =
+      static_cast<int>(__cvta_generic_to_shared(all_stages)) + stages * sizeof(T);
+  const int own_x =
+      kept_value(first_stage + (strip * COLUMNS * STRIDE * kChannels + own) * sizeof(T));
+  const int own_y = kept_value(
+      first_stage + (CopierX::kElements + strip * COLUMNS * kChannels + own) * sizeof(T));
   const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
-  const int x_own = segment * tiling.rows * STRIDE * x_pitch +
-                    strip * COLUMNS * STRIDE * kChannels + lane * VECTOR;
-  const int y_own =
-      x_elements + segment * tiling.rows * y_pitch + strip * COLUMNS * kChannels + lane * VECTOR;
-
-  const auto fetch = [&](int tile, int place) {
-    if (tile < share.tiles) {
-      const TileAt at = tile_at(tiling, share, tile);
-      const int first_row = at.h * y_rows, first_column = at.w * y_columns;
-      T* const to = places + place * place_elements;
-      copy_box<T, kChannels>(to, static_cast<const T*>(args.x) + at.n * args.x_stride[0],
-                             args.x_stride, args.x_size,
-                             first_row * STRIDE - args.pad[0] + first_tap_row,
-                             first_column * STRIDE - args.pad[1], x_rows, x_columns, first_channel,
-                             args.channels, thread, threads);
-      copy_box<T, kChannels>(to + x_elements,
-                             static_cast<const T*>(args.y) + at.n * args.y_stride[0],
-                             args.y_stride, args.y_size, first_row, first_column, y_rows, y_columns,
-                             first_channel, args.channels, thread, threads);
-    }
-    end_copies();
-  };
 
   S sums[KERNEL_H][KERNEL_W][VECTOR] = {};
-  fetch(share.block, 0);
-  int place = 0;
-  for (int tile = share.block; tile < share.tiles; tile += share.blocks, place ^= 1) {
-    fetch(tile + share.blocks, place ^ 1);
-    wait_for_copies();
-    const TileAt at = tile_at(tiling, share, tile);
-    const int own_top = at.h * y_rows * STRIDE - args.pad[0] + first_tap_row +
-                        segment * tiling.rows * STRIDE;
-    const T* x_from = places + place * place_elements + x_own;
-    const T* y_from = places + place * place_elements + y_own;
+  for (int item = block * WARPS + warp; item < items; item += blocks * WARPS) {
+    const ItemAt at = item_at(tiling, item);
+    const int first_row = at.chunk * tiling.rows, first_column = at.group * kColumnsY;
+    const int top = first_row * STRIDE - args.pad[0] + first_tap_row;
+    const int y_end = min(args.y_size[0], first_row + tiling.rows);
+    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + at.n * args.x_stride[0],
+              args.x_stride, top, args.x_size[0], first_column * STRIDE - args.pad[1],
+              args.x_size[1], first_channel, args.channels, lane);
+    CopierY y(all_stages + stages + CopierX::kElements,
+              static_cast<const T*>(args.y) + at.n * args.y_stride[0], args.y_stride, first_row,
+              y_end, first_column, args.y_size[1], first_channel, args.channels, lane);
+    const auto fetch = [&](int step) {
+      if (step < steps) {
+        const int offset = step % STAGES * kStageBytes;
+        x.copy(offset);
+        if (STRIDE == 1 || step % STRIDE == 0) y.copy(offset);
+      }
+      end_copies();
+    };
+    __syncwarp();  // the item before is not read any more
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+
     S ring[kSlots][COLUMNS][VECTOR] = {};
     for (int turn = 0; turn < steps; turn += kTurn) {
 #pragma unroll
       for (int j = 0; j < kTurn; ++j) {
         const int step = turn + j;
         if (step < steps) {
+          wait_for_copies<STAGES - 2>();
+          fetch(step + STAGES - 1);
+          const int stage = step % STAGES * kStageBytes;
           if (j % STRIDE == 0) {
-            const bool more = step <= (tiling.rows - 1) * STRIDE;
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
-              Channels read = Channels::zero();
-              if (more) read = Channels::load(y_from + i * kChannels);
+              Channels read;
+              load_shared(own_y + stage + i * kPixelBytes, read.raw);
 #pragma unroll
               for (int v = 0; v < VECTOR; ++v) ring[j / STRIDE][i][v] = widen(read.at[v]);
             }
-            y_from += y_pitch;
           }
-          const int h = own_top + step;
-          if (h >= 0 && h < args.x_size[0]) {
+          const int h = top + step;
+          if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
             S row[kRead][VECTOR];
 #pragma unroll
             for (int i = 0; i < kRead; ++i) {
-              const Channels read = Channels::load(x_from + i * kChannels);
+              Channels read;
+              load_shared(own_x + stage + i * kPixelBytes, read.raw);
 #pragma unroll
               for (int v = 0; v < VECTOR; ++v) row[i][v] = widen(read.at[v]);
             }
@@ -155,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
             for (int r = 0; r < KERNEL_H; ++r) {
               if (positive_mod(j - r, STRIDE) != 0) continue;
               const int slot = positive_mod(j - r, kTurn) / STRIDE;
-              if (step < r || step - r > (tiling.rows - 1) * STRIDE) continue;
+              if (kSkipTaps && (step < r || step - r > (tiling.rows - 1) * STRIDE)) continue;
 #pragma unroll
               for (int s = 0; s < KERNEL_W; ++s) {
 #pragma unroll
@@ -168,11 +173,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
               }
             }
           }
-          x_from += x_pitch;
         }
       }
     }
-    __syncthreads();  // before this place is written again
   }
   bool odd = false;
 #pragma unroll
@@ -184,7 +187,10 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
     }
   }
 
-  // The block's units, in order.
+  // The block's strips, in order.
+  constexpr int units = WARPS * kStrips;
+  const int unit = warp * kStrips + strip;
+  __syncthreads();
   S* const units_sums = reinterpret_cast<S*>(shared);
 #pragma unroll
   for (int r = 0; r < KERNEL_H; ++r) {
@@ -192,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
     for (int s = 0; s < KERNEL_W; ++s) {
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        units_sums[((r * KERNEL_W + s) * units + unit) * kChannels + lane * VECTOR + v] =
+        units_sums[((r * KERNEL_W + s) * units + unit) * kChannels + own + v] =
             sums[r][s][v];
       }
     }
@@ -200,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
   if (odd && c < args.channels) {
     for (int i = 0; i < kTaps * VECTOR; ++i) {
       const int tap = i / VECTOR, v = i % VECTOR;
-      S& sum = units_sums[(tap * units + unit) * kChannels + lane * VECTOR + v];
+      S& sum = units_sums[(tap * units + unit) * kChannels + own + v];
       if (!is_finite(sum)) sum = exact(args, c + v, first_tap_row + tap / KERNEL_W, tap % KERNEL_W);
     }
   }
@@ -208,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
   constexpr int kPart = kTaps * kChannels;
   S* const partials =
       static_cast<S*>(args.partials) +
-      (static_cast<i64>(blockIdx.z) * tiling.channel_tiles + channel_tile) * share.blocks * kPart;
-  const bool alone = share.blocks == 1;
+      (static_cast<i64>(blockIdx.z) * tiling.channel_tiles + channel_tile) * blocks * kPart;
+  const bool alone = blocks == 1;
   for (int i = thread; i < kPart; i += threads) {
     const int tap = i / kChannels, channel = i % kChannels;
     S sum = 0;
@@ -218,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
     }
     const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
     if (!alone) {
-      partials[static_cast<i64>(share.block) * kPart + i] = sum;
+      partials[static_cast<i64>(block) * kPart + i] = sum;
     } else if (r < args.kernel_rows && first_channel + channel < args.channels) {
       put(args, first_channel + channel, r, s, sum);
     }
@@ -230,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
   __syncthreads();
   if (thread == 0) {
     unsigned* const arrived = args.arrived + blockIdx.z * tiling.channel_tiles + channel_tile;
-    last = atomicInc(arrived, share.blocks - 1) == share.blocks - 1;
+    last = atomicInc(arrived, blocks - 1) == blocks - 1;
   }
   __syncthreads();
   if (!last) return;
@@ -240,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, BLOCKS)
     const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
     S sum = 0;
 #pragma unroll 16
-    for (int block = 0; block < share.blocks; ++block) {
-      sum += __ldcg(partials + static_cast<i64>(block) * kPart + i);
+    for (int other = 0; other < blocks; ++other) {
+      sum += __ldcg(partials + static_cast<i64>(other) * kPart + i);
     }
     if (r < args.kernel_rows && first_channel + channel < args.channels) {
       put(args, first_channel + channel, r, s, sum);

@@ -10,13 +10,11 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     BLOCK_CHANNELS,
-    MAX_THREADS,
-    Cut,
     Plane,
     Tiling,
-    blocks_of,
-    cut_plane,
+    chunk_rows,
     plane_of,
+    resident_blocks,
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
@@ -42,34 +40,39 @@ RESULTS = {
 }
 
 
+# Many warps in a block leave few partial sums to add up.
+WARPS = 8
+# Rows that a warp keeps in shared memory, by the bytes of an element.
+STAGES = {2: 4, 4: 3}
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTile:
-    """A thread's kernel rows, channels and columns, the rows that a block's tile may have (half of
-    them in float32), and the blocks that a multiprocessor is to hold."""
+    """A lane's kernel rows, channels and columns, and the blocks that a multiprocessor is to
+    hold."""
 
     kernel_rows: int
     vector: int
     columns: int
-    rows: int
     blocks: int
 
 
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES = {
-    (3, 3, 1): WeightTile(3, 2, 7, 14, 4),
-    (3, 3, 2): WeightTile(3, 2, 4, 8, 5),
-    (5, 5, 1): WeightTile(5, 2, 4, 14, 4),
-    (5, 5, 2): WeightTile(5, 2, 2, 8, 4),
-    (7, 7, 1): WeightTile(7, 1, 4, 14, 4),
-    (7, 7, 2): WeightTile(7, 1, 2, 8, 4),
-    (13, 13, 1): WeightTile(5, 1, 4, 14, 3),
-    (3, 1, 1): WeightTile(3, 2, 1, 256, 5),
-    (4, 1, 1): WeightTile(4, 2, 1, 256, 5),
-    (5, 1, 1): WeightTile(5, 2, 1, 256, 5),
-    (7, 1, 1): WeightTile(7, 2, 1, 256, 5),
-    (9, 1, 1): WeightTile(9, 2, 1, 256, 5),
-    (15, 1, 1): WeightTile(15, 2, 1, 256, 4),
-    (31, 1, 1): WeightTile(31, 2, 1, 256, 3),
+    (3, 3, 1): WeightTile(3, 2, 7, 2),
+    (3, 3, 2): WeightTile(3, 2, 4, 2),
+    (5, 5, 1): WeightTile(5, 2, 7, 1),
+    (5, 5, 2): WeightTile(5, 2, 2, 2),
+    (7, 7, 1): WeightTile(7, 1, 7, 2),
+    (7, 7, 2): WeightTile(7, 1, 2, 2),
+    (13, 13, 1): WeightTile(5, 1, 4, 1),
+    (3, 1, 1): WeightTile(3, 2, 1, 2),
+    (4, 1, 1): WeightTile(4, 2, 1, 2),
+    (5, 1, 1): WeightTile(5, 2, 1, 2),
+    (7, 1, 1): WeightTile(7, 2, 1, 2),
+    (9, 1, 1): WeightTile(9, 2, 1, 2),
+    (15, 1, 1): WeightTile(15, 2, 1, 2),
+    (31, 1, 1): WeightTile(31, 2, 1, 1),
 }
 
 
@@ -105,7 +108,7 @@ class DepthwiseWeight:
         if plane is None or (*plane.kernel, plane.stride) not in WEIGHT_TILES:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         tile = _tile(plane)
-        needed = _shared_bytes(work.dtype, plane, tile, _cut(work.dtype, plane, tile))
+        needed = _shared_bytes(work.dtype, plane, tile)
         if needed > device.shared_bytes_per_block:
             return (
                 f"a block needs {needed} bytes of shared memory and there are "
@@ -121,15 +124,27 @@ class DepthwiseWeight:
         return self.fragment(work, device, plane, _tile(plane))
 
     def fragment(
-        self, work: ConvWork, device: CudaDevice, plane: Plane, tile: WeightTile
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: WeightTile,
+        chunk: int | None = None,
     ) -> Fragment:
-        """With this tile."""
-        cut = _cut(work.dtype, plane, tile)
-        tiling = cut.tiling(work.groups)
+        """With this tile, and chunks of so many rows."""
         row_groups = ceil_div(plane.kernel[0], tile.kernel_rows)
-        shared_bytes = _shared_bytes(work.dtype, plane, tile, cut)
-        columns = tiling.channel_tiles * row_groups
-        blocks = blocks_of(device, plane.batch * cut.tiles, columns, shared_bytes, tile.blocks)
+        shared_bytes = _shared_bytes(work.dtype, plane, tile)
+        channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
+        columns = channel_tiles * row_groups
+        resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
+        groups = ceil_div(plane.output[1], _strips(tile) * tile.columns)
+        if chunk is None:
+            reach = ceil_div(plane.kernel[0], plane.stride) - 1
+            chunk = chunk_rows(plane.output[0], reach, plane.batch * groups, resident * WARPS)
+        chunks = ceil_div(plane.output[0], chunk)
+        # As many blocks as run at once, each warp with the same number of items or one less.
+        items = plane.batch * groups * chunks
+        blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
 
         args = DepthwiseWeightArgs()
         args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
@@ -139,7 +154,8 @@ class DepthwiseWeight:
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.channels = plane.batch, work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
-        args.kernel_rows, args.tiling = plane.kernel[0], tiling
+        args.kernel_rows = plane.kernel[0]
+        args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
         partials = arrived = None
         steps: tuple[Step, ...] = ()
         workspace: tuple[Workspace, ...] = ()
@@ -153,8 +169,8 @@ class DepthwiseWeight:
             steps = (Clear(arrived, columns * 4),)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, (*plane.kernel, plane.stride), tile),
-            (blocks * tiling.channel_tiles, 1, row_groups),
-            (cut.units * (BLOCK_CHANNELS // tile.vector), 1, 1),
+            (blocks * channel_tiles, 1, row_groups),
+            (WARPS * 32, 1, 1),
             pack(
                 args,
                 x=work.x,
@@ -182,21 +198,18 @@ def _tile(plane: Plane) -> WeightTile:
     return WEIGHT_TILES[(*plane.kernel, plane.stride)]
 
 
-def _cut(dtype: DType, plane: Plane, tile: WeightTile) -> Cut:
-    units = MAX_THREADS * tile.vector // BLOCK_CHANNELS
-    most_rows = max(1, tile.rows * 2 // dtype.itemsize)
-    return cut_plane(*plane.output, tile.columns, units, most_rows)
+def _strips(tile: WeightTile) -> int:
+    """Side by side in a warp."""
+    return 32 * tile.vector // BLOCK_CHANNELS
 
 
-def _shared_bytes(dtype: DType, plane: Plane, tile: WeightTile, cut: Cut) -> int:
-    """Two places for tiles, or later in their place the units' sums."""
-    rows, columns = cut.segments * cut.rows, cut.strips * tile.columns
-    width = plane.kernel[1]
-    x_pixels = ((rows - 1) * plane.stride + tile.kernel_rows) * (
-        (columns - 1) * plane.stride + width
-    )
-    tiles = 2 * (x_pixels + rows * columns) * dtype.itemsize
-    return BLOCK_CHANNELS * max(tiles, tile.kernel_rows * width * cut.units * 4)
+def _shared_bytes(dtype: DType, plane: Plane, tile: WeightTile) -> int:
+    """The warps' rows, or later in their place the strips' sums."""
+    strips, width = _strips(tile), plane.kernel[1]
+    columns = strips * tile.columns
+    read = (columns - 1) * plane.stride + width + columns
+    rows = STAGES[dtype.itemsize] * read * dtype.itemsize
+    return BLOCK_CHANNELS * WARPS * max(rows, tile.kernel_rows * width * strips * 4)
 
 
 def _instance(
@@ -211,7 +224,8 @@ def _instance(
         "KERNEL_W": kernel[1],
         "STRIDE": kernel[2],
         "COLUMNS": tile.columns,
-        "MAX_THREADS": MAX_THREADS,
+        "WARPS": WARPS,
+        "STAGES": STAGES[dtype.itemsize],
         "BLOCKS": tile.blocks,
     }
     return Instance(

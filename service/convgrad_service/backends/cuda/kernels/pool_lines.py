@@ -175,7 +175,7 @@ class PoolLines:
             boxes = [Box.tiled(kernel, stride)]
             if stride == 1 and kernel % 2:
                 boxes += [Box.full(lines, kernel) for lines in FULL]
-            for dtype, channels in CHANNELS.items():
+            for dtype in CHANNELS:
                 for first in (False, True):
                     found += [
                         _instance(
@@ -185,7 +185,7 @@ class PoolLines:
                                 kernel,
                                 stride,
                                 box,
-                                channels,
+                                _channels(dtype, depth, box),
                                 _key_bytes(dtype),
                                 first,
                             ),
@@ -193,6 +193,12 @@ class PoolLines:
                         for box in boxes
                     ]
         return found
+
+
+def _channels(dtype: DType, depth: int, box: Box) -> int:
+    """Twice as many where one block of the longest lines fills a multiprocessor."""
+    longest = box.lines == box.tile == FULL[-1] and depth == 1 and dtype.itemsize == 2
+    return CHANNELS[dtype] * (2 if longest else 1)
 
 
 def _key_bytes(dtype: DType) -> int:
@@ -217,7 +223,7 @@ def _shape(work: PoolWork) -> Shape:
         kernel,
         stride,
         box,
-        CHANNELS[work.dtype],
+        _channels(work.dtype, work.kernel[0], box),
         _key_bytes(work.dtype),
         not work.x.channels_last,
     )

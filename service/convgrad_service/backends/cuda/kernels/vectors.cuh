@@ -45,7 +45,18 @@ union Vector {
   }
 };
 
-__host__ __device__ // Loads and stores under a predicate and not behind a branch, which costs many times as much.
+__host__ __device__ // From shared memory, by its own address; in the order of asynchronous copies and their waits.
+__device__ __forceinline__ void load_shared(u32 from, unsigned short& raw) {
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(raw) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 from, unsigned int& raw) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 from, uint2& raw) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(from) : "memory");
+}
+
+// Loads and stores under a predicate and not behind a branch, which costs many times as much.
 __device__ __forceinline__ void store_if(bool wanted, void* to, unsigned short raw) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b16 [%0], %1;}" ::"l"(to),
                "h"(raw), "r"(static_cast<int>(wanted))
