@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from convgrad.errors import DeadlineExceeded, DeviceOutOfMemory, UnsupportedProb
 from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.runner import Machine
-from convgrad_service.backends.cpu.runners import REHEARSALS, RUNNERS
-from convgrad_service.backends.cpu.threads import Rehearsal, Workers, available_cores
+from convgrad_service.backends.cpu.runners import RUNNERS
+from convgrad_service.backends.cpu.threads import Workers, available_cores
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.base import Problem
 
@@ -38,6 +37,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    fault = None
 
     def __init__(
         self,
@@ -87,15 +87,14 @@ class CpuBackend:
 
     def explain(self, problem: Problem) -> Plan:
         """See `Backend.explain`: the runner itself says it, on threads that launch nothing."""
-        runner = REHEARSALS.get(type(problem))
+        runner = RUNNERS.get(type(problem))
         if runner is None:
             raise UnsupportedProblem(f"the CPU has no kernel for {problem.operation}")
-        machine = replace(self._machine, workers=Rehearsal(self.device.threads))
-        # Never written or read, so the system gives them no memory.
+        # Untouched beyond the first piece of them, so the system gives them no memory.
         blank = {
             name: np.empty(spec.shape, spec.dtype.numpy) for name, spec in problem.inputs.items()
         }
-        ran = runner(machine, problem, blank, None)
+        ran = runner(self._machine.rehearsing(), problem, blank, None)
         return Plan(ran.kernel, ran.workspace_bytes, ran.pieces, ran.passed_over)
 
     def close(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu.engines import bwd_data_into
 from convgrad_service.backends.cpu.runner import Machine, Ran
-from convgrad_service.problems.base import Piece
 from convgrad_service.problems.conv3d_backprop_input import Conv3dBackpropInput
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
 
-__all__ = ["rehearse_backprop_input", "run_backprop_input"]
+__all__ = ["run_backprop_input"]
 
 Array = NDArray[Any]
 PLAIN = LAYOUTS["NCDHW"]
@@ -31,34 +29,14 @@ def run_backprop_input(
     cancelled: threading.Event | None,
 ) -> Ran:
     """Piece by piece, so that the plain copies that blocked formats need stay small."""
-    return _run(machine, problem, tensors, cancelled, problem.split(_parts(problem)))
-
-
-def rehearse_backprop_input(
-    machine: Machine,
-    problem: Conv3dBackpropInput,
-    tensors: Mapping[str, Array],
-    cancelled: threading.Event | None,
-) -> Ran:
-    """`run_backprop_input` for the first piece alone, which tells what the others do."""
     pieces = problem.split(_parts(problem))
-    return replace(_run(machine, problem, tensors, cancelled, pieces[:1]), pieces=len(pieces))
-
-
-def _run(
-    machine: Machine,
-    problem: Conv3dBackpropInput,
-    tensors: Mapping[str, Array],
-    cancelled: threading.Event | None,
-    pieces: Sequence[Piece],
-) -> Ran:
     conv = problem.conv
     spec = problem.outputs["grad_input"]
     grad_input = np.empty(spec.shape, spec.dtype.numpy)
     plain_weight = problem.weight_format.unpack(tensors["weight"], conv.groups, problem.weight_size)
     weight = weight_view(plain_weight, PLAIN, conv.groups)
     ran = Ran({"grad_input": grad_input}, "", 0)
-    for piece in pieces:
+    for piece in machine.to_run(pieces):
         part = cast("Conv3dBackpropInput", piece.problem)
         source = tensors["grad_output"][piece.inputs["grad_output"]]
         plain = part.grad_output_format.unpack(source, conv.out_channels)

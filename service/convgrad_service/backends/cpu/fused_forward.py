@@ -7,8 +7,7 @@ that two pieces read are computed by both; the intermediate as a whole never exi
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from numpy.typing import NDArray
 from convgrad_service.backends.cpu.engines import forward_into
 from convgrad_service.backends.cpu.runner import Machine, Ran
 from convgrad_service.plans.cpu import Choice
-from convgrad_service.problems import GroupedConvConvFwd, Piece
+from convgrad_service.problems import GroupedConvConvFwd
 from convgrad_service.problems.layouts import activation_view, weight_view
 
-__all__ = ["rehearse_fused", "run_fused"]
+__all__ = ["run_fused"]
 
 Array = NDArray[Any]
 # A piece's intermediate. Larger ones cost fewer launches, smaller ones less cache.
@@ -36,27 +35,7 @@ def run_fused(
     cancelled: threading.Event | None,
 ) -> Ran:
     """output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1)."""
-    return _run(machine, problem, tensors, cancelled, problem.split(_parts(problem)))
-
-
-def rehearse_fused(
-    machine: Machine,
-    problem: GroupedConvConvFwd,
-    tensors: Mapping[str, Array],
-    cancelled: threading.Event | None,
-) -> Ran:
-    """`run_fused` for the first piece alone, which tells what the others do."""
     pieces = problem.split(_parts(problem))
-    return replace(_run(machine, problem, tensors, cancelled, pieces[:1]), pieces=len(pieces))
-
-
-def _run(
-    machine: Machine,
-    problem: GroupedConvConvFwd,
-    tensors: Mapping[str, Array],
-    cancelled: threading.Event | None,
-    pieces: Sequence[Piece],
-) -> Ran:
     spec = problem.outputs["output"]
     output = np.empty(spec.shape, spec.dtype.numpy)
     weights = [
@@ -69,7 +48,7 @@ def _run(
     ]
     choices: tuple[Choice, ...] = ()
     used = 0
-    for piece in pieces:
+    for piece in machine.to_run(pieces):
         part: Any = piece.problem
         source = tensors["input"][piece.inputs["input"]]
         target = output[piece.outputs["output"]]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu.library import Library
-from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.backends.cpu.threads import Rehearsal, Workers
 from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.problems.base import Piece
 
 __all__ = ["Machine", "Ran", "Runner"]
 
@@ -23,6 +24,14 @@ class Machine:
     library: Library
     workers: Workers
     device: CpuDevice
+
+    def rehearsing(self) -> Machine:
+        """The same, on threads that launch nothing."""
+        return replace(self, workers=Rehearsal(self.workers.threads))
+
+    def to_run(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """All of them; in a rehearsal the first, which tells what the others do."""
+        return pieces[:1] if isinstance(self.workers, Rehearsal) else pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from convgrad_service.backends.cpu import pooling
-from convgrad_service.backends.cpu.conv3d_formats import (
-    rehearse_backprop_input,
-    run_backprop_input,
-)
+from convgrad_service.backends.cpu.conv3d_formats import run_backprop_input
 from convgrad_service.backends.cpu.convolution import (
     run_backward,
     run_bwd_data,
@@ -16,7 +13,7 @@ from convgrad_service.backends.cpu.convolution import (
     run_forward,
     run_transpose,
 )
-from convgrad_service.backends.cpu.fused_forward import rehearse_fused, run_fused
+from convgrad_service.backends.cpu.fused_forward import run_fused
 from convgrad_service.backends.cpu.runner import Runner
 from convgrad_service.problems import (
     Conv3dBackpropInput,
@@ -31,7 +28,7 @@ from convgrad_service.problems import (
     Problem,
 )
 
-__all__ = ["REHEARSALS", "RUNNERS"]
+__all__ = ["RUNNERS"]
 
 RUNNERS: Mapping[type[Problem], Runner] = {
     ConvBwdData: run_bwd_data,
@@ -44,11 +41,3 @@ RUNNERS: Mapping[type[Problem], Runner] = {
     MaxPoolBwd: pooling.run_backward,
     GroupedConvConvFwd: run_fused,
 }
-
-
-REHEARSALS: Mapping[type[Problem], Runner] = {
-    **RUNNERS,
-    Conv3dBackpropInput: rehearse_backprop_input,
-    GroupedConvConvFwd: rehearse_fused,
-}
-"""What `explain` runs on threads that launch nothing: no step of it may touch whole tensors."""
