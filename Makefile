@@ -12,7 +12,7 @@ PEER   := build/peer
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        bench-cpu bench-wire readme lock kernels clean
+        bench-cpu bench-wire readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ test-slow: kernels ## the larger random sweeps
 
 test-torch: kernels $(PEER) ## PyTorch's answers beside ours
 	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/kernels/test_second_opinion_torch.py
+
+test-gpu: kernels ## every kernel test on this machine's GPU; stores the outcome
+	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
+
+compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes minutes
+	@$(PY) tests/perf/compile_kernels.py
 
 fuzz: kernels ## 10,000 malformed bodies against a real server
 	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py --fuzz-examples=10000 --timeout=1800
@@ -77,4 +83,4 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	    --python-version 3.11 --generate-hashes --upgrade --quiet --output-file $(LOCK)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist demo-output $(CPU)/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo-output $(CPU)/_native service/convgrad_service/backends/cuda/_cubins .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ line of ``convgrad serve`` is made from the same class. Nothing else reads the e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field
@@ -43,7 +44,14 @@ class Settings(BaseSettings):
         le=65535,
         description="Port to listen on; 0 lets the system choose a free one.",
     )
-    backend: Literal["cpu"] = Field(default="cpu", description="What computes.")
+    backend: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="What computes; auto is the GPU where CuPy finds one that works, else the CPU.",
+    )
+    kernel_cache: Path | None = Field(
+        default=None,
+        description="Folder of compiled GPU kernels; unset means one inside the package.",
+    )
     threads: _Count | None = Field(
         default=None,
         description="Threads one problem computes on; unset means one per available core.",

@@ -148,7 +148,7 @@ def test_draining_refuses_new_work_and_finishes_the_old() -> None:
         running = posting.submit(server.post)
         assert backend.started.acquire(timeout=5)
         server.server.should_exit = True
-        until(lambda: not server.dataplane.ready)
+        until(lambda: server.dataplane.draining)
         ready = server.get("/v2/health/ready")
         assert (ready.status_code, ready.json()["code"]) == (503, "device-unavailable")
         assert server.get("/v2/health/live").status_code == 200

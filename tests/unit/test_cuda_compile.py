@@ -43,10 +43,7 @@ SAMPLE = [(arch, instance) for arch in ARCHITECTURES for instance in sample(arch
 
 @pytest.fixture(scope="session")
 def nvrtc() -> Nvrtc:
-    try:
-        return find_nvrtc()
-    except CompileError as error:
-        pytest.skip(str(error))
+    return find_nvrtc()
 
 
 @pytest.fixture(scope="session")

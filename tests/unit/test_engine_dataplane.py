@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from convgrad.errors import (
     Overloaded,
     ProblemTooLarge,
 )
+from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.dataplane import Call, Dataplane, Result
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.limits import Limits
@@ -174,9 +177,38 @@ def test_admission() -> None:
         dataplane.admit()
     backend.release.set()
     dataplane.close()
-    assert not dataplane.ready
-    with pytest.raises(DeviceUnavailable):
-        dataplane.admit()
+    for refuses in (dataplane.require_ready, dataplane.admit):
+        with pytest.raises(DeviceUnavailable, match="shutting down"):
+            refuses()
+
+
+def test_a_failed_device_takes_no_more_work() -> None:
+    backend = Zeros()
+    dataplane = plane(backend)
+    dataplane.require_ready()
+    backend.fault = "an illegal address"
+    for refuses in (dataplane.require_ready, dataplane.admit):
+        with pytest.raises(DeviceUnavailable, match="illegal address"):
+            refuses()
+
+
+def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
+    class Remote(Zeros):
+        def run(self, *arguments: Any) -> Outcome:
+            time.sleep(0.02)
+            return replace(super().run(*arguments), upload_s=0.005, download_s=0.01)
+
+    async def scenario() -> Timings:
+        dataplane = plane(Remote())
+        with dataplane.memory.reservation() as reservation:
+            operation, timings = OPERATIONS["conv_bwd_data"], Timings()
+            call = Call(operation, reservation, Deadline.after(5), timings)
+            await dataplane.answer(call, lambda: FIELDS, lambda result: result)
+            return timings
+
+    stages_s = asyncio.run(scenario()).stages_s
+    assert (stages_s["upload"], stages_s["download"]) == (0.005, 0.01)
+    assert stages_s["compute"] == pytest.approx(0.005, abs=0.005)
 
 
 def test_a_deadline_is_not_confused_with_a_timeout_inside() -> None:

@@ -1,16 +1,13 @@
-"""Settings: where they come from, what they refuse, and that the README lists them."""
+"""Settings: where they come from and what they refuse."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from convgrad_service.settings import Settings, markdown_table, setting_fields
-
-README = Path(__file__).parents[2] / "README.md"
+from convgrad_service.settings import Settings, setting_fields
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +67,3 @@ def test_every_setting_says_what_it_is() -> None:
         assert field.description.endswith("."), name
         if found := re.search(r"(?<!_per)_(bytes|s)$", name):
             assert unit == found[1], name
-
-
-def test_the_readme_lists_every_setting() -> None:
-    if "CONVGRAD_HTTP_HOST" not in (text := README.read_text(encoding="utf-8")):
-        pytest.skip("the README has no table of settings")
-    assert markdown_table().strip() in text

@@ -37,6 +37,11 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def fault(self) -> str | None:
+        """Why this backend will not work again in this process; None while it works."""
+        ...
+
     def run(
         self,
         problem: Problem,

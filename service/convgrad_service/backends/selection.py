@@ -25,12 +25,12 @@ class BackendOptions:
     """What backends are made with; each takes what concerns it.
 
     ``threads`` and ``workspace_limit_bytes`` are the CPU's; ``kernel_cache`` is the folder of
-    compiled GPU kernels.
+    compiled GPU kernels, by default one inside the package.
     """
 
     threads: int | None = None
     workspace_limit_bytes: int = 256 * 2**20
-    kernel_cache: Path = DEFAULT_CACHE
+    kernel_cache: Path | None = None
 
 
 def backend_named(name: BackendName, options: BackendOptions) -> Backend:
@@ -47,7 +47,7 @@ def _cpu(options: BackendOptions) -> Backend:
 
 
 def _cuda(options: BackendOptions) -> Backend:
-    return CudaBackend(cache=options.kernel_cache)
+    return CudaBackend(cache=options.kernel_cache or DEFAULT_CACHE)
 
 
 def _auto(options: BackendOptions) -> Backend:

@@ -80,10 +80,18 @@ class Dataplane:
         self.draining = False
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
-    @property
-    def ready(self) -> bool:
-        """Whether new work is taken."""
-        return not self.draining
+    def require_ready(self) -> None:
+        """Return if new work is taken.
+
+        Raises
+        ------
+        DeviceUnavailable
+            The server is about to stop, or its device has failed for good.
+        """
+        if self.draining:
+            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        if self.backend.fault is not None:
+            raise DeviceUnavailable(f"the device has failed: {self.backend.fault}")
 
     def admit(self) -> None:
         """Refuse, before its body is read, a request that could not be queued now.
@@ -93,10 +101,9 @@ class Dataplane:
         Overloaded
             As many problems wait as may.
         DeviceUnavailable
-            The server is about to stop.
+            The server is about to stop, or its device has failed for good.
         """
-        if self.draining:
-            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        self.require_ready()
         self.queue.require_room()
 
     async def answer(
@@ -155,8 +162,13 @@ class Dataplane:
         )
         _hold_until_done(call.reservation, ticket.future)
         submitted_s = time.monotonic()
+        moved_s = 0.0
         try:
             outcome = await asyncio.wrap_future(ticket.future)
+            moved_s = outcome.upload_s + outcome.download_s
+            if moved_s:
+                call.timings.add("upload", outcome.upload_s)
+                call.timings.add("download", outcome.download_s)
         except asyncio.CancelledError:
             self.queue.cancel(ticket)
             raise
@@ -165,7 +177,7 @@ class Dataplane:
             # Of a problem that is given up the start is known all the same, if it had one.
             waited_s = spent_s if ticket.waited_s is None else min(ticket.waited_s, spent_s)
             call.timings.add("queue", waited_s)
-            call.timings.add("compute", spent_s - waited_s)
+            call.timings.add("compute", spent_s - waited_s - moved_s)
         return outcome
 
     async def _codec(self, call: Call, function: Callable[..., T], *arguments: Any) -> T:

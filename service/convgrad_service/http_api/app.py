@@ -14,6 +14,7 @@ from starlette.routing import Route
 from convgrad import _version
 from convgrad.contract import OPERATIONS
 from convgrad_service.backends.base import Backend
+from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import MemoryBudget, default_budget_bytes
@@ -97,9 +98,12 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _backend(settings: Settings) -> Backend:
-    from convgrad_service.backends.cpu import CpuBackend
-
-    return CpuBackend(threads=settings.threads, workspace_limit_bytes=settings.workspace_bytes)
+    options = BackendOptions(
+        threads=settings.threads,
+        workspace_limit_bytes=settings.workspace_bytes,
+        kernel_cache=settings.kernel_cache,
+    )
+    return backend_named(settings.backend, options)
 
 
 def _dataplane(settings: Settings, backend: Backend) -> Dataplane:

@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from convgrad.errors import DeviceUnavailable
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.metrics import Metrics
 
@@ -15,7 +14,7 @@ __all__ = ["health_router"]
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"description": "New work is refused: the server is about to stop."}
+    503: {"description": "New work is refused: the server is stopping, or its device has failed."}
 }
 
 
@@ -29,8 +28,7 @@ def health_router(dataplane: Dataplane, metrics: Metrics) -> APIRouter:
 
     @router.get("/v2/health/ready", summary="New work is taken.", responses=_NOT_READY)
     async def ready() -> JSONResponse:
-        if not dataplane.ready:
-            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        dataplane.require_ready()
         return JSONResponse({"ready": True})
 
     @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
