@@ -69,10 +69,10 @@ $(PEER):
 	@$(PY) -m pip install --quiet --disable-pip-version-check --target $(PEER) torch==2.13.0
 
 bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
-	@PYTHONPATH=$(PEER) $(PY) tests/perf/bench_cpu.py
+	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu
 
 bench-wire: kernels ## decoding and encoding, stage by stage
-	@$(PY) tests/perf/bench_wire.py
+	@$(PY) -m tests.perf.bench_wire
 
 readme: $(READY) ## write the README's tables again from the stored results
 	@$(PY) tests/perf/readme_tables.py

@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.malloc import keep_large_blocks
 from convgrad_service.problems import problem_from
+from tests.perf.provenance import cpu_model, origin
 
 try:
     import torch
@@ -252,31 +250,11 @@ def measured(pair: Pair, malloc: str) -> dict[str, Any]:
 
 def provenance(backend: CpuBackend) -> dict[str, Any]:
     """What every record says of where it comes from."""
-    threads = backend.device.threads
-    return {
-        "git_sha": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
-        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{_cpu_model()}, {threads} cores, {backend.device.level}",
-        "driver": None,
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-        },
-    }
-
-
-def _output(*command: str) -> str | None:
-    here = Path(__file__).parent
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    device = backend.device
+    return origin(
+        f"{cpu_model()}, {device.threads} cores, {device.level}",
+        {"numpy": np.__version__, "torch": torch.__version__},
+    )
 
 
 def geomean(ratios: list[float]) -> float:

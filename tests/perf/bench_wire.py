@@ -15,13 +15,10 @@ from __future__ import annotations
 import base64
 import io
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ from convgrad.wire import safetensors as ours
 from convgrad_service.http_api.json_answer import encode_json_answer
 from convgrad_service.http_api.json_body import b64decode, decode_json_request, parse_json_body
 from convgrad_service.malloc import keep_large_blocks
+from tests.perf.provenance import cpu_model, origin
 
 RESULTS = Path(__file__).parent / "results" / "wire.jsonl"
 SAMPLES = 15
@@ -196,32 +194,6 @@ def measured(stage: Stage, malloc: str) -> dict[str, Any]:
     }
 
 
-def provenance() -> dict[str, Any]:
-    """What every record says of where it comes from."""
-    packages = ("numpy", "pybase64", "pydantic", "safetensors")
-    return {
-        "git_sha": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
-        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _cpu_model(),
-        "driver": None,
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
-    }
-
-
-def _output(*command: str) -> str | None:
-    here = Path(__file__).parent
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def show(records: list[dict[str, Any]]) -> None:
     print("64 MiB of float32 tensors, medians; GB/s of tensor bytes and of body bytes")
     print(f"{'':31}{'':12}{'malloc':9}{'ms':>9}{'GB/s':>10}{'body':>8}{'peer ms':>10}")
@@ -247,9 +219,10 @@ def main() -> None:
             break
         for stages in (json_decode, json_encode, safetensors_both_ways):
             records += [measured(stage, malloc) for stage in stages()]
-    origin = provenance()
+    packages = ("numpy", "pybase64", "pydantic", "safetensors")
+    stamp = origin(cpu_model(), {package: version(package) for package in packages})
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("".join(json.dumps(record | origin) + "\n" for record in records))
+    RESULTS.write_text("".join(json.dumps(record | stamp) + "\n" for record in records))
     show(records)
 
 

@@ -13,7 +13,10 @@ from convgrad.errors import InvalidProblem, MalformedRequest
 from convgrad_service.problems import Problem, problem_from
 from tests import strategies
 from tests.cases import Case
-from tests.unit.refusals import REFUSALS
+from tests.unit.refusals_conv import CONV_REFUSALS
+from tests.unit.refusals_pool import POOL_REFUSALS
+
+REFUSALS = [*CONV_REFUSALS, *POOL_REFUSALS]
 
 
 def problem(operation: str, **fields: Any) -> Problem:

@@ -1,4 +1,4 @@
-"""What each operation refuses, and the sentence it refuses with: (operation, fields, sentence)."""
+"""What convolutions refuse, and the sentence they refuse with: (operation, fields, sentence)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["REFUSALS"]
+__all__ = ["CONV_REFUSALS", "X", "ones"]
 
 
 def ones(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
@@ -18,9 +18,6 @@ X, W, DY = ones(8, 32, 30, 30), ones(64, 32, 3, 3), ones(8, 64, 30, 30)
 DATA = {"grad_output": DY, "weight": W, "padding": 1}
 WEIGHT = {"input": X, "grad_output": DY, "padding": 1, "weight_size": (3, 3)}
 FWD = {"input": X, "weight": W}
-POOL = {"input": X, "kernel_size": 3}
-POOL_BWD = {"grad_output": ones(8, 32, 10, 10), "kernel_size": 3}
-INDICES = POOL_BWD | {"indices": ones(8, 32, 10, 10, dtype="int64")}
 FUSED = {"input": X, "weight0": W, "weight1": ones(16, 64, 1, 1)}
 DY3, W3 = ones(1, 20, 4, 5, 6), ones(20, 3, 3, 3, 3)
 BACKPROP = {"grad_output": DY3, "weight": W3}
@@ -33,7 +30,7 @@ PACKED = {
 TRANSPOSE = {"input": DY3, "weight": W3}
 BACKWARD = {"grad_output": DY, "input": X, "weight": W, "padding": 1}
 
-REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "conv_bwd_data",
         DATA | {"grad_output": ones(8, 64, 29, 29), "input_size": (30, 30)},
@@ -246,84 +243,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         "conv_fwd",
         {"input": X, "weight": ones(63, 16, 3, 3), "groups": 2},
         "the output of weight has 63 channels; expected a multiple of groups, 2",
-    ),
-    ("maxpool2d_fwd", POOL | {"kernel_size": 0}, "kernel_size is 0; expected at least 1"),
-    (
-        "maxpool2d_fwd",
-        POOL | {"padding": ((0, 3), 1)},
-        "padding is [0, 3] in spatial dimension 0; expected less than the effective kernel, 3 "
-        "(size 3, dilation 1)",
-    ),
-    (
-        "maxpool2d_fwd",
-        POOL | {"input": ones(1, 1, 3, 3), "kernel_size": 2, "dilation": 7, "padding": 5},
-        "a pooling window holds no input element in spatial dimension 0: with dilation 7 and "
-        "padding 5 before it, it steps over the input's 3; expected every window to hold at "
-        "least one",
-    ),
-    (
-        "maxpool2d_fwd",
-        POOL | {"layout": "GNHWC"},
-        "layout is GNHWC; expected one without groups, as NHWC",
-    ),
-    (
-        "maxpool2d_fwd",
-        POOL | {"input": ones(1, 1, 1, 9, 9)},
-        "input has shape (1, 1, 1, 9, 9); expected 4 dimensions (NCHW) in layout NCHW",
-    ),
-    (
-        "maxpool3d_fwd",
-        POOL | {"layout": "NCHW"},
-        "layout NCHW has 2 spatial dimensions; expected 3",
-    ),
-    (
-        "maxpool2d_fwd",
-        {
-            "input": ones(1, 1, 2**16, 2**16),
-            "kernel_size": 2,
-            "return_indices": True,
-            "index_dtype": "int32",
-        },
-        "index_dtype is int32 and a plane of the input has 4294967296 elements; expected int64, "
-        "or at most 2147483648",
-    ),
-    (
-        "maxpool2d_bwd",
-        INDICES | {"input": X},
-        "there are both of input and indices; expected one of them",
-    ),
-    (
-        "maxpool2d_bwd",
-        INDICES,
-        "there are indices but no input_size; expected it, since indices are flat in the planes "
-        "of an input of that size",
-    ),
-    (
-        "maxpool2d_bwd",
-        INDICES | {"input_size": (33, 30)},
-        "grad_output has shape (8, 32, 10, 10); expected (8, 32, 11, 10) from input size (33, "
-        "30), kernel 3x3, stride 3, padding 0, ceil_mode False",
-    ),
-    (
-        "maxpool2d_bwd",
-        INDICES | {"input_size": (30, 30), "indices": ones(8, 32, 10, 9, dtype="int64")},
-        "indices has shape (8, 32, 10, 9); expected (8, 32, 10, 10) (grad_output's shape)",
-    ),
-    (
-        "maxpool2d_bwd",
-        {
-            "grad_output": ones(1, 1, 2**15, 2**15),
-            "indices": ones(1, 1, 2**15, 2**15, dtype="int32"),
-            "kernel_size": 2,
-            "input_size": (2**16, 2**16),
-        },
-        "the dtype of indices is int32 and a plane of the input has 4294967296 elements; expected "
-        "int64, or at most 2147483648",
-    ),
-    (
-        "maxpool2d_bwd",
-        POOL_BWD | {"input": ones(8, 31, 30, 30)},
-        "input has shape (8, 31, 30, 30); expected (8, 32, 30, 30) from grad_output's N and C",
     ),
     (
         "grouped_conv_conv_fwd",
