@@ -120,6 +120,23 @@ def test_every_dtype_comes_back_as_it_went(live: LiveServer, dtype: str) -> None
     assert tensors["grad_input"].dtype == np.dtype(dtype)
 
 
+def test_values_of_a_large_answer_are_refused_before_it_is_computed(live: LiveServer) -> None:
+    one = {"values": [[[[1]]]], "dtype": "float32"}
+    fields = {"input": one, "weight": one, "padding": 600, "response": "values"}
+    answer = live.post(json.dumps(fields).encode(), path="/conv_fwd")
+    assert answer.status_code == 413
+    assert answer.json()["code"] == "problem-too-large"
+    assert answer.json()["detail"] == (
+        'response "values" is for at most 1,048,576 elements and the answer has 1,442,401; ask for '
+        '"npy" or "data"'
+    )
+    assert "compute" not in answer.headers["server-timing"]
+    binary = live.post(
+        json.dumps(fields).encode(), path="/conv_fwd", headers={"Accept": SAFETENSORS}
+    )
+    assert binary.status_code == 200
+
+
 def test_curl(live: LiveServer) -> None:
     command = ["curl", "-sS", "--fail-with-body", "-H", f"Content-Type: {JSON}", "--data-binary"]
     done = subprocess.run(

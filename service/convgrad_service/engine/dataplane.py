@@ -51,6 +51,7 @@ class Call:
 
     ``reservation`` already covers the body; ``decoded_bytes`` is what decoding it will allocate,
     and ``encoded_share`` what encoding allocates for each byte of output (0 if it copies nothing).
+    ``refuse``, where there is one, raises where the transport could not encode the answer.
     """
 
     operation: Operation
@@ -59,6 +60,7 @@ class Call:
     timings: Timings
     decoded_bytes: int = 0
     encoded_share: float = 0.0
+    refuse: Callable[[Request, Problem], None] | None = None
 
 
 class Dataplane:
@@ -122,7 +124,7 @@ class Dataplane:
         async with call.deadline.enforced(), _memory_errors_named():
             with call.timings.stage("decode"):
                 call.reservation.grow(call.decoded_bytes)
-                request, problem = await self._codec(call, self._prepare, call.operation, decode)
+                request, problem = await self._codec(call, self._prepare, call, decode)
             output_bytes = sum(spec.size_bytes for spec in problem.outputs.values())
             call.reservation.grow(round(output_bytes * (1 + call.encoded_share)))
             outcome = await self._compute(call, problem, request.tensors())
@@ -145,12 +147,12 @@ class Dataplane:
         self.queue.close()
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(
-        self, operation: Operation, decode: Callable[[], Fields]
-    ) -> tuple[Request, Problem]:
-        request = validate(operation.request, decode())
-        problem = problem_from(operation.name, request)
+    def _prepare(self, call: Call, decode: Callable[[], Fields]) -> tuple[Request, Problem]:
+        request = validate(call.operation.request, decode())
+        problem = problem_from(call.operation.name, request)
         self.limits.check(problem)
+        if call.refuse is not None:
+            call.refuse(request, problem)
         return request, problem
 
     async def _compute(self, call: Call, problem: Problem, tensors: Arrays) -> Outcome:

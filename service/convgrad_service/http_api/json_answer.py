@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
@@ -17,7 +16,7 @@ from convgrad.contract import Report
 from convgrad.errors import ProblemTooLarge
 from convgrad.wire.json_tensors import Form, encode_tensor
 
-__all__ = ["encode_json_answer"]
+__all__ = ["encode_json_answer", "refuse_endless_values"]
 
 # The form is for reading by eye: an element takes some twenty characters, against five in base64,
 # and a microsecond.
@@ -29,14 +28,7 @@ _VALUES_AT_ONCE = 4096
 def encode_json_answer(
     outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
 ) -> list[bytes | memoryview]:
-    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
-
-    Raises
-    ------
-    ProblemTooLarge
-        ``values`` were asked for, of more elements than that form is meant for.
-    """
-    _refuse_endless_values(outputs, form)
+    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``."""
     chunks: list[bytes | memoryview] = [b"{"]
     for name, array in outputs.items():
         chunks.append(_text(name) + b":{")
@@ -93,8 +85,14 @@ def _text(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def _refuse_endless_values(outputs: Mapping[str, NDArray[Any]], form: Form) -> None:
-    elements = sum(int(np.size(array)) for array in outputs.values())
+def refuse_endless_values(elements: int, form: Form) -> None:
+    """Hold the number of elements that an answer will have against its form.
+
+    Raises
+    ------
+    ProblemTooLarge
+        ``values`` were asked for, of more elements than that form is meant for.
+    """
     if form == "values" and elements > _MAX_VALUES:
         raise ProblemTooLarge(
             f'response "values" is for at most {_MAX_VALUES:,} elements and the answer has '

@@ -66,6 +66,7 @@ class OperationEndpoint:
                 context.timings,
                 decoded_bytes=math.ceil(wire_in.decoded_share * len(body)),
                 encoded_share=wire_out.encoded_share,
+                refuse=wire_out.refuse,
             )
             # Handed over, not shared: a JSON body can go once its arrays have been made from it.
             handed = [body]
