@@ -14,6 +14,8 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
@@ -56,12 +58,25 @@ def general(gather: Family[Any], weight: Family[Any]) -> Families:
     )
 
 
+def dense() -> Families:
+    """The tensor cores' kernels for every convolution that they can compute, however few channels
+    it has; the general ones for the others."""
+    return replace(
+        FAMILIES,
+        fwd=[DenseGather(1, 1), GatherDirect()],
+        bwd_data=[DenseGather(1, 1), GatherDirect()],
+        bwd_weight=[DenseWeight(1, 1), WeightDirect()],
+        fused=(),
+    )
+
+
 def _made(families: Families) -> Callable[[], Backend]:
     return lambda: CudaBackend(families=families, poison=True)
 
 
 MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda": _made(FAMILIES),
+    "cuda_dense": _made(dense()),
     "cuda_tiles": _made(general(GatherTile(), WeightTile())),
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
 }

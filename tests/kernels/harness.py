@@ -49,8 +49,11 @@ def answers(backend: Backend, case: Case, tensors: Arrays, layout: str | None = 
     }
 
 
-def check(found: Arrays, wanted: Answer, gate: str, what: str) -> float:
-    """Every output through a gate; returns the largest share of the allowed error."""
+def check(found: Arrays, wanted: Answer, gate: str, what: str, c: float = 0.0) -> float:
+    """Every output through a gate; returns the largest share of the allowed error.
+
+    ``c`` is what rounding the factors costs.
+    """
     assert set(found) == set(wanted), f"{what}: outputs {sorted(found)}, expected {sorted(wanted)}"
     shares = [0.0]
     for name, reference in wanted.items():
@@ -60,7 +63,7 @@ def check(found: Arrays, wanted: Answer, gate: str, what: str) -> float:
         elif gate == "exact":
             assert_exact(found[name], reference, label)
         else:
-            shares.append(assert_bounded(found[name], reference, label))
+            shares.append(assert_bounded(found[name], reference, label, c))
     return max(shares)
 
 

@@ -6,7 +6,10 @@ A faster kernel goes before the ones that it replaces. The last of each role tak
 from __future__ import annotations
 
 from convgrad_service.backends.cuda.kernels.channel_sums import ChannelSumsKernel
+from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise_first import ThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
@@ -14,16 +17,23 @@ from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, Max
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
 from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.plans.cuda_families import Families
 
 __all__ = ["FAMILIES"]
 
+# Copies between orders of dimensions.
+COPIES = (Transpose(), RowCopy(), StridedCopy())
+# Depthwise convolutions, forward or in the input, and in the weight.
+DEPTHWISE = (Depthwise(), ThroughChannelsLast(Depthwise(), COPIES))
+DEPTHWISE_WEIGHT = (DepthwiseWeight(), ThroughChannelsLast(DepthwiseWeight(), COPIES))
+
 FAMILIES = Families(
-    fwd=(Depthwise(), GatherTile(), GatherDirect()),
-    bwd_data=(Depthwise(), GatherTile(), GatherDirect()),
-    bwd_weight=(DepthwiseWeight(), WeightTile(), WeightDirect()),
+    fwd=(*DEPTHWISE, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_data=(*DEPTHWISE, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_weight=(*DEPTHWISE_WEIGHT, DenseWeight(), WeightTile(), WeightDirect()),
     fused=(),
     channel_sums=(ChannelSumsKernel(),),
     pool_fwd=(MaxPoolForward(),),
@@ -32,5 +42,5 @@ FAMILIES = Families(
         PoolLines(),
         MaxPoolBackward(),
     ),
-    copy=(StridedCopy(),),
+    copy=COPIES,
 )

@@ -1,0 +1,114 @@
+"""Operands as the tensor-core kernels read them: channels side by side, in whole 16-byte chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import choose
+from convgrad_service.plans.cuda_program import Step, Workspace, ceil_div
+from convgrad_service.plans.cuda_works import (
+    Copy,
+    CopyAxis,
+    Operand,
+    Size3,
+    contiguous_strides,
+)
+
+__all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "prepare_activation", "prepare_weight"]
+
+CHUNK_BYTES = 16
+
+COPIES = (Transpose(), RowCopy(), StridedCopy())
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An operand to read, and the steps that make it, where it is not the request's own."""
+
+    operand: Operand
+    steps: tuple[Step, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+
+
+def in_whole_chunks(operand: Operand, extents: tuple[int, ...], channel_axis: int) -> bool:
+    """Whether every vector of channels starts and ends at a multiple of 16 bytes."""
+    chunk = CHUNK_BYTES // operand.dtype.itemsize
+    if operand.strides[channel_axis] != 1 or extents[channel_axis] % chunk:
+        return False
+    return all(
+        stride % chunk == 0
+        for axis, (stride, extent) in enumerate(zip(operand.strides, extents, strict=True))
+        if axis != channel_axis and extent > 1
+    )
+
+
+def prepare_activation(
+    operand: Operand,
+    batch: int,
+    groups: int,
+    channels: int,
+    size: Size3,
+    name: str,
+    device: CudaDevice,
+) -> Prepared:
+    """(N, D, H, W, G, C/G), the channels of a group padded with zeros to whole chunks."""
+    order = 0, 3, 4, 5, 1, 2
+    return _prepare(operand, (batch, groups, channels, *size), order, name, device)
+
+
+def prepare_weight(
+    operand: Operand,
+    groups: int,
+    out_channels: int,
+    in_channels: int,
+    kernel: Size3,
+    name: str,
+    device: CudaDevice,
+) -> Prepared:
+    """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks."""
+    order = 0, 1, 3, 4, 5, 2
+    return _prepare(operand, (groups, out_channels, in_channels, *kernel), order, name, device)
+
+
+def _prepare(
+    operand: Operand,
+    extents: tuple[int, ...],
+    order: tuple[int, ...],
+    name: str,
+    device: CudaDevice,
+) -> Prepared:
+    """``order`` is that of the canonical axes in memory; the channels, axis 2, come last."""
+    if in_whole_chunks(operand, extents, 2):
+        return Prepared(operand)
+    dtype = operand.dtype
+    chunk = CHUNK_BYTES // dtype.itemsize
+    channels = extents[2]
+    padded = ceil_div(channels, chunk) * chunk
+    shape = tuple(padded if axis == 2 else extents[axis] for axis in order)
+    strides = [0] * 6
+    for axis, stride in zip(order, contiguous_strides(shape), strict=True):
+        strides[axis] = stride
+    axes = [
+        CopyAxis(padded if axis == 2 else extents[axis], operand.strides[axis], strides[axis])
+        for axis in order
+    ]
+    bounds: tuple[tuple[int, int, int], ...] = ()
+    if padded != channels:
+        # A bound joins two axes; the outer one here has one position.
+        axes = [CopyAxis(1, 0, 0), *axes]
+        bounds = ((0, 6, channels),)
+    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds))
+    target = replace(
+        operand,
+        buffer=name,
+        strides=(strides[0], strides[1], strides[2], strides[3], strides[4], strides[5]),
+    )
+    return Prepared(
+        target,
+        choose(COPIES, copy, device).fragment.steps,
+        (Workspace(name, prod(shape) * dtype.itemsize),),
+    )

@@ -1,0 +1,387 @@
+"""A dense convolution forward or backward in its input, on tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    in_whole_chunks,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.backends.cuda.kernels.dense_tiles import DenseTile
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["MAX_PHASES", "Axis", "DenseGather", "Phase", "axis_of"]
+
+# Channels of one group on either side, where there are groups; the product of both otherwise.
+LEAST_GROUPED, LEAST_PRODUCT = 16, 64
+MAX_PHASES = 16
+MAX_TAPS = 1024
+MAX_EXTENT = 2**28
+MAX_INDEX = 2**31 - 1
+# A tile may count past the last pixel.
+MAX_PIXELS = MAX_INDEX - 1024
+MAX_GRID_YZ = 65535
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``dense_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count")),
+        ("factor", ctypes.c_uint32),
+        ("shift", ctypes.c_int32),
+    )
+
+
+class DenseGatherArgs(ctypes.Structure):
+    """See ``dense_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "batch",
+                "in_channels",
+                "out_channels",
+                "activation",
+                "wide_stores",
+                "plain",
+                "may_skip",
+            )
+        ),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "x_step", "x_tap", "y_step", "r_step", "phases")
+        ),
+        ("phase", (PhaseArgs * MAX_PHASES) * 3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Result positions y0 + m*y_step, m below ``count``, and the taps that meet them: position
+    m's j-th tap is r0 + j*r_step, and meets the source at x0 + m*x_step + j*x_tap."""
+
+    taps: int
+    r0: int
+    x0: int
+    y0: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of a gather: its phases, the most taps first."""
+
+    x_size: int
+    x_step: int
+    x_tap: int
+    y_step: int
+    r_step: int
+    phases: tuple[Phase, ...]
+
+
+def axis_of(work: ConvWork, dim: int) -> Axis:
+    """Forward one phase; backward one for each residue of the stride, without inserted zeros."""
+    stride, dilation, pad = work.stride[dim], work.dilation[dim], work.pad[dim]
+    kernel, size_in, size_out = work.kernel[dim], work.input[dim], work.output[dim]
+    if work.direction == "fwd":
+        return Axis(size_in, stride, dilation, 1, 1, (Phase(kernel, 0, -pad, 0, size_out),))
+    turn = gcd(stride, dilation)
+    r_step = stride // turn
+    phases = []
+    for residue in range(min(stride, size_in)):
+        meets = (
+            r for r in range(min(r_step, kernel)) if (residue + pad - r * dilation) % stride == 0
+        )
+        r0 = next(meets, None)
+        count = ceil_div(size_in - residue, stride)
+        if r0 is None:
+            phases.append(Phase(0, 0, 0, residue, count))
+        else:
+            x0 = (residue + pad - r0 * dilation) // stride
+            phases.append(Phase(ceil_div(kernel - r0, r_step), r0, x0, residue, count))
+    phases.sort(key=lambda phase: -phase.taps)
+    return Axis(size_out, 1, -(dilation // turn), stride, r_step, tuple(phases))
+
+
+def divider(count: int) -> tuple[int, int]:
+    """(f, s) such that n // count == (n * f >> 32) >> s for all n below 2**31; count > 1.
+
+    With 2**l >= count, f = ceil(2**(31 + l) / count) errs by less than 2**l / 2**(31 + l) of n.
+    """
+    if count == 1:
+        return 0, 0
+    log = (count - 1).bit_length()
+    return ceil_div(2 ** (31 + log), count), log - 1
+
+
+class DenseGather:
+    """fwd and bwd_data where a group's channels fill tensor-core tiles: 16 bits, or float32 in TF32
+    (``precision: high``)."""
+
+    name = "dense_gather"
+
+    def __init__(
+        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
+    ) -> None:
+        """Where there are groups, the fewest channels of one on either side; where there are none,
+        the least product of both."""
+        self._least_grouped = least_grouped
+        self._least_product = least_product
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`.
+
+        Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
+        whole does; only sizes that no tile can count are refused too.
+        """
+        if work.dtype is DType.FLOAT64:
+            return "tensor cores that sum in float64 are not used"
+        if work.dtype is DType.FLOAT32 and work.precision != "high":
+            return "TF32 is less than the float32 that was asked for"
+        if device.capability < (8, 0):
+            return f"{device.name} is older than sm_80"
+        read, written = _channels(work)
+        grouped = work.groups > 1 and min(read, written) < self._least_grouped
+        if grouped or read * written < self._least_product:
+            return f"{read} to {written} channels a group would leave most of a tile"
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
+            return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
+        if work.taps > MAX_TAPS:
+            return f"{work.taps} taps are more than {MAX_TAPS}"
+        if work.groups > MAX_GRID_YZ:
+            return f"{work.groups} groups are more than {MAX_GRID_YZ}"
+        reach = (
+            abs(value)
+            for dim in range(3)
+            for value in (
+                work.input[dim],
+                work.output[dim] * work.stride[dim],
+                work.pad[dim],
+                work.kernel[dim] * work.dilation[dim],
+            )
+        )
+        if max(reach) > MAX_EXTENT:
+            return f"positions reach beyond {MAX_EXTENT}"
+        if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
+            return f"the pixels are more than {MAX_PIXELS}"
+        return None
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        read, written = _channels(work)
+        axes = [axis_of(work, dim) for dim in range(3)]
+        x = prepare_activation(
+            source,
+            work.batch,
+            work.groups,
+            read,
+            work.output if backward else work.input,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        w = prepare_weight(
+            work.w,
+            work.groups,
+            work.out_channels,
+            work.in_channels,
+            work.kernel,
+            f"{work.prefix}weight_channels_last",
+            device,
+        )
+        # Offsets of positions outside the source are computed too.
+        source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
+        weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
+        wide = (
+            max(
+                _last(x.operand, source_shape) + _margin(x.operand, axes),
+                _last(w.operand, weight_shape),
+            )
+            > MAX_INDEX
+        )
+        if tile is None:
+            tile = gather_tile(work, axes, device, wide)
+
+        args = DenseGatherArgs()
+        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
+        group, k, c, *kernel = w.operand.strides
+        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.in_channels, args.out_channels = work.batch, read, written
+        args.activation = ACTIVATIONS[work.activation]
+        size = work.input if backward else work.output
+        extents = (work.batch, work.groups, written, *size)
+        args.wide_stores = in_whole_chunks(result, extents, 2)
+        args.plain = work.epilogue_free
+        args.may_skip = _may_skip(axes, tile.m)
+        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        for dim, axis in enumerate(axes):
+            args.phases[dim] = len(axis.phases)
+            for place, phase in enumerate(axis.phases):
+                args.phase[dim][place] = PhaseArgs(
+                    phase.taps,
+                    phase.r0,
+                    phase.x0,
+                    phase.y0,
+                    phase.count,
+                    *divider(phase.count),
+                )
+        instance = _instance(tile, work.dtype, backward, wide)
+        channel_tiles = ceil_div(written, tile.n)
+        launch = Launch(
+            instance,
+            (
+                channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
+                work.groups,
+                prod(len(axis.phases) for axis in axes),
+            ),
+            (tile.threads, 1, 1),
+            pack(
+                args,
+                x=x.operand,
+                w=w.operand,
+                y=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            shared_bytes(tile, axes, wide),
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
+            (*x.steps, *w.steps, launch),
+            (*x.workspace, *w.workspace),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(tile, dtype, backward, wide)
+            for dtype in DTYPES
+            for backward in (False, True)
+            for tile, wide in (*((tile, False) for tile in TILES), (GENERAL, True))
+        ]
+
+
+GENERAL = DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6)
+"""With the registers to spare that 64-bit offsets take."""
+TILES = (
+    DenseTile(128, 128, 64, 64, 128, 3, 2, flops=504e12, start_s=4.6e-6),
+    DenseTile(64, 128, 32, 64, 128, 3, 3, flops=433e12, start_s=4.0e-6),
+    DenseTile(256, 64, 64, 64, 64, 4, 2, copy_groups=2, flops=428e12, start_s=5.6e-6),
+    DenseTile(64, 64, 32, 32, 128, 4, 3, flops=361e12, start_s=3.5e-6),
+    DenseTile(256, 32, 64, 32, 64, 4, 2, flops=305e12, start_s=4.5e-6),
+    GENERAL,
+)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
+    """The one that should take the least time. Every tile gives the same bits."""
+    read, written = _channels(work)
+    # Pixels and taps of each phase.
+    phases = [
+        (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
+        for each in product(*(axis.phases for axis in axes))
+    ]
+
+    def expected_s(tile: DenseTile) -> float:
+        columns = ceil_div(written, tile.n) * work.groups
+        depths = ceil_div(read, tile.depth(work.dtype))
+        blocks = steps = 0
+        for pixels, taps in phases:
+            count = ceil_div(pixels, tile.m) * columns
+            blocks += count
+            steps += count * taps * depths
+        shared = shared_bytes(tile, axes, wide)
+        return tile.expected_s(device, blocks, steps / blocks, shared)
+
+    if wide:
+        return GENERAL
+    fitting = [tile for tile in TILES if tile.fits(device, shared_bytes(tile, axes, wide))]
+    return min(fitting, key=expected_s)
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written, in one group."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:
+    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, wide))
+    return Instance("dense_gather.cu", "dense_gather", defines)
+
+
+def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
+    """The ring; two offsets a pixel and three numbers a tap; bits for both."""
+    tap, offset = (24, 8) if wide else (12, 4)
+    taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
+    bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
+    return tile.ring_bytes + tile.m * (8 + offset) + taps * tap + bits
+
+
+def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
+    """Of the largest phase."""
+    return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
+
+
+def _last(operand: Operand, shape: tuple[int, ...]) -> int:
+    """The offset of the last element, rounded up to a whole chunk."""
+    return (
+        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
+        + 16
+    )
+
+
+def _margin(operand: Operand, axes: list[Axis]) -> int:
+    """How far outside the source offsets reach, on both sides together."""
+    return sum(
+        max(
+            abs(phase.x0) + phase.count * axis.x_step + abs(axis.x_tap) * phase.taps
+            for phase in axis.phases
+        )
+        * stride
+        for axis, stride in zip(axes, operand.strides[3:], strict=True)
+    )
+
+
+def _may_skip(axes: list[Axis], pixels: int) -> bool:
+    """Whether so many neighbouring pixels can lie outside one tap: then tiles look for it."""
+    inner = 1
+    for axis in reversed(axes):
+        for phase in axis.phases:
+            for j in range(phase.taps):
+                first = phase.x0 + j * axis.x_tap
+                before = ceil_div(max(0, -first), axis.x_step)
+                reach = axis.x_size - first
+                inside = max(0, min(phase.count, ceil_div(max(0, reach), axis.x_step)) - before)
+                after = phase.count - before - inside
+                if max(before, after) * inner >= pixels:
+                    return True
+        inner *= max(phase.count for phase in axis.phases)
+    return False

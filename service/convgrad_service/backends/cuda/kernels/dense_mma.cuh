@@ -1,0 +1,271 @@
+// What the dense tensor-core kernels share: operands, copies to shared memory, fragments, products.
+//
+// A tile of an operand lies in shared memory in one of two ways, in rows of 16-byte chunks:
+//   rows along M (or N), chunks along the reduction: "along",
+//   rows along the reduction, chunks along M (or N): "across".
+// Chunks of a row are permuted so that neither the copies nor the fragments' loads meet in a bank.
+// A warp's tile is WM x WN; a step is the depth of one mma: 16 of 16-bit elements, 8 of TF32.
+// Needs sm_80: mma.sync, cp.async, ldmatrix.
+#pragma once
+
+#include "epilogue.cuh"
+
+namespace convgrad {
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory; zeros, and no read, where `there` is false.
+__device__ __forceinline__ void copy_chunk(u32 to, const void* from, bool there) {
+  const int size = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(size)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `kPending` of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from));
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from));
+}
+__device__ __forceinline__ u32 load_word(u32 from) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
+  return word;
+}
+
+// To the nearest TF32: mma would cut the low bits off.
+__device__ __forceinline__ u32 to_tf32(u32 word) {
+  u32 rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(word)));
+  return rounded;
+}
+
+template <class T>
+struct Mma;
+#define CONVGRAD_MMA(TYPE, SHAPE, NAME)                                                        \
+  template <>                                                                                  \
+  struct Mma<TYPE> {                                                                           \
+    __device__ static __forceinline__ void go(float (&c)[4], const u32 (&a)[4], u32 b0,        \
+                                              u32 b1) {                                        \
+      asm("mma.sync.aligned." SHAPE ".row.col.f32." NAME "." NAME                     \
+                   ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                \
+                   : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));            \
+    }                                                                                          \
+  };
+CONVGRAD_MMA(f16, "m16n8k16", "f16")
+CONVGRAD_MMA(bf16, "m16n8k16", "bf16")
+CONVGRAD_MMA(float, "m16n8k8", "tf32")
+#undef CONVGRAD_MMA
+
+// Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
+// load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
+// transposing load of 32-bit elements reads one by one.
+template <int kRowBytes, bool kWordsAcross>
+__device__ __forceinline__ int permuted(int row, int chunk) {
+  if (kRowBytes == 64) return chunk ^ (row >> 1 & 3);
+  if (kWordsAcross) return chunk ^ (row & 3) * 2;
+  return chunk ^ (row & 7);
+}
+
+// A tile of ROWS x COLUMNS elements in shared memory.
+template <class T, int kRows_, int kColumns_, bool kAcross_>
+struct Tile {
+  static constexpr bool kAcross = kAcross_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kRowBytes = kColumns_ * static_cast<int>(sizeof(T));
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "whole lines of banks");
+
+  __device__ static __forceinline__ u32 at(int row, int chunk) {
+    return row * kRowBytes + permuted<kRowBytes, (kAcross && sizeof(T) == 4)>(row, chunk) * 16;
+  }
+};
+
+// Where this lane finds its part of the fragments from row (or column) `first` of M or N on, in step
+// 0 of a tile. A tile starts at a multiple of 128 bytes, and what steps and fragments add to the
+// number of a chunk never carries, so elsewhere it is this with some bits flipped, plus whole rows.
+// Of the four 8 x 16-byte matrices of a fragment, A's second is further along M (rows first), B's
+// further along the reduction.
+template <class T, class Tile, bool kRowsFirst>
+__device__ __forceinline__ u32 lane_offset(int first) {
+  const int lane = threadIdx.x & 31;
+  const int low = (lane & 7) + (kRowsFirst ? lane >> 3 & 1 : lane >> 4) * 8;
+  const int depth = kRowsFirst ? lane >> 4 : lane >> 3 & 1;
+  if constexpr (!Tile::kAcross) {
+    return Tile::at(first + low, depth);
+  } else if constexpr (sizeof(T) == 2) {
+    const int row = (lane & 7) + depth * 8;
+    return Tile::at(row, first / 8 + (kRowsFirst ? lane >> 3 & 1 : lane >> 4));
+  } else {
+    const int column = first + (lane >> 2);
+    return Tile::at(lane & 3, column / 4) + (column & 3) * 4;
+  }
+}
+
+// Fragments of one step for 16 rows (or columns), the `index`-th from where `from` points in a tile.
+template <class T, class Tile, bool kRowsFirst>
+__device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
+  if constexpr (!Tile::kAcross) {
+    load_matrices(to, (from ^ step * 32) + index * 16 * Tile::kRowBytes);
+  } else if constexpr (sizeof(T) == 2) {
+    const u32 column = Tile::kRowBytes == 64 ? from ^ index * 32
+                                             : (from ^ (index & 3) * 32) + index / 4 * 128;
+    load_matrices_transposed(to, column + step * 16 * Tile::kRowBytes);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // A's second register is 8 rows of M on, B's 4 of the reduction.
+      const int beyond = kRowsFirst ? j & 1 : j >> 1, deeper = kRowsFirst ? j >> 1 : j & 1;
+      const int chunks = index * 4 + beyond * 2;
+      to[j] = load_word((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
+                        (step * 8 + deeper * 4) * Tile::kRowBytes);
+    }
+  }
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[j] = to_tf32(to[j]);
+  }
+}
+
+template <class T, class Tile, int kCount>
+__device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true>(to[i], from, i, step);
+}
+
+// Whether some sum is not finite.
+template <int kRows, int kColumns>
+__device__ __forceinline__ bool any_odd(const float (&sum)[kRows][kColumns][4]) {
+  float finite[4] = {};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) finite[e] = fmaf(sum[i][j][e], 0.0f, finite[e]);
+    }
+  }
+  return finite[0] + finite[1] + finite[2] + finite[3] != 0.0f;
+}
+
+// Two neighbouring results, rounded.
+__device__ __forceinline__ void store_two(bf16* to, float first, float second) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  *reinterpret_cast<u32*>(to) = both;
+}
+__device__ __forceinline__ void store_two(f16* to, float first, float second) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  *reinterpret_cast<u32*>(to) = both;
+}
+__device__ __forceinline__ void store_two(float* to, float first, float second) {
+  *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+
+// One block's product over `tiles` tiles of the reduction, through a ring of kStages in shared
+// memory. A tile's copies are started one by one between the products, so that the tensor cores do
+// not wait for addresses:
+//   prepare(tile)   once for each tile, in order, and for kStages - 1 more past the last;
+//   fetch(i)        what copy i needs from shared memory, some products ahead of it;
+//   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
+// All threads call them together.
+template <class T, class TileA, class TileB, int kSteps, int kStages, int kCopies, int kGroups,
+          int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy>
+__device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
+                                         u32 ring, int tiles, int warp_row, int warp_column,
+                                         Prepare&& prepare, Fetch&& fetch, Copy&& copy) {
+  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    prepare(stage);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) fetch(i);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) copy(i, ring + stage * kStageBytes);
+    commit_copies();
+  }
+  wait_copies<kStages - 2>();
+  __syncthreads();
+
+  // Fragments are loaded one ahead: A by the step, B, of which there is not room for two steps, by
+  // 16 columns.
+  u32 a[2][kRowFragments][4], b[2][4];
+  const u32 a_lane = lane_offset<T, TileA, true>(warp_row);
+  const u32 b_lane = TileA::kBytes + lane_offset<T, TileB, false>(warp_column);
+  u32 read = ring, write = ring + (kStages - 1) * kStageBytes;
+  const u32 end = ring + kStages * kStageBytes;
+  static_assert(kSteps % 2 == 0, "a tile starts with the first of the two");
+  load_a<T, TileA>(a[0], read + a_lane, 0);
+  load_fragment<T, TileB, false>(b[0], read + b_lane, 0, 0);
+  // Copies go in groups: each group costs some waiting, and so do addresses all at once.
+  constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
+  constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    prepare(tile + kStages - 1);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) fetch(i);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kColumnPairs; ++pair) {
+        const int turn = step * kColumnPairs + pair;
+        const int now = turn & 1;
+        const bool last_pair = pair == kColumnPairs - 1;
+        const bool last_step = step == kSteps - 1;
+        if (turn < kTurns - 1) {
+          if (pair == 0 && !last_step) load_a<T, TileA>(a[(step + 1) & 1], read + a_lane, step + 1);
+          load_fragment<T, TileB, false>(b[now ^ 1], read + b_lane, last_pair ? 0 : pair + 1,
+                                         step + last_pair);
+          if (turn % kApart == 0 && turn / kApart < kGroups) {
+            const int first = turn / kApart * kGroup;
+#pragma unroll
+            for (int i = first; i < first + kGroup; ++i) {
+              if (i < kCopies) copy(i, write);
+            }
+#pragma unroll
+            for (int i = first + kGroup; i < first + 2 * kGroup; ++i) {
+              if (i < kCopies) fetch(i);
+            }
+          }
+        } else {
+          commit_copies();
+          write += kStageBytes;
+          if (write == end) write = ring;
+          // The next tile has landed for everyone, and everyone has read all of this one.
+          wait_copies<kStages - 2>();
+          __syncthreads();
+          read += kStageBytes;
+          if (read == end) read = ring;
+          load_a<T, TileA>(a[0], read + a_lane, 0);
+          load_fragment<T, TileB, false>(b[0], read + b_lane, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowFragments; ++i) {
+          Mma<T>::go(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
+          Mma<T>::go(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
+        }
+      }
+    }
+  }
+  wait_copies<0>();
+  __syncthreads();
+}
+
+}  // namespace convgrad
