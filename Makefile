@@ -12,7 +12,7 @@ PEER   := build/peer
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        bench-cpu bench-wire readme lock kernels compile-all test-gpu clean
+        bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ $(PEER):
 
 bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu
+
+bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
+	@$(PY) -m tests.perf.bench_gpu
 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire

@@ -1,6 +1,6 @@
 """The GPU kernels beside PyTorch's (cuDNN, ATen): the suite's layers, one process, same tensors.
 
-    python tests/perf/bench_gpu.py --classes depthwise pool --dtypes bfloat16 --layouts NHWC
+    python -m tests.perf.bench_gpu --classes depthwise pool --dtypes bfloat16 --layouts NHWC
 
 Prints a table for each class and writes `tests/perf/results/gpu.jsonl`, a line for each layer,
 operation, type and layout, in place of an older run's. Needs a GPU, CuPy and PyTorch.
@@ -20,10 +20,8 @@ import math
 import platform
 import statistics
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from typing import Any
 import cupy
 import torch
 
-from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe
 from convgrad_service.backends.cuda.families import FAMILIES
@@ -39,57 +36,12 @@ from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_program import CudaPlan, Launch
-from convgrad_service.problems import (
-    ConvBwdData,
-    ConvFwd,
-    GroupedConvBwdWeight,
-    GroupedConvConvFwd,
-    MaxPoolBwd,
-    Problem,
-)
-from convgrad_service.problems.geometry import ConvShape, PoolShape
-from convgrad_service.problems.layouts import LAYOUTS
+from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "gpu.jsonl"
-COPY_BYTES_PER_S = 4.27e12
-NODE_S = 3.1e-6
 FLUSH_BYTES = 256 * 2**20
-# Dense matrix peaks and, for depthwise layers, that of the FMA units; TF32 half of bf16.
-PEAK_FLOPS = {"float16": 799e12, "bfloat16": 799e12, "float32": 399e12}
-FMA_FLOPS = 60e12
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 2e-3}
-OPERATIONS = {
-    "pool": ("maxpool_bwd",),
-    "separable": ("grouped_conv_conv_fwd",),
-}
-CONVOLUTIONS = ("conv_bwd_data", "grouped_conv_bwd_weight")
-
-Tensors = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer, one operation: the problem, its tensors, and the peer on the same tensors."""
-
-    layer: Mapping[str, Any]
-    op: str
-    problem: Problem
-    tensors: Tensors
-    peer: Callable[[Tensors], Any]
-    dtype: str
-    layout: str
-
-    @property
-    def reference_s(self) -> float:
-        """The time that bytes and arithmetic allow, and an empty graph node's."""
-        flops = self.problem.valid_flops
-        compute = flops / PEAK_FLOPS[self.dtype]
-        if self.layer["class"] == "depthwise":
-            compute = flops / FMA_FLOPS
-        if self.layer["class"] == "pool":
-            compute = 0.0
-        return max(compute, self.problem.compulsory_bytes / COPY_BYTES_PER_S) + NODE_S
 
 
 class Bench:
@@ -153,159 +105,7 @@ class Bench:
             stop.record()
             times.append((start, stop))
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(stop) for start, stop in times[2:]) / 1e3
-
-
-def torch_dtype(name: str) -> Any:
-    return getattr(torch, name)
-
-
-def random_tensor(shape: tuple[int, ...], dtype: str) -> Any:
-    return torch.randn(shape, device="cuda", dtype=torch.float32).to(torch_dtype(dtype))
-
-
-def channels_first(tensor: Any, last: bool) -> Any:
-    """A view in PyTorch's order of dimensions, whatever lies behind it."""
-    return tensor.movedim(-1, 1) if last else tensor
-
-
-def cases_of(
-    layer: Mapping[str, Any], dtype: str, layout: str, ops: tuple[str, ...]
-) -> Iterator[Case]:
-    """The operations of a layer's class."""
-    for op in OPERATIONS.get(layer["class"], CONVOLUTIONS):
-        if not ops or op in ops:
-            yield CASES[op](layer, dtype, layout, op)
-    if "conv_fwd" in ops and layer["kind"] == "conv":
-        yield CASES["conv_fwd"](layer, dtype, layout, "conv_fwd")
-
-
-def _layout_of(layer: Mapping[str, Any], layout: str) -> Any:
-    last = layout == "NHWC"
-    spatial = "DHW"[-layer["ndim"] :]
-    return LAYOUTS[f"N{spatial}C" if last else f"NC{spatial}"], last
-
-
-def _shape_of(layer: Mapping[str, Any]) -> ConvShape:
-    pads = tuple((pad, pad) for pad in layer["padding"])
-    return ConvShape(
-        batch=layer["N"],
-        groups=layer["groups"],
-        in_channels=layer["C"],
-        out_channels=layer["K"],
-        input_size=tuple(layer["input_size"]),
-        kernel_size=tuple(layer["kernel_size"]),
-        output_size=tuple(layer["output_size"]),
-        stride=tuple(layer["stride"]),
-        padding=pads,
-        dilation=tuple(layer["dilation"]),
-    )
-
-
-def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    kind, outputs = {
-        "conv_bwd_data": (ConvBwdData, [True, False, False]),
-        "grouped_conv_bwd_weight": (GroupedConvBwdWeight, [False, True, False]),
-        "conv_fwd": (ConvFwd, None),
-    }[op]
-    parsed, last = _layout_of(layer, layout)
-    more: dict[str, Any] = {"precision": "high"} if dtype == "float32" else {}
-    if kind is GroupedConvBwdWeight:
-        more |= {"weight_dtype": DType(dtype), "split_k": None}
-    if kind is ConvFwd:
-        more |= {"bias": False}
-    problem = kind(conv=_shape_of(layer), dtype=DType(dtype), layout=parsed, **more)
-    specs = {**problem.inputs}
-    specs.setdefault("input", problem.input_spec)
-    specs.setdefault("weight", problem.weight_spec)
-    tensors = {name: random_tensor(spec.shape, dtype) for name, spec in specs.items()}
-
-    def peer(given: Tensors) -> Any:
-        x, w = (channels_first(given[name], last) for name in ("input", "weight"))
-        geometry = layer["stride"], layer["padding"], layer["dilation"]
-        zeros = [0] * layer["ndim"]
-        if outputs is None:
-            result = torch.ops.aten.convolution(
-                x, w, None, *geometry, False, zeros, layer["groups"]
-            )
-        else:
-            grad = channels_first(given["grad_output"], last)
-            results = torch.ops.aten.convolution_backward(
-                grad, x, w, None, *geometry, False, zeros, layer["groups"], outputs
-            )
-            result = results[outputs.index(True)]
-        return result.movedim(1, -1) if last else result
-
-    return Case(layer, op, problem, tensors, peer, dtype, layout)
-
-
-def _pool_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    parsed, last = _layout_of(layer, layout)
-    ndim = layer["ndim"]
-    pool = PoolShape(
-        batch=layer["N"],
-        channels=layer["C"],
-        input_size=tuple(layer["input_size"]),
-        kernel_size=tuple(layer["kernel_size"]),
-        output_size=tuple(layer["output_size"]),
-        stride=tuple(layer["stride"]),
-        padding=tuple((pad, pad) for pad in layer["padding"]),
-        dilation=tuple(layer["dilation"]),
-        ceil_mode=False,
-    )
-    problem = MaxPoolBwd(
-        pool=pool, dtype=DType(dtype), layout=parsed, source="input", index_dtype=None
-    )
-    tensors = {name: random_tensor(spec.shape, dtype) for name, spec in problem.inputs.items()}
-    window = layer["kernel_size"], layer["stride"], layer["padding"], layer["dilation"]
-    forward = getattr(torch.ops.aten, f"max_pool{ndim}d_with_indices")
-    backward = getattr(torch.ops.aten, f"max_pool{ndim}d_with_indices_backward")
-    x = channels_first(tensors["input"], last)
-    indices = forward(x, *window)[1]
-
-    def peer(given: Tensors) -> Any:
-        """ATen's, with the indices given to it."""
-        grad = channels_first(given["grad_output"], last)
-        result = backward(grad, channels_first(given["input"], last), *window, False, indices)
-        return result.movedim(1, -1) if last else result
-
-    return Case(layer, f"maxpool{ndim}d_bwd", problem, tensors, peer, dtype, layout)
-
-
-def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    parsed, last = _layout_of(layer, layout)
-    first = _shape_of({**layer, "groups": layer["C"], "K": layer["C"]})
-    ones = {"kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
-    second = _shape_of({**layer, **ones, "groups": 1, "input_size": layer["output_size"]})
-    problem = GroupedConvConvFwd(
-        conv0=first,
-        conv1=second,
-        dtype=DType(dtype),
-        layout=parsed,
-        bias0=False,
-        bias1=False,
-        activation0="none",
-        activation1="none",
-        **({"precision": "high"} if dtype == "float32" else {}),
-    )
-    tensors = {name: random_tensor(spec.shape, dtype) for name, spec in problem.inputs.items()}
-
-    def peer(given: Tensors) -> Any:
-        x, w0, w1 = (channels_first(given[name], last) for name in ("input", "weight0", "weight1"))
-        between = torch.nn.functional.conv2d(
-            x, w0, None, layer["stride"], layer["padding"], layer["dilation"], layer["C"]
-        )
-        result = torch.nn.functional.conv2d(between, w1)
-        return result.movedim(1, -1) if last else result
-
-    return Case(layer, op, problem, tensors, peer, dtype, layout)
-
-
-CASES: Mapping[str, Callable[[Mapping[str, Any], str, str, str], Case]] = {
-    **dict.fromkeys((*CONVOLUTIONS, "conv_fwd"), _conv_case),
-    "maxpool_bwd": _pool_case,
-    "grouped_conv_conv_fwd": _separable_case,
-}
+        return float(statistics.median(a.elapsed_time(b) for a, b in times[2:])) / 1e3
 
 
 def outputs_of(case: Case) -> dict[str, Any]:
@@ -457,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
