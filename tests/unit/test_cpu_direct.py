@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from convgrad_service.backends.cpu import direct
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.threads import Workers
 from convgrad_service.plans import planar
-from convgrad_service.plans.cpu import choose
+from convgrad_service.plans.cpu import Direction, choose
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.geometry import ConvShape
 
 DEVICE = CpuDevice("x86_64_v4", 2, 256 * 2**20)
+Axes = Sequence[tuple[int, ...]]
 HUGE = [1, 2, 3, 4, 6, 9, 100, 2**30, 2**31 - 1]
 
 
-def shape(axes: list[tuple[int, ...]], **channels: int) -> ConvShape:
+def shape(axes: Axes, **channels: int) -> ConvShape:
     """A convolution from (input, kernel, output, stride, dilation, pad before) of each axis."""
     size, kernel, out, stride, dilation, pad = zip(*axes, strict=True)
     sizes = {"batch": 1, "groups": 1, "in_channels": 1, "out_channels": 1} | channels
@@ -40,8 +42,8 @@ def shape(axes: list[tuple[int, ...]], **channels: int) -> ConvShape:
     )
 
 
-def drawn(pick: random.Random) -> list[tuple[int, ...]]:
-    axes = []
+def drawn(pick: random.Random) -> Axes:
+    axes: list[tuple[int, ...]] = []
     for _ in range(3):
         size, kernel, out = pick.randint(1, 9), pick.randint(1, 7), pick.randint(1, 6)
         stride, dilation = pick.choice(HUGE), pick.choice(HUGE)
@@ -51,7 +53,7 @@ def drawn(pick: random.Random) -> list[tuple[int, ...]]:
     return axes
 
 
-def meetings(axes: list[tuple[int, ...]]) -> list[NDArray[Any]]:
+def meetings(axes: Axes) -> list[NDArray[Any]]:
     """1 where input position, tap and output position meet, for each axis."""
     found = []
     for size, kernel, out, stride, dilation, pad in axes:
@@ -117,7 +119,7 @@ def test_a_cancelled_launch_ends_within_one_result() -> None:
 
 
 # Each would otherwise copy gigabytes or list a billion taps for a few thousand products.
-SPARSE = {
+SPARSE: dict[str, tuple[Direction, Axes]] = {
     "a dilation of thousands": ("bwd_data", [(13288, 4, 1000, 1, 4096, 0), (3, 1, 3, 1, 1, 0)]),
     "a phase for each pixel": ("bwd_data", [(8192, 1, 1, 8192, 1, 0)] * 2),
     "as many phases as taps": ("bwd_data", [(10_000, 10_000, 1, 10_000, 1, 0)]),
@@ -138,18 +140,31 @@ def test_where_little_meets_only_that_is_visited(case: str) -> None:
     many = shape(axes, in_channels=17, out_channels=17)
     started_s = time.monotonic()
     assert plan(few, 4, 16, False) is None
-    choice = choose(direction, many, DType.FLOAT32, DEVICE)  # type: ignore[arg-type]
+    choice = choose(direction, many, DType.FLOAT32, DEVICE)
     assert choice.engine == "direct"
     assert time.monotonic() - started_s < 0.5
+
+
+def test_plans_that_are_kept_are_small() -> None:
+    """Anybody may fill the cache with the largest plans there are."""
+    conv = shape([(9000, planar.MOST_TAPS, 9001 - planar.MOST_TAPS, 1, 1, 0)])
+    plan = planar.forward_plan(conv, 4, 16, False)
+    assert plan is not None
+    arrays = plan.taps, plan.first_tap, plan.src_phase, plan.dst_phase
+    assert sum(array.nbytes for array in arrays) * planar.PLANS_KEPT * 3 < 150 * 2**20
+    more = shape([(9000, planar.MOST_TAPS + 1, 9000 - planar.MOST_TAPS, 1, 1, 0)])
+    assert planar.forward_plan(more, 4, 16, False) is None
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd_data", "bwd_weight"])
 @pytest.mark.parametrize("stride", [1, 2, 16])
 @pytest.mark.parametrize("dilation", [1, 6, 18])
-def test_layers_that_people_train_are_tiled(direction: str, stride: int, dilation: int) -> None:
+def test_layers_that_people_train_are_tiled(
+    direction: Direction, stride: int, dilation: int
+) -> None:
     pad = dilation
     out = (56 + 2 * pad - 2 * dilation - 1) // stride + 1
     axes = [(56, 3, out, stride, dilation, pad)] * 2
     conv = shape(axes, batch=4, in_channels=64, out_channels=64)
-    choice = choose(direction, conv, DType.FLOAT32, DEVICE)  # type: ignore[arg-type]
+    choice = choose(direction, conv, DType.FLOAT32, DEVICE)
     assert choice.engine == "dense"

@@ -32,8 +32,10 @@ ENOUGH_TASKS = 64
 WORKSPACE_LIMIT_BYTES = 32 * 1024 * 1024
 SLACK_VECTORS = 9
 # Tables hold a row for each tap and each phase, made in Python: more than these are no layer that
-# anybody trains, and would take seconds and gigabytes before anything is computed.
-MOST_TAPS, MOST_PHASES, MOST_PAIRS = 16 * 1024, 4 * 1024, 64 * 1024
+# anybody trains, and would take seconds and gigabytes before anything is computed. The last plans
+# are kept, together a hundred megabytes if all were of the largest.
+MOST_TAPS, MOST_PHASES, MOST_PAIRS = 8 * 1024, 4 * 1024, 64 * 1024
+PLANS_KEPT = 128
 # A phase of one tile's result: its loop and its stores.
 PHASE_STEPS = 50.0
 TAP_WORDS = 5
@@ -136,7 +138,7 @@ def _bwd_data_line(size: int, kernel: int, out: int, step: int, dilation: int, p
     return _Line(out, size, 1, step, (0,), phases, tuple(taps))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=PLANS_KEPT)
 def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
     """The forward; ``swap`` where channels lie side by side. None where another kernel runs."""
     if not _tables_fit("fwd", conv):
@@ -146,7 +148,7 @@ def forward_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> Pla
     return _plan(conv, lines, channels, acc_bytes, lanes, "fwd", swap=swap)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=PLANS_KEPT)
 def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
     """The gradient with respect to the input; None where another kernel runs."""
     if not _tables_fit("bwd_data", conv):
@@ -156,7 +158,7 @@ def bwd_data_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> Pl
     return _plan(conv, lines, channels, acc_bytes, lanes, "bwd_data", swap=swap)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=PLANS_KEPT)
 def bwd_weight_plan(conv: ConvShape, acc_bytes: int, lanes: int, swap: bool) -> PlanarPlan | None:
     """The gradient with respect to the weight; None where another kernel runs."""
     if not _tables_fit("bwd_weight", conv):
