@@ -18,6 +18,7 @@ from convgrad_service.settings import markdown_table
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
+LAYERS = Path(__file__).parent / "suite" / "layers.json"
 
 Record = Mapping[str, Any]
 
@@ -33,9 +34,10 @@ def records(bench: str) -> list[Record]:
 def source(rows: list[Record], command: str) -> str:
     """One sentence: the command, the machine, the day and the versions behind a table."""
     first = rows[0]
+    commits = ", ".join(dict.fromkeys(row["git_sha"][:7] for row in rows))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return (
-        f"`{command}` on {first['device']}, {first['utc'][:10]}, commit {first['git_sha'][:7]} "
+        f"`{command}` on {first['device']}, {first['utc'][:10]}, at {commits} "
         f"({versions}); medians."
     )
 
@@ -103,8 +105,33 @@ def cpu_table() -> str:
     return "\n".join([*lines, "", source(rows, "make bench-cpu")])
 
 
+def gpu_table() -> str:
+    """The GPU kernels beside PyTorch's and the reference time: geometric means by class."""
+    rows = records("gpu")
+    if not rows:
+        return ""
+    ndim = {layer["name"]: layer["ndim"] for layer in json.loads(LAYERS.read_text())}
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for row in rows:
+        # PyTorch's 1D convolutions are slow enough to lift a mean that they are part of.
+        kind = f"{row['class']}, 1D" if ndim[row["layer"]] == 1 else row["class"]
+        key = (kind, row["op"], row["dtype"], row["layout"])
+        groups.setdefault(key, []).append(row)
+    lines = [
+        "| class | operation | dtype | layout | layers | times as fast as PyTorch "
+        "| over the reference time |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for key, some in sorted(groups.items()):
+        faster = statistics.geometric_mean(row["peer_ms"] / row["ours_ms"] for row in some)
+        over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
+        lines.append(f"| {' | '.join(key)} | {len(some)} | {faster:.2f}x | {over:.2f}x |")
+    return "\n".join([*lines, "", source(rows, "make bench-gpu")])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
+    "gpu": gpu_table,
     "wire": wire_table,
     "settings": markdown_table,
 }
