@@ -24,9 +24,9 @@ from convgrad_service.backends.cpu.library import Kernel, team_function
 __all__ = ["Rehearsal", "Workers", "Workspaces", "available_cores"]
 
 CANCEL_POLL_S = 0.01
-# `Team` of kernels/team.cpp: one word, then six for each slot.
+# `Team` of kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
-TEAM_WORDS = 1 + 6 * TEAM_SLOTS
+TEAM_WORDS = 6 + 6 * TEAM_SLOTS
 
 
 def available_cores() -> int:

@@ -6,22 +6,29 @@
 // those inside. A helper joins any open slot that has a seat left, works until the kernel returns
 // (no task left), and looks again; with nothing open it spins for a moment and then sleeps.
 //
+// Where helpers are few, a launch first keeps them off the core that its caller runs on. Left to
+// itself, the scheduler wakes them where they last ran or where their waker runs; on that core they
+// would wait for the caller, and a launch of a millisecond is over before anything moves them.
+//
 // Relies on the host for: giving each slot to one launch at a time, and keeping team, arguments
 // and scratch alive until team_run returns, and the team until every team_work has.
 #include "conv_args.hpp"
 
 extern "C" long syscall(long number, ...);
+extern "C" int sched_getcpu();
 
 namespace convgrad {
 namespace {
 
 #if defined(__x86_64__)
-constexpr long kFutex = 202;
+constexpr long kFutex = 202, kGetThread = 186, kSetAffinity = 203, kGetAffinity = 204;
 #else
-constexpr long kFutex = 98;
+constexpr long kFutex = 98, kGetThread = 178, kSetAffinity = 122, kGetAffinity = 123;
 #endif
 constexpr int kWaitPrivate = 128, kWakePrivate = 129;
 constexpr int kSlots = 16;
+constexpr int kPlaced = 8;  // at most so many helpers are placed
+constexpr int kMaskWords = 16;
 constexpr int kSpins = 2000;  // some ten microseconds
 
 using Kernel = void (*)(const void*, Control*, void*);
@@ -42,6 +49,9 @@ struct Slot {
 struct Team {
   uint32_t sequence;  // grows with every launch
   uint32_t stopping;
+  uint32_t helpers;  // that have begun their life
+  int32_t avoided;   // 1 + the core that they were last kept off
+  uint32_t threads[kPlaced];
   Slot slots[kSlots];
 };
 
@@ -67,6 +77,25 @@ uint64_t join(Slot* slot) {
   }
 }
 
+// Lets the helpers run wherever the caller may, but for the core that it runs on.
+void place(Team* team) {
+  const int core = sched_getcpu();
+  if (core < 0 || __atomic_load_n(&team->avoided, __ATOMIC_RELAXED) == core + 1) return;
+  const uint32_t helpers = __atomic_load_n(&team->helpers, __ATOMIC_ACQUIRE);
+  uint64_t mask[kMaskWords] = {};
+  if (helpers > kPlaced || core >= kMaskWords * 64) return;
+  if (syscall(kGetAffinity, 0, sizeof(mask), mask) <= 0) return;
+  mask[core / 64] &= ~(uint64_t(1) << (core % 64));
+  uint64_t left = 0;
+  for (const uint64_t word : mask) left |= word;
+  if (left == 0) return;
+  for (uint32_t i = 0; i < helpers; ++i) {
+    const uint32_t thread = __atomic_load_n(&team->threads[i], __ATOMIC_ACQUIRE);
+    if (thread != 0) syscall(kSetAffinity, thread, sizeof(mask), mask);
+  }
+  __atomic_store_n(&team->avoided, core + 1, __ATOMIC_RELAXED);
+}
+
 bool help(Team* team) {
   bool helped = false;
   for (Slot& slot : team->slots) {
@@ -86,6 +115,12 @@ bool help(Team* team) {
 extern "C" CONVGRAD_EXPORT void convgrad_team_work(void* pointer) {
   using namespace convgrad;
   Team* team = static_cast<Team*>(pointer);
+  const uint32_t number = __atomic_fetch_add(&team->helpers, 1, __ATOMIC_ACQ_REL);
+  if (number < kPlaced) {
+    const auto thread = static_cast<uint32_t>(syscall(kGetThread));
+    __atomic_store_n(&team->threads[number], thread, __ATOMIC_RELEASE);
+    __atomic_store_n(&team->avoided, 0, __ATOMIC_RELEASE);  // this one is not placed yet
+  }
   while (!__atomic_load_n(&team->stopping, __ATOMIC_ACQUIRE)) {
     const uint32_t seen = __atomic_load_n(&team->sequence, __ATOMIC_ACQUIRE);
     if (help(team)) continue;
@@ -118,6 +153,7 @@ extern "C" CONVGRAD_EXPORT void convgrad_team_run(void* pointer, int64_t index, 
   slot->control = static_cast<Control*>(control);
   slot->scratch = scratch;
   slot->seats = static_cast<uint64_t>(helpers);
+  place(team);
   __atomic_store_n(&slot->gate, kOpen, __ATOMIC_RELEASE);
   __atomic_fetch_add(&team->sequence, 1, __ATOMIC_RELEASE);
   syscall(kFutex, &team->sequence, kWakePrivate, helpers);
