@@ -60,6 +60,7 @@ lint: $(READY) ## ruff: rules and format
 
 type: $(READY) ## mypy, strict
 	@$(PY) -m mypy
+	@$(PY) -m mypy tests/perf
 
 format: $(READY) ## let ruff format and mend what it can
 	@$(PY) -m ruff check --fix .

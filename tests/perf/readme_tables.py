@@ -7,7 +7,6 @@ is what this script would write, so a figure there always has a record behind it
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -122,10 +121,10 @@ def gpu_table() -> str:
         "| over the reference time |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
     ]
-    for key, some in sorted(groups.items()):
+    for names, some in sorted(groups.items()):
         faster = statistics.geometric_mean(row["peer_ms"] / row["ours_ms"] for row in some)
         over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
-        lines.append(f"| {' | '.join(key)} | {len(some)} | {faster:.2f}x | {over:.2f}x |")
+        lines.append(f"| {' | '.join(names)} | {len(some)} | {faster:.2f}x | {over:.2f}x |")
     return "\n".join([*lines, "", source(rows, "make bench-gpu")])
 
 
@@ -140,9 +139,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
 def rendered(text: str) -> str:
     """``text`` with every table made afresh."""
     for name, table in TABLES.items():
-        between = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        body = table().strip()
-        text = between.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
+        before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
+        if mark:
+            _, end, after = rest.partition("<!-- end -->")
+            text = f"{before}{mark}{table().strip()}\n{end}{after}"
     return text
 
 

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from convgrad.errors import DeadlineExceeded, Overloaded
 from convgrad_service.engine.pace import Pace
+from convgrad_service.priority import give_way
 
 __all__ = ["ComputeQueue", "Ticket"]
 
@@ -169,6 +170,7 @@ class ComputeQueue:
         )
 
     def _serve(self) -> None:
+        give_way()
         while (ticket := self._next()) is not None:
             seconds = ticket.run()
             with self._changed:

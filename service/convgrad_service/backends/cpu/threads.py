@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cpu.arguments import Control, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
+from convgrad_service.priority import give_way
 
 __all__ = ["Rehearsal", "Workers", "Workspaces", "available_cores"]
 
@@ -162,6 +163,7 @@ class Rehearsal(Workers):
 
 
 def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> None:
+    give_way()
     work(ctypes.addressof(team))
 
 
