@@ -41,7 +41,7 @@ test-slow: kernels ## the larger random sweeps
 	@$(PY) -m pytest -m "slow and not gpu"
 
 test-torch: kernels $(PEER) ## PyTorch's answers beside ours
-	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/kernels/test_second_opinion_torch.py
+	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
 
 test-gpu: kernels ## every kernel test on this machine's GPU; stores the outcome
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
