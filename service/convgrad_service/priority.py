@@ -16,4 +16,7 @@ NICENESS = 5
 def give_way() -> None:
     """Lower the calling thread's priority, where the system has priorities for threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        # Beside what the process was started with: only the superuser may take niceness away.
+        nicer = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, min(nicer, 19))

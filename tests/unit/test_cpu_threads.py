@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from convgrad.contract import ConvBwdDataRequest
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable
 from convgrad_service.backends.cpu import CpuBackend, library
 from convgrad_service.backends.cpu.arguments import Control, ConvArgs
-from convgrad_service.backends.cpu.threads import Workers, Workspaces
+from convgrad_service.backends.cpu.threads import Workers, Workspaces, available_cores
 from convgrad_service.problems import problem_from
 
 
@@ -52,6 +54,34 @@ def _counting(total: int, pause_s: float = 0.0) -> library.Kernel:
 
     entry: library.Kernel = ctypes.CFUNCTYPE(None, *(ctypes.c_void_p,) * 3)(kernel)
     return entry
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have affinities on Linux")
+@pytest.mark.skipif(available_cores() < 2, reason="needs a core beside the caller's")
+def test_helpers_are_kept_off_their_callers_core() -> None:
+    """Woken on the caller's core, a helper would wait there until the launch is over."""
+    workers = Workers(2, 0)
+    (helper,) = workers._helpers
+    until = time.monotonic() + 10
+    # The first launch may come before the helper has begun.
+    while len(os.sched_getaffinity(0) - os.sched_getaffinity(helper.native_id or 0)) != 1:
+        assert time.monotonic() < until
+        workers.launch(_counting(4), ConvArgs())
+    workers.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_helpers_give_way_to_the_event_loop() -> None:
+    workers = Workers(2, 0)
+    workers.launch(_counting(4), ConvArgs())
+    (helper,) = workers._helpers
+    until = time.monotonic() + 10
+    while os.getpriority(os.PRIO_PROCESS, helper.native_id or 0) == os.getpriority(
+        os.PRIO_PROCESS, threading.get_native_id()
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    workers.close()
 
 
 def test_every_task_is_taken_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,18 @@ class Gate:
                 self.gave_up = True
                 break
         return "done"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_computing_gives_way_to_the_event_loop() -> None:
+    queue = ComputeQueue(1, 1)
+
+    def niceness(_: threading.Event) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert queue.submit(niceness).future.result(5) > own
+    queue.close()
 
 
 @pytest.fixture
