@@ -1,14 +1,18 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
-    python tests/kernels/gpu_sanitize.py [--tools memcheck racecheck initcheck] [--general]
+    python tests/kernels/gpu_sanitize.py [--tools memcheck racecheck initcheck] [--draws 1500]
 
-The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
+Named cases run on the general kernels and on those that plans choose; then, so that every fast
+kernel is met, as many random ones as it takes (see covering.py) of so many draws for each class
+of layer and dtype. The tools run side by side. A line for each goes to
+tests/perf/results/gpu_checks.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -16,6 +20,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from convgrad_service.backends.cuda import CudaBackend
@@ -26,10 +32,11 @@ from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.backends.cuda.memory import Lane
-from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_program import Instance
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.geometries import Conv
+from tests.kernels.covering import Covered, covering_quickly
 from tests.kernels.cuda_backends import general
 from tests.kernels.gpu_check import RESULTS, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
@@ -51,8 +58,9 @@ CASES: list[Case] = [
 ]  # fmt: skip
 
 
-def run_all(sets: list[Families]) -> None:
+def run_all(covering: list[Covered]) -> None:
     """Each case once with every family of kernels; nothing here looks at the answers."""
+    sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect()), FAMILIES]
     # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
     import_cupy().cuda.set_allocator(None)
     # One copy for all outputs takes the gaps between them along, which nobody ever writes.
@@ -69,16 +77,19 @@ def run_all(sets: list[Families]) -> None:
         tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
         for backend in backends:
             answers(backend, case, tensors, layouts[-1])
-    print(f"ran {len(CASES)} cases on {len(backends)} sets of kernels", flush=True)
+    for one in covering:
+        tensors = draw(one.case, rng_for(0, one.case.id), DTYPES[one.dtype], integers)
+        answers(backends[-1], one.case, tensors, one.layout)
+    print(f"ran {len(CASES)} and {len(covering)} cases", flush=True)
 
 
-def sanitized(tool: str, timeout_s: float, more: list[str]) -> dict[str, Any]:
+def sanitized(tool: str, timeout_s: float, covering: Path) -> dict[str, Any]:
     """What one tool found."""
     command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
     started = time.perf_counter()
     try:
         ran = subprocess.run(
-            [*command, sys.executable, __file__, "--inner", *more],
+            [*command, sys.executable, __file__, "--inner", str(covering)],
             capture_output=True,
             text=True,
             check=False,
@@ -102,18 +113,20 @@ def main() -> int:
     parser.add_argument("--git-sha", default=git_sha())
     parser.add_argument("--tools", nargs="*", default=TOOLS)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
-    parser.add_argument("--inner", action="store_true", help="run the cases, under no tool")
-    parser.add_argument("--general", action="store_true", help="the general kernels alone")
+    parser.add_argument("--draws", type=int, default=1500, help="for each class and dtype")
+    parser.add_argument("--inner", type=Path, help="run the cases and this file's, under no tool")
     asked = parser.parse_args()
-    sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect())]
-    if not asked.general:
-        sets.append(FAMILIES)
     if asked.inner:
-        run_all(sets)
+        run_all(pickle.loads(asked.inner.read_bytes()))  # noqa: S301 - written below
         return 0
-    more = ["--general"] if asked.general else []
-    with ThreadPoolExecutor(len(asked.tools)) as pool:
-        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, more), asked.tools))
+    device = describe(0)
+    covering = covering_quickly(device, FAMILIES, asked.draws)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
+        file = Path(folder) / "covering.pickle"
+        file.write_bytes(pickle.dumps(covering))
+        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, file), asked.tools))
+    met = frozenset[Instance]().union(*(one.new for one in covering))
+    instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
     for outcome in outcomes:
         output = outcome.pop("output")
         if output:
@@ -122,10 +135,12 @@ def main() -> int:
             "bench": "gpu_sanitize",
             "utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "git_sha": asked.git_sha,
-            "device": describe(0).name,
+            "device": device.name,
             "driver": driver(),
             "versions": versions(),
-            "cases": len(CASES),
+            "cases": len(CASES) + len(covering),
+            "instances_covered": len(met & instances),
+            "instances": len(instances),
             "command": ["python", "tests/kernels/gpu_sanitize.py", *sys.argv[1:]],
             **outcome,
         }
