@@ -1,75 +1,17 @@
-// What the dense tensor-core kernels share: operands, copies to shared memory, fragments, products.
+// What the dense tensor-core kernels share: tiles in shared memory, fragments, products.
 //
 // A tile of an operand lies in shared memory in one of two ways, in rows of 16-byte chunks:
 //   rows along M (or N), chunks along the reduction: "along",
 //   rows along the reduction, chunks along M (or N): "across".
 // Chunks of a row are permuted so that neither the copies nor the fragments' loads meet in a bank.
 // A warp's tile is WM x WN; a step is the depth of one mma: 16 of 16-bit elements, 8 of TF32.
-// Needs sm_80: mma.sync, cp.async, ldmatrix.
+// Needs sm_80.
 #pragma once
 
 #include "epilogue.cuh"
+#include "tensor_core.cuh"
 
 namespace convgrad {
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-// 16 bytes from global to shared memory; zeros, and no read, where `there` is false.
-__device__ __forceinline__ void copy_chunk(u32 to, const void* from, bool there) {
-  const int size = there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(size)
-               : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `kPending` of this thread's groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from));
-}
-__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from));
-}
-__device__ __forceinline__ u32 load_word(u32 from) {
-  u32 word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
-  return word;
-}
-
-// To the nearest TF32: mma would cut the low bits off.
-__device__ __forceinline__ u32 to_tf32(u32 word) {
-  u32 rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(word)));
-  return rounded;
-}
-
-template <class T>
-struct Mma;
-#define CONVGRAD_MMA(TYPE, SHAPE, NAME)                                                        \
-  template <>                                                                                  \
-  struct Mma<TYPE> {                                                                           \
-    __device__ static __forceinline__ void go(float (&c)[4], const u32 (&a)[4], u32 b0,        \
-                                              u32 b1) {                                        \
-      asm("mma.sync.aligned." SHAPE ".row.col.f32." NAME "." NAME                     \
-                   ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                \
-                   : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                            \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));            \
-    }                                                                                          \
-  };
-CONVGRAD_MMA(f16, "m16n8k16", "f16")
-CONVGRAD_MMA(bf16, "m16n8k16", "bf16")
-CONVGRAD_MMA(float, "m16n8k8", "tf32")
-#undef CONVGRAD_MMA
 
 // Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
 // load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
@@ -164,15 +106,9 @@ __device__ __forceinline__ bool any_odd(const float (&sum)[kRows][kColumns][4]) 
 }
 
 // Two neighbouring results, rounded.
-__device__ __forceinline__ void store_two(bf16* to, float first, float second) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  *reinterpret_cast<u32*>(to) = both;
-}
-__device__ __forceinline__ void store_two(f16* to, float first, float second) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  *reinterpret_cast<u32*>(to) = both;
+template <class T>
+__device__ __forceinline__ void store_two(T* to, float first, float second) {
+  *reinterpret_cast<u32*>(to) = narrow_two<T>(first, second);
 }
 __device__ __forceinline__ void store_two(float* to, float first, float second) {
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
@@ -258,8 +194,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
         }
 #pragma unroll
         for (int i = 0; i < kRowFragments; ++i) {
-          Mma<T>::go(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
-          Mma<T>::go(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
+          mma<T>(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
+          mma<T>(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
         }
       }
     }

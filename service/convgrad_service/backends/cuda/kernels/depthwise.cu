@@ -49,19 +49,6 @@ constexpr int kStageBytes = Copier::kElements * sizeof(T);
 // costs moves between registers.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// Loads from shared memory that the compiler leaves where they are: it would move all of them out
-// of the loop, into registers that there are not.
-__device__ __forceinline__ void reread(const float* from, float (&to)[1]) {
-  asm volatile("ld.volatile.shared.f32 %0, [%1];"
-               : "=f"(to[0])
-               : "r"(static_cast<u32>(__cvta_generic_to_shared(from))));
-}
-__device__ __forceinline__ void reread(const float* from, float (&to)[2]) {
-  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(to[0]), "=f"(to[1])
-               : "r"(static_cast<u32>(__cvta_generic_to_shared(from))));
-}
-
 // One result from its valid taps alone.
 __device__ S exact(const DepthwiseArgs& args, int n, int c, int row, int column) {
   const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
@@ -188,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
       if (stage < steps) copier.copy(stage * kStageBytes);
-      end_copies();
+      commit_copies();
     }
   }
 #pragma unroll 4
@@ -239,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       if (step < steps) {
         wait_for_copies<STAGES - 2>();
         if (step + STAGES - 1 < steps) copier.copy((step + STAGES - 1) % STAGES * kStageBytes);
-        end_copies();
+        commit_copies();
         const int h = top + step;
         if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
           const T* const from = all_stages + own_row + step % STAGES * Copier::kElements;

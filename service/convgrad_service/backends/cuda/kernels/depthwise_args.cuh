@@ -8,6 +8,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "tensor_core.cuh"
 #include "vectors.cuh"
 
 namespace convgrad {
@@ -65,12 +66,6 @@ struct DepthwiseWeightArgs {
 
 constexpr int kChunkBytes = 16;
 
-__device__ __forceinline__ void copy_chunk(u32 to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(there ? kChunkBytes : 0)
-               : "memory");
-}
-
 // The same value, but one that the compiler must keep and cannot compute again in a loop, which
 // takes it many instructions.
 __device__ __forceinline__ int kept_value(int value) {
@@ -78,12 +73,10 @@ __device__ __forceinline__ int kept_value(int value) {
   return value;
 }
 
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 // Until all groups of copies but the last kLater are there, for the whole warp.
 template <int kLater>
 __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+  wait_copies<kLater>();
   __syncwarp();
 }
 
@@ -118,7 +111,7 @@ struct RowCopier {
       inside |= static_cast<u32>(there) << i;
     }
     inside = kept_value(inside);
-    target = kept_value(static_cast<u32>(__cvta_generic_to_shared(to)) + lane * kChunkBytes);
+    target = kept_value(shared_address(to) + lane * kChunkBytes);
     has_last = kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks;
   }
 
@@ -128,8 +121,8 @@ struct RowCopier {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
-        copy_chunk(target + offset_bytes + i * 32 * kChunkBytes, next[i],
-                   exists && ((inside >> i) & 1));
+        copy_async<kChunkBytes>(target + offset_bytes + i * 32 * kChunkBytes, next[i],
+                                exists && ((inside >> i) & 1) ? kChunkBytes : 0);
       }
       next[i] += pitch;
     }

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         x.copy(offset);
         if (STRIDE == 1 || step % STRIDE == 0) y.copy(offset);
       }
-      end_copies();
+      commit_copies();
     };
     __syncwarp();  // the item before is not read any more
 #pragma unroll

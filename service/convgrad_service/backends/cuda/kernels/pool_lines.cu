@@ -71,22 +71,6 @@ __device__ __forceinline__ int opaque(i64 value) {
   return same;
 }
 
-// A choice without a branch around what is chosen.
-__device__ __forceinline__ int choose(bool first, int a, int b) {
-  int chosen;
-  asm("{.reg .pred p; setp.ne.b32 p, %3, 0; selp.b32 %0, %1, %2, p;}"
-      : "=r"(chosen)
-      : "r"(a), "r"(b), "r"(static_cast<int>(first)));
-  return chosen;
-}
-__device__ __forceinline__ i64 choose(bool first, i64 a, i64 b) {
-  i64 chosen;
-  asm("{.reg .pred p; setp.ne.b32 p, %3, 0; selp.b64 %0, %1, %2, p;}"
-      : "=l"(chosen)
-      : "l"(a), "l"(b), "r"(static_cast<int>(first)));
-  return chosen;
-}
-
 __device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Short vectors of neighbouring channels: one load or store each, and the way to what is summed.
+// Short vectors of neighbouring channels: one load or store each.
 #pragma once
 
-#include "elements.cuh"
+#include "accesses.cuh"
 
 namespace convgrad {
 
@@ -44,45 +44,6 @@ union Vector {
     *reinterpret_cast<decltype(Vector::raw)*>(to) = raw;
   }
 };
-
-__host__ __device__ // From shared memory, by its own address; in the order of asynchronous copies and their waits.
-__device__ __forceinline__ void load_shared(u32 from, unsigned short& raw) {
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(raw) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void load_shared(u32 from, unsigned int& raw) {
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(raw) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void load_shared(u32 from, uint2& raw) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(from) : "memory");
-}
-
-// Loads and stores under a predicate and not behind a branch, which costs many times as much.
-__device__ __forceinline__ void store_if(bool wanted, void* to, unsigned short raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b16 [%0], %1;}" ::"l"(to),
-               "h"(raw), "r"(static_cast<int>(wanted))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool wanted, void* to, unsigned int raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to),
-               "r"(raw), "r"(static_cast<int>(wanted))
-               : "memory");
-}
-__device__ __forceinline__ void store_if(bool wanted, void* to, uint2 raw) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(to),
-               "r"(raw.x), "r"(raw.y), "r"(static_cast<int>(wanted))
-               : "memory");
-}
-// Zero where it is not wanted.
-__device__ __forceinline__ void load_if(bool wanted, const void* from, unsigned short& raw) {
-  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"
-      : "=h"(raw)
-      : "l"(from), "r"(static_cast<int>(wanted)));
-}
-__device__ __forceinline__ void load_if(bool wanted, const void* from, unsigned int& raw) {
-  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
-      : "=r"(raw)
-      : "l"(from), "r"(static_cast<int>(wanted)));
-}
 
 __host__ __device__ constexpr int positive_mod(int a, int b) { return ((a % b) + b) % b; }
 
