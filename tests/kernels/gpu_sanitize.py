@@ -70,7 +70,7 @@ def run_all(covering: list[Covered]) -> None:
         for tensor in tensors:
             whole(lane, [tensor], base)
 
-    Lane.download = one_by_one  # type: ignore[method-assign]
+    Lane.download = one_by_one  # type: ignore[method-assign,assignment]
     backends = [CudaBackend(families=families) for families in sets]
     for case in CASES:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
@@ -122,9 +122,9 @@ def main() -> int:
     device = describe(0)
     covering = covering_quickly(device, FAMILIES, asked.draws)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
-        file = Path(folder) / "covering.pickle"
-        file.write_bytes(pickle.dumps(covering))
-        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, file), asked.tools))
+        cases = Path(folder) / "covering.pickle"
+        cases.write_bytes(pickle.dumps(covering))
+        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, cases), asked.tools))
     met = frozenset[Instance]().union(*(one.new for one in covering))
     instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
     for outcome in outcomes:
