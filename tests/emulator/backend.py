@@ -31,6 +31,8 @@ from convgrad_service.problems import Problem
 __all__ = ["EmulatedBackend", "works_here"]
 
 HERE = Path(__file__).parent
+# Headers here stand in for the kernels' own of the same names.
+INSTEAD = HERE / "kernels"
 BUILD = HERE.parents[1] / "build" / "emulator"
 # Each side of an arena, filled with a pattern that no kernel may touch.
 MARGIN_BYTES, PATTERN, UNWRITTEN = 65536, 0x5A, 0xFF
@@ -38,11 +40,32 @@ ALIGNMENT = 256
 
 # What elements.cuh says to a GPU, and what it means.
 ASSEMBLY = {
-    r'asm\("cvt\.f32\.f16 [^;]*;"[^;]*;': "wide = half_to_float(value.bits);",
-    r'asm\("cvt\.rn\.f16\.f32 [^;]*;"[^;]*;': "narrowed.bits = float_to_half(value);",
-    r'asm\("cvt\.rn\.bf16\.f32 [^;]*;"[^;]*;': "narrowed.bits = float_to_bfloat(value);",
+    r'asm\("cvt\.f32\.f16 [^;]*;"[^;]*;': "wide = emulator::half_to_float(value.bits);",
+    r'asm\("cvt\.rn\.f16\.f32 [^;]*;"[^;]*;': "narrowed.bits = emulator::float_to_half(value);",
+    r'asm\("cvt\.rn\.bf16\.f32 [^;]*;"[^;]*;': "narrowed.bits = emulator::float_to_bfloat(value);",
 }
+_DYNAMIC = re.compile(
+    r"extern __shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([\w ]+?) (\w+)\[\];"
+)
 _ARGUMENTS = re.compile(r"(\w+)\(const __grid_constant__ (\w+) args\)")
+
+
+HEADERS = ("emulator.hpp", "cuda.hpp", "launch.hpp")
+OPTIONS = "-std=c++20 -O2 -march=native -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
+COMPILE = OPTIONS.split()
+
+
+class Launching(ctypes.Structure):
+    """See ``launch.hpp``."""
+
+    _fields_ = (
+        ("arguments", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("arena_end", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+    )
 
 
 def works_here() -> bool:
@@ -53,19 +76,27 @@ def works_here() -> bool:
 def _translated(instance: Instance) -> str:
     """The kernel's source with its headers, as C++ for the CPU."""
     # Headers come before what includes them: `included` meets each after its user.
-    texts = [(KERNELS / name).read_text() for name in _in_order(instance.source)]
+    texts = [_text(name) for name in _in_order(instance.source)]
     source = re.sub(r"#include \"[^\"]*\"|#pragma (once|unroll.*)", "", "\n".join(texts))
-    # C++ wants the alignment first.
+    # C++ wants the alignment first, and has no memory whose size the launch says.
     source = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", source)
+    source = _DYNAMIC.sub(
+        r"\1* const \2 = reinterpret_cast<\1*>(emulator::dynamic_shared);", source
+    )
     for instruction, meaning in ASSEMBLY.items():
         source = re.sub(instruction, meaning, source)
     structure = dict(_ARGUMENTS.findall(source))[instance.entry]
     defines = "".join(f"#define {name} {value}\n" for name, value in instance.defines)
     return (
-        f'#include "emulator.hpp"\n{defines}{source}\n'
+        f'#include "cuda.hpp"\n{defines}{source}\n'
         f"#define ENTRY {instance.entry}\n#define ARGUMENTS {structure}\n"
         '#include "launch.hpp"\n'
     )
+
+
+def _text(name: str) -> str:
+    instead = INSTEAD / name
+    return (instead if instead.exists() else KERNELS / name).read_text()
 
 
 def _in_order(source: str) -> list[str]:
@@ -83,7 +114,8 @@ def _in_order(source: str) -> list[str]:
 def _launch_of(instance: Instance) -> Any:
     """The launch function of one instance; what did not change is found in build/."""
     text = _translated(instance)
-    headers = "".join((HERE / name).read_text() for name in ("emulator.hpp", "launch.hpp"))
+    headers = "".join((HERE / name).read_text() for name in HEADERS)
+    headers += " ".join(COMPILE)
     key = hashlib.sha256((text + headers).encode()).hexdigest()[:24]
     library = BUILD / f"{instance.entry}-{key}.so"
     if not library.exists():
@@ -91,14 +123,15 @@ def _launch_of(instance: Instance) -> Any:
         source = library.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
         source.write_text(text)
         partial = source.with_suffix(".so")
-        command = [sys.executable, "-m", "ziglang", "c++", "-std=c++20", "-O2", "-g0", "-w"]
-        command += ["-shared", "-fPIC", "-fno-sanitize=all", f"-I{HERE}"]
+        command = [sys.executable, "-m", "ziglang", "c++", *COMPILE, f"-I{HERE}"]
         command += ["-o", str(partial), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         partial.replace(library)
         source.unlink()
-    return ctypes.CDLL(str(library)).launch
+    launch = ctypes.CDLL(str(library)).launch
+    launch.argtypes, launch.restype = [ctypes.POINTER(Launching)], ctypes.c_char_p
+    return launch
 
 
 class EmulatedBackend:
@@ -108,6 +141,7 @@ class EmulatedBackend:
     """
 
     name = "emulated"
+    fault: str | None = None
 
     def __init__(self, families: Families) -> None:
         self._families = families
@@ -143,10 +177,18 @@ class EmulatedBackend:
                     continue
                 filled = step.arguments.fill(arena.addresses(memory.ctypes.data))
                 buffer = (ctypes.c_char * len(filled)).from_buffer(filled)
-                launch = _launch_of(step.instance)
-                assert step.grid[1:] == step.block[1:] == (1, 1)
-                torn = launch(buffer, ctypes.c_uint(step.grid[0]), ctypes.c_uint(step.block[0]))
-                assert not torn, f"{step.instance.name}: not all of a block meets at a barrier"
+                assert step.block[1:] == (1, 1)
+                wrong = _launch_of(step.instance)(
+                    Launching(
+                        ctypes.addressof(buffer),
+                        memory.ctypes.data,
+                        memory.ctypes.data + memory.size,
+                        step.grid,
+                        step.block[0],
+                        step.shared_bytes,
+                    )
+                )
+                assert wrong is None, f"{step.instance.name}: {wrong.decode()}"
         assert (whole[:start] == PATTERN).all(), "a write before the arena"
         assert (whole[start + arena.size_bytes :] == PATTERN).all(), "a write after the arena"
         assert (memory[: arena.input_bytes] == before).all(), "a write to an input"

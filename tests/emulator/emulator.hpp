@@ -1,62 +1,153 @@
-// CUDA as far as the general kernels use it, for one thread of the CPU: threads of a block take
-// turns, and __syncthreads passes the turn on.
+// A block of a GPU on one thread of the CPU: its threads take turns. A lane that reaches something
+// that its warp does together waits for the other lanes; a thread at a barrier waits for the block.
+// launch.hpp hands out the turns; cuda.hpp has CUDA's own names.
 #pragma once
 
 #include <math.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define __CUDA_ARCH__ 900
-#define __device__
-#define __global__
-#define __shared__ static
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __forceinline__ inline
+// Objects in shared memory of fixed size, between two marks of the linker.
+__attribute__((section("convgrad_shared"), used, retain)) static char fixed_shared[16];
+extern "C" char __start_convgrad_shared[] __attribute__((visibility("hidden")));
+extern "C" char __stop_convgrad_shared[] __attribute__((visibility("hidden")));
 
-struct Index3 {
-  unsigned x, y, z;
-};
-static Index3 blockIdx, threadIdx;
+namespace emulator {
 
-static void pass_turn();
+constexpr unsigned kMostThreads = 1024, kLanes = 32;
+constexpr unsigned kMostShared = (228 + 4) * 1024;
+static unsigned current;  // the thread whose turn it is
+// Says what was wrong, and ends the launch.
+static void fail(const char* what);
+// Until all threads of the block are here.
+static void wait_for_block();
 static int votes, decided;
 
-static inline void __syncthreads() { pass_turn(); }
-static inline int __syncthreads_or(int vote) {
-  votes |= vote != 0;
-  pass_turn();
-  return decided;
+alignas(1024) static char dynamic_shared[kMostShared];
+static unsigned dynamic_bytes;
+// What a kernel may address besides.
+static const char *arena, *arena_end;
+
+// What each lane of a warp brings to what they do together, and takes away.
+struct Lane {
+  unsigned mask;
+  const void* what;
+  alignas(8) unsigned given[16], taken[16];
+};
+static Lane all_lanes[kMostThreads];
+static unsigned arrived[kMostThreads / kLanes];
+static void wait_for_warp();
+static void wake(unsigned thread);
+
+// Waits for the lanes of `mask`, which must all be at the same place; the last to come does
+// `together(lanes)` for all of them.
+template <class Together>
+static inline void meet(unsigned mask, Together together) {
+  static const char kPlace = 0;  // one for each kind of meeting
+  const unsigned warp = current / kLanes, lane = current % kLanes;
+  Lane* const lanes = all_lanes + warp * kLanes;
+  if (!(mask >> lane & 1)) fail("a lane is not in its own mask");
+  lanes[lane].mask = mask;
+  lanes[lane].what = &kPlace;
+  arrived[warp] |= 1u << lane;
+  if ((arrived[warp] & mask) != mask) return wait_for_warp();
+  for (unsigned i = 0; i < kLanes; ++i) {
+    if (!(mask >> i & 1)) continue;
+    if (lanes[i].mask != mask) fail("lanes of a warp meet with different masks");
+    if (lanes[i].what != &kPlace) fail("lanes of a warp are at different instructions");
+  }
+  together(lanes);
+  arrived[warp] &= ~mask;
+  for (unsigned i = 0; i < kLanes; ++i) {
+    if ((mask >> i & 1) && i != lane) wake(warp * kLanes + i);
+  }
 }
-static inline float __uint_as_float(unsigned bits) {
-  float value;
-  memcpy(&value, &bits, 4);
+
+// Lane i takes what lane source(i) gives, or its own.
+template <class T, class Source>
+static inline T shuffled(unsigned mask, T value, int width, Source source) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  Lane& own = all_lanes[current];
+  memcpy(own.given, &value, sizeof value);
+  const int lane = current % kLanes, first = lane & -width;
+  const int from = source(lane, first);
+  own.given[2] = from < first || from >= first + width ? lane : from;
+  meet(mask, [&](Lane* lanes) {
+    for (unsigned i = 0; i < kLanes; ++i) {
+      if (!(mask >> i & 1)) continue;
+      if (!(mask >> lanes[i].given[2] & 1)) fail("a shuffle from a lane outside the mask");
+      memcpy(lanes[i].taken, lanes[lanes[i].given[2]].given, sizeof(T));
+    }
+  });
+  memcpy(&value, own.taken, sizeof value);
   return value;
 }
-template <class A, class B>
-static inline auto min(A a, B b) -> decltype(a + b) {
-  return a < b ? a : b;
+
+// Where an address in shared memory is, for so many bytes aligned to `alignment`.
+static inline char* in_shared(unsigned address, unsigned bytes, unsigned alignment) {
+  const int offset = static_cast<int>(address);
+  if (address % alignment != 0) fail("an address in shared memory is not aligned");
+  char* const at = dynamic_shared + offset;
+  const bool fixed = at >= __start_convgrad_shared && at + bytes <= __stop_convgrad_shared;
+  if (!fixed && (offset < 0 || address + bytes > dynamic_bytes)) {
+    fail("an address outside shared memory");
+  }
+  return at;
 }
-template <class A, class B>
-static inline auto max(A a, B b) -> decltype(a + b) {
-  return a > b ? a : b;
+static inline void check_global(const void* at, unsigned bytes, unsigned alignment) {
+  const char* const first = static_cast<const char*>(at);
+  if (reinterpret_cast<uintptr_t>(at) % alignment != 0) {
+    fail("an address in global memory is not aligned");
+  }
+  if (first < arena || first + bytes > arena_end) fail("an access outside the arena");
+}
+
+// Asynchronous copies of one thread, in the order in which they were started.
+struct Copies {
+  static constexpr unsigned kMost = 512;
+  struct {
+    char* to;
+    const void* from;
+    int bytes, real;
+    unsigned group;
+  } all[kMost];
+  unsigned count, group;
+};
+static Copies copies_of[kMostThreads];
+
+static void forget_copies(unsigned threads) {
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    copies_of[thread].count = copies_of[thread].group = 0;
+  }
+}
+
+template <class T, class Change>
+static inline T changed(T* at, Change change) {
+  const T before = *at;
+  *at = change(before);
+  return before;
+}
+
+template <class To, class From>
+static inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
 }
 
 // What the instructions of elements.cuh do.
 static inline float half_to_float(unsigned short bits) {
-  _Float16 half;
-  memcpy(&half, &bits, 2);
-  return static_cast<float>(half);
+  return static_cast<float>(bits_as<_Float16>(bits));
 }
 static inline unsigned short float_to_half(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
-  unsigned short bits;
-  memcpy(&bits, &half, 2);
-  return bits;
+  return bits_as<unsigned short>(static_cast<_Float16>(value));
 }
 static inline unsigned short float_to_bfloat(float value) {
   if (value != value) return 0x7fff;
-  unsigned bits;
-  memcpy(&bits, &value, 4);
+  const unsigned bits = bits_as<unsigned>(value);
   return static_cast<unsigned short>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+}  // namespace emulator

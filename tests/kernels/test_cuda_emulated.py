@@ -1,9 +1,10 @@
-"""The general GPU kernels, run on the CPU: right, within their memory, whole at each barrier."""
+"""The GPU kernels, run on the CPU: right, within their memory, whole at each barrier."""
 
 from __future__ import annotations
 
 import pytest
 
+from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
@@ -12,7 +13,7 @@ from convgrad_service.plans.cuda_families import Families
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.cuda_backends import general
+from tests.kernels.cuda_backends import dense, general
 from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.kernels.test_maxpool import sources
 from tests.oracle import expected
@@ -46,6 +47,12 @@ POOLS = [
     case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
 ]
 DTYPE = {"tiles": "float32", "direct": "bfloat16"}
+# The tensor cores' kernels at whole and at odd chunks of channels, in 16 bits and TF32.
+DENSE = [case for case in CASES if case.operation in FROM_CONV]
+TF32 = 2.0**-10  # what rounding the factors costs
+# What plans choose: kernels for depthwise convolutions and for pooling.
+DEPTHWISE_NAMES = ("depthwise", "depthwise_strided")
+DEPTHWISE = [case for op in FROM_CONV for case in conv_cases(op) if case.name in DEPTHWISE_NAMES]
 
 
 @pytest.fixture(scope="module", params=SETS)
@@ -66,9 +73,40 @@ def test_convolution(
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
 
 
+@pytest.mark.parametrize("gate", ["exact", "bounded"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
+def test_tensor_cores(seed: int, case: Case, dtype: str, gate: str) -> None:
+    high = dtype == "float32"
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    if high:
+        case = case.with_params("high", precision="high")
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(EmulatedBackend(dense()), case, tensors, layout)
+        what = f"seed {seed}, {case.id} {dtype} {layout}"
+        check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+@pytest.mark.parametrize("case", DEPTHWISE, ids=lambda case: case.id)
+def test_depthwise(seed: int, case: Case) -> None:
+    for dtype in ("bfloat16", "float64"):
+        tensors, wanted = drawn(seed, case, dtype, "bounded")
+        for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+            found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
+            check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
 @pytest.mark.parametrize("case", POOLS[::3], ids=lambda case: case.id)
 def test_pooling(emulated: tuple[EmulatedBackend, str], seed: int, case: Case) -> None:
-    backend, dtype = emulated
+    _pools(*emulated, seed, case)
+
+
+@pytest.mark.parametrize("case", POOLS, ids=lambda case: case.id)
+def test_pooling_by_lines_and_cells(seed: int, case: Case) -> None:
+    _pools(EmulatedBackend(FAMILIES), "bfloat16", seed, case)
+
+
+def _pools(backend: EmulatedBackend, dtype: str, seed: int, case: Case) -> None:
     tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], integers)
     wanted = expected(case.operation, tensors, case.params)
     given = sources(case, tensors) if "bwd" in case.operation else {"": (case, tensors)}
