@@ -138,7 +138,7 @@ class AsyncClient:
             request = exchange.request(self._http)
             response = await self._http.send(request, stream=True, follow_redirects=False)
             try:
-                receiver = Receiver(response, exchange.request_id)
+                receiver = Receiver(response.status_code, response.headers, exchange.request_id)
                 async for chunk in async_raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)

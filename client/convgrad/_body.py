@@ -43,11 +43,15 @@ class Body:
     def total_bytes(self) -> int:
         return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
-    def chunks(self, on_chunk: Callable[[], None]) -> Iterator[memoryview]:
+    def views(self) -> Iterator[memoryview]:
+        """The buffers as bytes, without the empty ones."""
         for buffer in self.buffers:
-            if memoryview(buffer).nbytes == 0:  # memoryview refuses to cast an empty one
-                continue
-            view = memoryview(buffer).cast("B")
+            view = memoryview(buffer)
+            if view.nbytes:  # memoryview refuses to cast an empty one
+                yield view.cast("B")
+
+    def chunks(self, on_chunk: Callable[[], None]) -> Iterator[memoryview]:
+        for view in self.views():
             for start in range(0, view.nbytes, _CHUNK_BYTES):
                 on_chunk()
                 yield view[start : start + _CHUNK_BYTES]

@@ -13,11 +13,11 @@ import httpx
 
 from convgrad import _calls
 from convgrad._call import Answer, Call
+from convgrad._direct import DirectTransport, is_direct
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
-from convgrad._http_errors import ROOTS
 from convgrad._methods import method
-from convgrad._reply import Receiver, Reply, raw_chunks
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
+from convgrad._transport import HttpxTransport, Transport
 from convgrad.errors import ConvgradError
 
 __all__ = ["Client"]
@@ -53,7 +53,8 @@ class Client:
         Sent with every request: a key, for instance.
     http_client
         An `httpx.Client` of the caller's own, whose proxies, certificates, limits or transport
-        are then used, and which the caller closes.
+        are then used, and which the caller closes. Without one, plain HTTP goes over sockets of
+        the client's own, and HTTPS, or HTTP where the environment names a proxy, through httpx.
     sleep
         Waits between attempts; a test passes its own.
     """
@@ -70,8 +71,12 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._options = Options(base_url, timeout, retries, wire, dict(headers or {}))
-        self._owns_http = http_client is None
-        self._http = http_client or httpx.Client()
+        self._owns_transport = True
+        self._transport: Transport
+        if http_client is None and is_direct(base_url):
+            self._transport = DirectTransport(base_url)
+        else:
+            self._transport = HttpxTransport(http_client)
         self._sleep = sleep
 
     conv_bwd_data = method(_calls.conv_bwd_data)
@@ -117,13 +122,13 @@ class Client:
         """
         other = copy.copy(self)
         other._options = self._options.changed(changes)
-        other._owns_http = False
+        other._owns_transport = False
         return other
 
     def close(self) -> None:
         """Close the connections, unless they are an injected client's."""
-        if self._owns_http:
-            self._http.close()
+        if self._owns_transport:
+            self._transport.close()
 
     def __enter__(self) -> Client:
         return self
@@ -147,24 +152,7 @@ class Client:
         exchange = Exchange(target, options)
         while True:
             try:
-                return exchange.read(self._send(exchange))
+                return exchange.read(self._transport.send(exchange))
             except ConvgradError as error:
                 pause_s = exchange.pause_s(error)
             self._sleep(pause_s)
-
-    def _send(self, exchange: Exchange[Any]) -> Reply:
-        try:
-            request = exchange.request(self._http)
-            response = self._http.send(request, stream=True, follow_redirects=False)
-            try:
-                receiver = Receiver(response, exchange.request_id)
-                for chunk in raw_chunks(response):
-                    exchange.check_deadline()
-                    receiver.add(chunk)
-                    if receiver.has_enough:
-                        break
-                return receiver.finish()
-            finally:
-                response.close()
-        except ROOTS as error:
-            raise exchange.failed(error) from error

@@ -49,9 +49,14 @@ class Options:
     wire: str
     headers: Mapping[str, str] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
+    base_path: str = field(init=False)
 
     def __post_init__(self) -> None:
         url = httpx.URL(self.base_url)
+        # A frozen dataclass sets what it derives like this.
+        object.__setattr__(self, "base_path", url.raw_path.decode("ascii").rstrip("/"))
+        lowered = {name.lower(): value for name, value in self.headers.items()}
+        object.__setattr__(self, "headers", lowered)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"base_url: expected http://… or https://…, got {self.base_url!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -101,11 +106,28 @@ class Exchange(Generic[R]):
     def url(self) -> str:
         return f"{self._options.base_url.rstrip('/')}/{self._target.path}"
 
+    @property
+    def method(self) -> str:
+        return self._target.method
+
+    @property
+    def path(self) -> str:
+        """The path alone, as a request line has it."""
+        return f"{self._options.base_path}/{self._target.path}"
+
+    @property
+    def body(self) -> Body | None:
+        return self._target.body
+
+    def begin(self) -> Mapping[str, str]:
+        """Begin the next attempt; its headers."""
+        self._attempts += 1
+        return self._headers(self.remaining_s())
+
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt. Its body starts afresh each time, so sending again is safe."""
-        self.check_deadline()
-        self._attempts += 1
-        remaining_s = self._remaining_s()
+        headers = self.begin()
+        remaining_s = self.remaining_s()
         timeout = httpx.Timeout(remaining_s, connect=_soonest(remaining_s, _CONNECT_TIMEOUT_S))
         content: Any = None
         if self._target.body is not None:
@@ -115,7 +137,7 @@ class Exchange(Generic[R]):
             self._target.method,
             self.url,
             content=content,
-            headers=self._headers(remaining_s),
+            headers=headers,
             timeout=timeout,
         )
         self._socket_timeout = request.extensions["timeout"]
@@ -152,37 +174,39 @@ class Exchange(Generic[R]):
         return from_httpx(error, self.url, self.request_id)
 
     def check_deadline(self) -> None:
-        """Raise ClientTimeout once the time is up, and shorten the socket's timeouts to it.
+        """Raise ClientTimeout once the time is up, and shorten httpx's timeouts to it.
 
         httpx bounds each read and each write; a peer that sends a byte now and then would pass
         those forever. (A read already begun keeps its bound: only a peer that falls silent in the
         middle of an answer can take longer than asked, and at most twice as long.)
         """
-        remaining_s = self._remaining_s()
-        if remaining_s is None:
-            return
+        remaining_s = self.remaining_s()
+        if remaining_s is not None:
+            self._socket_timeout.update(read=remaining_s, write=remaining_s)
+
+    def remaining_s(self) -> float | None:
+        """Seconds that are left, None for no bound; raises ClientTimeout once the time is up."""
+        remaining_s = self._deadline_s - self._clock()
+        if remaining_s > _LONGEST_TIMEOUT_S:
+            return None
         if remaining_s <= 0:
             raise ClientTimeout(
                 f"no answer from {self.url} within {self._options.timeout_s:g} s",
                 request_id=self.request_id,
             )
-        self._socket_timeout.update(read=remaining_s, write=remaining_s)
+        return remaining_s
 
-    def _remaining_s(self) -> float | None:
-        remaining_s = self._deadline_s - self._clock()
-        return None if remaining_s > _LONGEST_TIMEOUT_S else remaining_s
-
-    def _headers(self, remaining_s: float | None) -> httpx.Headers:
-        headers = httpx.Headers(dict(self._options.headers))  # whose names know no case
-        headers["Accept-Encoding"] = "identity"
-        headers["X-Request-Id"] = self.request_id
+    def _headers(self, remaining_s: float | None) -> Mapping[str, str]:
+        headers = dict(self._options.headers)  # whose names are in small letters
+        headers["accept-encoding"] = "identity"
+        headers["x-request-id"] = self.request_id
         body = self._target.body
         if body is not None:
-            headers["Content-Type"] = headers["Accept"] = body.content_type
+            headers["content-type"] = headers["accept"] = body.content_type
             # Announced, so that httpx does not fall back to chunked encoding.
-            headers["Content-Length"] = str(body.total_bytes)
+            headers["content-length"] = str(body.total_bytes)
             if remaining_s is not None:
-                headers["X-Request-Timeout"] = f"{max(remaining_s, 0.001):.3f}"
+                headers["x-request-timeout"] = f"{max(remaining_s, 0.001):.3f}"
         return headers
 
 

@@ -45,32 +45,49 @@ class Receiver:
     Its memory is the arrays' memory later, so there is no copy after this one.
     """
 
-    def __init__(self, response: httpx.Response, request_id: str) -> None:
-        self._response = response
-        self._request_id = response.headers.get("X-Request-Id", request_id)
+    def __init__(self, status: int, headers: httpx.Headers, request_id: str) -> None:
+        self._status = status
+        self._headers = headers
+        self._succeeded = httpx.codes.is_success(status)
+        self._request_id = headers.get("X-Request-Id", request_id)
         self._used = 0
         self._chunks: list[bytes] = []
-        self._announced = _content_length(response.headers)
+        self.announced_bytes = _content_length(headers)
+        """What Content-Length says; None where it says nothing."""
         self._buffer: NDArray[np.uint8] | None = None
-        if response.is_success and self._announced is not None:
+        if self._succeeded and self.announced_bytes is not None:
             try:
-                self._buffer = np.empty(self._announced, np.uint8)
+                self._buffer = np.empty(self.announced_bytes, np.uint8)
             except (MemoryError, ValueError) as refused:
                 raise self._invalid(
-                    f"the answer announces {self._announced} bytes, more than fit in memory"
+                    f"the answer announces {self.announced_bytes} bytes, more than fit in memory"
                 ) from refused
 
     @property
     def has_enough(self) -> bool:
         """Whether the rest, if any, need not be read."""
-        return not self._response.is_success and self._used >= _MAX_ERROR_BYTES
+        return not self._succeeded and self._used >= _MAX_ERROR_BYTES
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many of the announced bytes have not come."""
+        return max(0, (self.announced_bytes or 0) - self._used)
+
+    def space(self) -> memoryview | None:
+        """Where the next bytes belong, if that is known: read into it, then say `filled`."""
+        return None if self._buffer is None else self._buffer.data[self._used :]
+
+    def filled(self, size: int) -> None:
+        self._used += size
 
     def add(self, chunk: bytes) -> None:
         end = self._used + len(chunk)
         if self._buffer is None:
             self._chunks.append(chunk)
         elif end > self._buffer.size:
-            raise self._invalid(f"the answer is longer than the {self._announced} bytes announced")
+            raise self._invalid(
+                f"the answer is longer than the {self.announced_bytes} bytes announced"
+            )
         else:
             self._buffer[self._used : end] = np.frombuffer(chunk, np.uint8)
         self._used = end
@@ -79,13 +96,13 @@ class Receiver:
         """The answer, once all chunks are in."""
         if self._buffer is not None and self._used < self._buffer.size:
             raise ConnectionFailed(
-                f"the answer broke off after {self._used} of {self._announced} bytes",
+                f"the answer broke off after {self._used} of {self.announced_bytes} bytes",
                 request_id=self._request_id,
             )
         content = self._buffer
         if content is None:
             content = np.frombuffer(bytearray().join(self._chunks), np.uint8)
-        return Reply(self._response.status_code, self._response.headers, content, self._request_id)
+        return Reply(self._status, self._headers, content, self._request_id)
 
     def _invalid(self, detail: str) -> InvalidAnswer:
         return InvalidAnswer(detail, request_id=self._request_id)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import convgrad
-from convgrad.cli import _serve, main
+from convgrad.cli import _service, main
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
 from tests.client.fake import FakeServer, answer, ones, problem
@@ -194,7 +194,7 @@ def test_a_server_that_is_not_there_is_status_1(
     assert main(bwd_data(files, "--url", "http://127.0.0.1:9", "--retries", "0")) == 1
     told = capsys.readouterr().err
     assert told.startswith(
-        "convgrad: no answer from http://127.0.0.1:9/conv_bwd_data: ConnectError"
+        "convgrad: no answer from http://127.0.0.1:9/conv_bwd_data: ConnectionRefusedError"
     )
     assert told.count("\n") == 1
 
@@ -203,7 +203,7 @@ def test_an_answer_cut_off_on_the_wire_is_a_failed_connection(fake: FakeServer) 
     with (
         listening(fake, cut_bytes=3) as address,
         convgrad.Client(address, retries=1, sleep=lambda seconds: None) as client,
-        pytest.raises(convgrad.ConnectionFailed, match="RemoteProtocolError"),
+        pytest.raises(convgrad.ConnectionFailed, match="broke off after"),
     ):
         client.conv_bwd_data(ones(1, 1, 4), ones(1, 1, 1))
     assert len(fake.requests) == 2
@@ -273,7 +273,7 @@ def needs_more(argv: list[str]) -> int:
 def install(monkeypatch: pytest.MonkeyPatch, entry: str | None) -> None:
     """Pretend that this, or nothing, is the installed service."""
     found = [EntryPoint("serve", entry, "convgrad.commands")] if entry else []
-    monkeypatch.setattr(_serve, "entry_points", lambda **selection: EntryPoints(found))
+    monkeypatch.setattr(_service, "entry_points", lambda **selection: EntryPoints(found))
 
 
 def test_demo_says_what_to_install(

@@ -303,11 +303,18 @@ def test_an_injected_client_stays_open() -> None:
     with convgrad.Client("http://server", http_client=http):
         pass
     assert not http.is_closed
-    own = convgrad.Client()
+
+
+@pytest.mark.parametrize("url", ["http://server", "https://server"])
+def test_only_the_original_closes_its_connections(url: str) -> None:
+    closed = []
+    own = convgrad.Client(url)
+    close, own._transport.close = own._transport.close, lambda: closed.append(True)  # type: ignore[method-assign]
     with own:
         own.with_options(retries=0).close()
-        assert not own._http.is_closed
-    assert own._http.is_closed
+        assert not closed
+    assert closed
+    close()
 
 
 def test_a_path_in_the_base_url_is_kept() -> None:

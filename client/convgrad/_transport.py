@@ -1,0 +1,52 @@
+"""How `Client` sends one attempt and receives its answer: any way that does is a `Transport`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import httpx
+
+from convgrad._exchange import Exchange
+from convgrad._http_errors import ROOTS
+from convgrad._reply import Receiver, Reply, raw_chunks
+
+__all__ = ["HttpxTransport", "Transport"]
+
+
+class Transport(Protocol):
+    """One way to a server."""
+
+    def send(self, exchange: Exchange[Any]) -> Reply:
+        """One attempt; whatever goes wrong is a ClientError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HttpxTransport:
+    """Through httpx: TLS, proxies, and whatever a caller's own `httpx.Client` was made for."""
+
+    def __init__(self, injected: httpx.Client | None) -> None:
+        self._http = injected or httpx.Client()
+        self._owned = injected is None
+
+    def send(self, exchange: Exchange[Any]) -> Reply:
+        try:
+            request = exchange.request(self._http)
+            response = self._http.send(request, stream=True, follow_redirects=False)
+            try:
+                receiver = Receiver(response.status_code, response.headers, exchange.request_id)
+                for chunk in raw_chunks(response):
+                    exchange.check_deadline()
+                    receiver.add(chunk)
+                    if receiver.has_enough:
+                        break
+                return receiver.finish()
+            finally:
+                response.close()
+        except ROOTS as error:
+            raise exchange.failed(error) from error
+
+    def close(self) -> None:
+        if self._owned:
+            self._http.close()
