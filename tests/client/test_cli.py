@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -321,3 +322,14 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_health(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--url", url]) == 0
+    assert main(["health", "--live", "--url", url + "/"]) == 0
+    assert capsys.readouterr().out == "ready\nlive\n"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        assert main(["health", "--url", f"http://127.0.0.1:{port}", "--timeout", "2"]) == 1
+    assert capsys.readouterr().out.startswith(f"not ready: http://127.0.0.1:{port}: ")

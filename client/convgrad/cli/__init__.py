@@ -1,4 +1,4 @@
-"""The command line: ``convgrad serve | call | operations | demo``."""
+"""The command line: ``convgrad serve | health | call | operations | demo | kernels``."""
 
 from __future__ import annotations
 

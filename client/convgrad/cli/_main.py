@@ -10,7 +10,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from convgrad._version import __version__
 from convgrad.cli._failures import UsageError
@@ -20,10 +21,16 @@ __all__ = ["main"]
 
 # Each is a module of this package with `run(argv) -> int`, imported only when asked for.
 _COMMANDS = {
-    "serve": ("_serve", "run the server (needs convgrad[service])"),
+    "serve": ("_service", "run the server (needs convgrad[service])"),
+    "health": ("_health", "ask a server whether it takes work"),
     "call": ("_call", "send one request: tensors from files, results to a file"),
     "operations": ("_operations", "list the operations with what they take and return"),
     "demo": ("_demo", "train a small network whose gradients a server computes"),
+    "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),
+}
+# Commands that share a module say which they are.
+_KEYWORDS: Mapping[str, Mapping[str, Any]] = {
+    name: {"command": name} for name in ("serve", "kernels")
 }
 
 
@@ -38,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The first word picks the command, and what follows is the command's own to read.
         command: str = parser.parse_args(arguments[:1]).command
         module = importlib.import_module(f"convgrad.cli.{_COMMANDS[command][0]}")
-        status: int = module.run(arguments[1:])
+        status: int = module.run(arguments[1:], **_KEYWORDS.get(command, {}))
         sys.stdout.flush()
         return status
     except SystemExit as done:  # argparse's way to stop

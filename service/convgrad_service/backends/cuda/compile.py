@@ -80,6 +80,7 @@ class Compiler:
     """Compiles instances for one architecture, each once. Safe to call from several threads.
 
     ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
+    What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
     """
 
     def __init__(self, nvrtc: Nvrtc, architecture: str, cache: Path | None = DEFAULT_CACHE) -> None:
@@ -95,13 +96,14 @@ class Compiler:
             CompileError: the source was refused.
         """
         with self._locks[instance]:
-            path = self._path(instance)
-            if path is not None:
+            if self._cache is None:
+                return self.compile(instance)
+            name = self.file_name(instance)
+            for folder in (self._cache, DEFAULT_CACHE):
                 with contextlib.suppress(OSError):  # not there, or not to be read
-                    return Cubin(path.read_bytes(), None)
+                    return Cubin((folder / name).read_bytes(), None)
             compiled = self.compile(instance)
-            if path is not None:
-                _store(path, compiled.code)
+            _store(self._cache / name, compiled.code)
             return compiled
 
     def compile(self, instance: Instance) -> Cubin:
@@ -114,9 +116,6 @@ class Compiler:
     def _options(self, instance: Instance) -> list[str]:
         defines = [f"--define-macro={name}={value}" for name, value in instance.defines]
         return [*OPTIONS, f"--gpu-architecture={self.architecture}", *defines]
-
-    def _path(self, instance: Instance) -> Path | None:
-        return None if self._cache is None else self._cache / self.file_name(instance)
 
     def file_name(self, instance: Instance) -> str:
         """Of the cubin: equal where everything that it depends on is equal."""

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["CompileError", "Nvrtc", "find_nvrtc"]
+__all__ = ["MAJORS", "CompileError", "Nvrtc", "find_nvrtc"]
 
 MAJORS = (13, 12)
+"""Of the versions known to work, the newest first."""
 
 
 class CompileError(RuntimeError):

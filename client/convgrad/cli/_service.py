@@ -1,4 +1,4 @@
-"""``convgrad serve``: hands over to the service, which this package never imports.
+"""``convgrad serve`` and ``convgrad kernels``: hand over to the service, never imported here.
 
 The service is found by name in the entry-point group ``convgrad.commands``.
 """
@@ -15,15 +15,17 @@ __all__ = ["run"]
 _ADVICE = "install it with: pip install 'convgrad[service]'"
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the server until it is told to stop."""
-    found = tuple(entry_points(group="convgrad.commands", name="serve"))
+def run(argv: Sequence[str], command: str) -> int:
+    """Run one of the service's commands until it is done or told to stop."""
+    found = tuple(entry_points(group="convgrad.commands", name=command))
     if not found:
-        raise UsageError(f"serve needs the service, which is not installed; {_ADVICE}")
+        raise UsageError(f"{command} needs the service, which is not installed; {_ADVICE}")
     try:
         status = _load(found[0])(list(argv))
     except ModuleNotFoundError as missing:
-        raise UsageError(f"serve needs {missing.name}, which is missing; {_ADVICE}") from missing
+        raise UsageError(
+            f"{command} needs {missing.name}, which is missing; {_ADVICE}"
+        ) from missing
     return status or 0
 
 

@@ -1,0 +1,50 @@
+"""``convgrad health``: whether a server takes work, as an exit status."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import httpx
+
+__all__ = ["run"]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run ``convgrad health`` with these arguments: 0 if the server is well, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="convgrad health",
+        description="Ask a server whether it takes work; exit status 0 if it does, else 1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for the answer (default: %(default)g)",
+    )
+    options = parser.parse_args(argv)
+    question = "live" if options.live else "ready"
+    url = f"{options.url.rstrip('/')}/v2/health/{question}"
+    try:
+        answer = httpx.get(url, timeout=options.timeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as failed:
+        print(f"not {question}: {options.url}: {str(failed) or type(failed).__name__}")
+        return 1
+    if answer.is_success:
+        print(question)
+        return 0
+    print(f"not {question}: {_reason(answer)}")
+    return 1
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP status {answer.status_code}"
