@@ -9,10 +9,11 @@ LOCK   := deploy/locks/dev.txt
 CPU    := service/convgrad_service/backends/cpu
 # PyTorch is measured against, never depended on, so it stays outside the environment.
 PEER   := build/peer
+DEPLOY := build/deploy-tools
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
+        check-deploy bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,10 +36,10 @@ serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
 	@$(PY) -m convgrad serve
 
 test: kernels ## every test that needs neither a GPU nor much time
-	@$(PY) -m pytest -m "not slow and not gpu"
+	@$(PY) -m pytest -m "not slow and not gpu and not deploy"
 
 test-slow: kernels ## the larger random sweeps
-	@$(PY) -m pytest -m "slow and not gpu"
+	@$(PY) -m pytest -m "slow and not gpu and not deploy"
 
 test-torch: kernels $(PEER) ## PyTorch's answers beside ours
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
@@ -48,6 +49,16 @@ test-gpu: kernels ## every kernel test on this machine's GPU; stores the outcome
 
 compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes minutes
 	@$(PY) tests/perf/compile_kernels.py
+
+check-deploy: $(READY) $(DEPLOY)/.ready ## build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
+	@$(DEPLOY)/bin/hadolint Dockerfile
+	tests/deploy/build_image.sh build/image ACCELERATOR=cpu
+	@$(PY) -m pytest -m deploy tests/deploy --image build/image
+
+$(DEPLOY)/.ready: deploy/locks/deploy.txt
+	@$(PYTHON) -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
 
 fuzz: kernels ## 10,000 malformed bodies against a real server
 	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py --fuzz-examples=10000 --timeout=1800
@@ -81,10 +92,16 @@ bench-wire: kernels ## decoding and encoding, stage by stage
 readme: $(READY) ## write the README's tables again from the stored results
 	@$(PY) tests/perf/readme_tables.py
 
+COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
+
 lock: $(READY) ## resolve the dependencies again, with hashes, for every supported Python
 	@$(PY) -m pip install --quiet --disable-pip-version-check uv
-	@$(PY) -m uv pip compile pyproject.toml --extra demo --group dev --universal \
-	    --python-version 3.11 --generate-hashes --upgrade --quiet --output-file $(LOCK)
+	@$(PY) $(COMPILE) pyproject.toml --extra demo --group dev --output-file $(LOCK)
+	@$(PY) $(COMPILE) pyproject.toml --extra service --output-file deploy/locks/cpu.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --output-file deploy/locks/cuda12.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
+	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build dist demo-output $(CPU)/_native service/convgrad_service/backends/cuda/_cubins .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,6 +9,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="repeat the random inputs of a run")
+    parser.addoption("--image", default=None, help="what tests/deploy/build_image.sh has made")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,41 @@
+#!/bin/sh
+# Builds the Dockerfile with buildah, without a daemon, on a base made of this distribution's own
+# packages, and unpacks the result. Needs root, debootstrap, buildah, and what pip and apt need.
+#
+#   build_image.sh FOLDER [BUILD-ARG=VALUE ...]    -> FOLDER/root, the image's file system
+#
+# pip inside the build reads the same configuration and certificates as pip here.
+set -eu
+folder=$1
+shift
+here=$(cd "$(dirname "$0")/../.." && pwd)
+mkdir -p "$folder"
+storage="--root $folder/storage --runroot $folder/run --storage-driver vfs"
+bud() { buildah $storage "$@"; }
+
+if [ ! -e "$folder/base/usr/bin/python3" ]; then
+    rm -rf "$folder/base"
+    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+        "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$folder/base" >"$folder/debootstrap.log"
+fi
+if ! bud inspect --type image localhost/python-base >/dev/null 2>&1; then
+    container=$(bud from scratch)
+    bud add -q "$container" "$folder/base" / >/dev/null
+    bud commit -q "$container" localhost/python-base >/dev/null
+    bud rm "$container" >/dev/null
+fi
+
+python3 -m pip config list | sed -n "s/^\(global\|:env:\)\.\([a-z-]*\)='\(.*\)'$/\2 = \3/p" |
+    { echo "[global]"; sed 's/\\n/ /g'; } | awk -F ' = ' '!seen[$1]++' >"$folder/pip.conf"
+set -- $(for pair; do printf -- '--build-arg %s ' "$pair"; done)
+links=$(sed -n 's/^find-links = //p' "$folder/pip.conf")
+# shellcheck disable=SC2086
+bud bud -q --isolation chroot --network host --format docker \
+    -v "$folder/pip.conf:/etc/pip.conf:ro" -v /etc/ssl/certs:/etc/ssl/certs:ro \
+    ${links:+-v "$links:$links:ro"} \
+    --build-arg PYTHON_IMAGE=localhost/python-base "$@" -t localhost/convgrad "$here"
+container=$(bud from --pull-never localhost/convgrad)
+rm -rf "$folder/root"
+cp -a "$(bud mount "$container")" "$folder/root"
+bud inspect --type image localhost/convgrad >"$folder/image.json"
+bud rm "$container" >/dev/null

@@ -1,0 +1,142 @@
+"""The image that build_image.sh made, run as a platform would: its own user, a read-only root.
+
+`make check-deploy` builds it and runs this, as root: a chroot in a mount namespace of its own
+stands in for a container engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import convgrad
+
+pytestmark = pytest.mark.deploy
+
+# What turns sources into machine code, apart from NVRTC; and what installs packages.
+NOT_INSIDE = ("gcc", "cc", "g++", "clang", "zig", "ld", "make", "pip", "pip3")
+
+
+@pytest.fixture(scope="module")
+def image(request: pytest.FixtureRequest) -> Path:
+    folder = request.config.getoption("--image")
+    if folder is None:
+        pytest.skip("needs --image, the folder that build_image.sh was given")
+    return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def config(image: Path) -> dict[str, Any]:
+    """The image's configuration, in Docker's words."""
+    inspected = json.loads((image / "image.json").read_text())
+    found: dict[str, Any] = inspected["Docker"]["config"]
+    return found
+
+
+def contained(image: Path, config: dict[str, Any], command: list[str], *more: str) -> list[str]:
+    """The command line that runs a command inside: read-only root, one writable volume."""
+    root, (volume,) = image / "root", config["Volumes"]
+    environment = [*config["Env"], *more]
+    user, group = config["User"].split(":")
+    inside = ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--no-new-privs"]
+    run = shlex.join(["chroot", str(root), "/usr/bin/env", "-i", *environment, *inside, *command])
+    mounts = [
+        f"mount --bind {root} {root}",
+        f"mount -o remount,bind,ro {root}",
+        f"mount -t tmpfs -o uid={user},gid={group} none {root}{volume}",
+        f"mount -t proc -o ro none {root}/proc",
+        f"mount --rbind /dev {root}/dev",
+    ]
+    script = " && ".join([*mounts, f"exec {run}"])
+    return ["unshare", "--mount", "sh", "-c", script]
+
+
+@contextlib.contextmanager
+def started(image: Path, config: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = contained(
+        image,
+        config,
+        [*config["Entrypoint"], *config["Cmd"]],
+        f"CONVGRAD_HTTP_PORT={port}",
+        "CONVGRAD_GRPC_PORT=0",
+    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not health(image, config, url):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def health(image: Path, config: dict[str, Any], url: str) -> bool:
+    """What the HEALTHCHECK asks, inside."""
+    kind, *command = config["Healthcheck"]["Test"]
+    assert kind == "CMD"
+    asked = subprocess.run(contained(image, config, [*command, "--url", url]), capture_output=True)
+    return asked.returncode == 0
+
+
+def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[str, Any]) -> None:
+    with started(image, config) as (process, url):
+        rng = np.random.default_rng(0)
+        grad_output = rng.integers(-2, 3, (2, 3, 8, 8)).astype(np.float32)
+        weight = rng.integers(-2, 3, (3, 4, 1, 1)).astype(np.float32)
+        with convgrad.Client(url) as client:
+            grad_input = client.conv_bwd_data(grad_output, weight)
+        expected = np.einsum("nkhw,kc->nchw", grad_output, weight[:, :, 0, 0])
+        np.testing.assert_array_equal(grad_input, expected)
+        owner = Path(f"/proc/{process.pid}").stat().st_uid
+        assert str(owner) == config["User"].split(":")[0] != "0"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0, process.communicate()[0]
+
+
+def test_says_what_it_is(config: dict[str, Any]) -> None:
+    assert config["StopSignal"] == "SIGTERM"
+    assert set(config["ExposedPorts"]) == {"8000/tcp", "8001/tcp"}
+    for label in ("title", "description", "licenses", "version", "revision"):
+        assert config["Labels"][f"org.opencontainers.image.{label}"]
+
+
+def test_no_compiler_is_left_inside(image: Path, config: dict[str, Any]) -> None:
+    path = next(value for value in config["Env"] if value.startswith("PATH="))
+    folders = [image / "root" / folder.lstrip("/") for folder in path[5:].split(":")]
+    found = [str(f / name) for f in folders for name in NOT_INSIDE if (f / name).exists()]
+    assert found == []
+    assert not list((image / "root/opt/convgrad").glob("lib/python3*/site-packages/ziglang"))
+
+
+def test_nothing_inside_belongs_to_the_user_who_runs_it(
+    image: Path, config: dict[str, Any]
+) -> None:
+    """Code that could rewrite itself is no read-only code."""
+    user = int(config["User"].split(":")[0])
+    (volume,) = config["Volumes"]
+    owned = [
+        Path(folder, name)
+        for folder, folders, files in os.walk(image / "root")
+        for name in (*folders, *files)
+        if Path(folder, name).lstat().st_uid == user
+    ]
+    assert owned == [image / "root" / volume.lstrip("/")]
