@@ -1,11 +1,13 @@
 """A Call as the bytes of a request, and the bytes of an answer as arrays: once per wire form.
 
 In safetensors no bytes are joined: a request is a list of buffers, most of them the arrays' own
-memory, and an answer's arrays are views of the one buffer that received it. JSON costs copies.
+memory, and an answer's arrays are views of the one buffer that received it. In JSON the arrays
+become base64 block by block while they are sent.
 """
 
 from __future__ import annotations
 
+import binascii
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,22 @@ Decoded: TypeAlias = tuple[dict[str, NDArray[Any]], Report]
 
 # Large enough to cost few calls, small enough that httpx's copy of each stays in the cache.
 _CHUNK_BYTES = 1 << 20
+# Of an array, for each megabyte of base64; a multiple of 3, so that the blocks' base64 joins.
+_BASE64_BLOCK_BYTES = 3 << 18
+
+
+@dataclass(frozen=True)
+class Base64:
+    """Base64 that is made of ``source`` when it is sent, so that it never takes its own memory."""
+
+    source: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self.source.nbytes // 3) * 4
+
+    def encoded(self) -> bytes:
+        return binascii.b2a_base64(self.source, newline=False)
 
 
 @dataclass(frozen=True)
@@ -37,16 +55,19 @@ class Body:
     """
 
     content_type: str
-    buffers: Sequence[Buffer]
+    buffers: Sequence[Buffer | Base64]
 
     @property
     def total_bytes(self) -> int:
-        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        return sum(
+            buffer.nbytes if isinstance(buffer, Base64) else memoryview(buffer).nbytes
+            for buffer in self.buffers
+        )
 
     def views(self) -> Iterator[memoryview]:
         """The buffers as bytes, without the empty ones."""
         for buffer in self.buffers:
-            view = memoryview(buffer)
+            view = memoryview(buffer.encoded() if isinstance(buffer, Base64) else buffer)
             if view.nbytes:  # memoryview refuses to cast an empty one
                 yield view.cast("B")
 
@@ -67,7 +88,7 @@ class Wire:
     """One form of body: how a request is written in it and an answer read."""
 
     media_type: str
-    encode: Callable[[Call[Any]], Sequence[Buffer]]
+    encode: Callable[[Call[Any]], Sequence[Buffer | Base64]]
     decode: Callable[[NDArray[np.uint8]], Decoded]
 
     def body(self, call: Call[Any]) -> Body:
@@ -101,11 +122,29 @@ def _decode_safetensors(content: NDArray[np.uint8]) -> Decoded:
     return {name: _writable(array) for name, array in tensors.items()}, report
 
 
-def _encode_json(call: Call[Any]) -> Sequence[Buffer]:
-    tensors = {
-        name: json_tensors.encode_tensor(array, "npy") for name, array in call.tensors.items()
-    }
-    return [json.dumps({**tensors, **call.parameters}).encode()]
+def _encode_json(call: Call[Any]) -> Sequence[Buffer | Base64]:
+    body: list[Buffer | Base64] = []
+    for name, array in call.tensors.items():
+        tensor = json_tensors.encode_tensor(array, "npy", b64encode=_base64_blocks)
+        blocks = tensor.pop("npy")
+        # What stands beside the base64 comes first: then the rest of the object is its text.
+        beside = "".join(f"{json.dumps(key)}:{json.dumps(tensor[key])}," for key in tensor)
+        body.append(f'{"," if body else "{"}{json.dumps(name)}:{{{beside}"npy":"'.encode())
+        body.extend(blocks)
+        body.append(b'"}')
+    parameters = json.dumps(call.parameters)
+    if not body:
+        return [parameters.encode()]
+    body.append(f",{parameters[1:]}".encode() if call.parameters else b"}")
+    return body
+
+
+def _base64_blocks(parts: list[bytes | memoryview]) -> list[Base64]:
+    return [
+        Base64(memoryview(part)[start : start + _BASE64_BLOCK_BYTES])
+        for part in parts
+        for start in range(0, len(part), _BASE64_BLOCK_BYTES)
+    ]
 
 
 def _decode_json(content: NDArray[np.uint8]) -> Decoded:

@@ -80,7 +80,7 @@ class Connection:
         """
         self.answering = False
         try:
-            sent_all = self._send(deque((memoryview(head), *body)), waiting)
+            sent_all = self._send(_Outgoing(head, body), waiting)
             broken = None
         except OSError as error:
             # The answer that says why may have come before the connection broke.
@@ -95,10 +95,10 @@ class Connection:
         whole = self._read_body(answer, receiver, waiting)
         return receiver, sent_all and whole and answer.keep_alive
 
-    def _send(self, pending: deque[memoryview], waiting: Waiting) -> bool:
-        while pending:
+    def _send(self, outgoing: _Outgoing, waiting: Waiting) -> bool:
+        while piece := outgoing.piece():
             try:
-                sent = self._socket.sendmsg(_next_piece(pending))
+                outgoing.drop(self._socket.sendmsg(piece))
             except BlockingIOError:
                 self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
                 try:
@@ -107,8 +107,6 @@ class Connection:
                     self._poll.modify(self._socket, select.POLLIN)
                 if ready & select.POLLIN:
                     return False
-                continue
-            _drop(pending, sent)
         return True
 
     def _read_head(self, waiting: Waiting) -> _Head:
@@ -219,22 +217,38 @@ class Connection:
                 return events
 
 
-def _next_piece(pending: deque[memoryview]) -> list[memoryview]:
-    piece: list[memoryview] = []
-    left = _SEND_BYTES
-    for view in pending:
-        piece.append(view[:left])
-        left -= len(piece[-1])
-        if not left or len(piece) == _SEND_BUFFERS:
-            break
-    return piece
+class _Outgoing:
+    """What is left to send. Buffers are taken only when they are due: some are made on the way."""
 
+    def __init__(self, head: bytes, body: Iterable[memoryview]) -> None:
+        self._pending = deque((memoryview(head),))
+        self._bytes = len(head)
+        self._rest = iter(body)
 
-def _drop(pending: deque[memoryview], sent: int) -> None:
-    while pending and sent >= len(pending[0]):
-        sent -= len(pending.popleft())
-    if sent:
-        pending[0] = pending[0][sent:]
+    def piece(self) -> list[memoryview]:
+        """What to send next; empty at the end."""
+        while self._bytes < _SEND_BYTES and len(self._pending) < _SEND_BUFFERS:
+            view = next(self._rest, None)
+            if view is None:
+                break
+            self._pending.append(view)
+            self._bytes += len(view)
+        left = _SEND_BYTES
+        views = []
+        for view in self._pending:
+            views.append(view[:left])
+            left -= len(views[-1])
+            if not left:
+                break
+        return views
+
+    def drop(self, sent: int) -> None:
+        """That many bytes are on their way."""
+        self._bytes -= sent
+        while self._pending and sent >= len(self._pending[0]):
+            sent -= len(self._pending.popleft())
+        if sent:
+            self._pending[0] = self._pending[0][sent:]
 
 
 def _parse_head(head: bytes) -> _Head:
