@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENT, SERVICE = ROOT / "client", ROOT / "service"
 # In the order of a request's way through them: each layer imports those before it.
-LAYERS = ("problems", "plans", "backends", "engine", "http_api")
+LAYERS = ("problems", "plans", "backends", "engine", "oip", "http_api", "grpc_api")
 # What of the client the service builds on: the contract and nothing of the SDK.
 CONTRACT = {"_version", "contract", "dtypes", "errors", "wire"}
 MAX_LINES = 400
@@ -107,7 +107,7 @@ def test_the_service_imports_the_contract_alone() -> None:
 
 
 def test_layers_import_downwards() -> None:
-    """problems < plans < backends < engine < http_api."""
+    """problems < plans < backends < engine < oip < http_api, grpc_api."""
     wrong = []
     package = SERVICE / "convgrad_service"
     for height, layer in enumerate(LAYERS):
@@ -141,7 +141,7 @@ def test_problems_and_plans_import_no_device() -> None:
 def test_core_code_knows_no_transport() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
-        for layer in ("problems", "plans", "backends", "engine")
+        for layer in ("problems", "plans", "backends", "engine", "oip")
         for path in python_files(SERVICE / "convgrad_service" / layer)
         for line, module in imports(path)
         if module.split(".")[0] in ("fastapi", "starlette", "uvicorn", "httpx", "grpc")

@@ -1,0 +1,289 @@
+"""ModelInferRequest and ModelInferResponse between bytes and values, copying no tensor.
+
+Protobuf copies every ``bytes`` field when it parses and again when it is read. So the tensors,
+which are fields of the outermost message, are cut out of a request by walking its field tags, and
+protobuf parses the few hundred bytes that are left. An answer is protobuf's bytes of all but the
+tensors, followed by the tensors' own fields: on the wire, a message may end with any of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from convgrad.contract import Report
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import checked_shape, data_view, dtype_of
+from convgrad_service.grpc_api.messages import message
+from convgrad_service.oip.answer import answer_outputs, report_parameters
+from convgrad_service.oip.datatypes import dtype_named, protocol_name
+from convgrad_service.oip.fields import VERSION, operation_named
+from convgrad_service.oip.parameters import separated
+from convgrad_service.oip.regions import region_of
+from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
+
+__all__ = [
+    "cut_raw_contents",
+    "encode_response",
+    "encode_stream_error",
+    "encode_stream_response",
+    "read_infer_request",
+    "request_names",
+]
+
+_RequestMessage, _ResponseMessage = message("ModelInferRequest"), message("ModelInferResponse")
+_StreamResponseMessage = message("ModelStreamInferResponse")
+
+_RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+# Far more than a request has; each costs a microsecond.
+_MAX_FIELDS = 4096
+# Numbers in `contents` take protobuf up to eight bytes for each that was sent.
+_MAX_PARSED_BYTES = 16 * 2**20
+
+_CONTENTS = {
+    DType.FLOAT32: "fp32_contents",
+    DType.FLOAT64: "fp64_contents",
+    DType.INT32: "int_contents",
+    DType.INT64: "int64_contents",
+}
+_INT64 = 2**63
+
+
+def read_infer_request(body: bytes) -> InferRequest:
+    """The request that a serialized ModelInferRequest makes; its spans lie in ``body``.
+
+    Raises
+    ------
+    MalformedRequest
+        It is no such message, or contradicts itself.
+    NotFound
+        There is no such model.
+    """
+    rest, raw = cut_raw_contents(body)
+    try:
+        parsed = _RequestMessage.FromString(rest)
+    except DecodeError:
+        raise MalformedRequest("the message is no ModelInferRequest") from None
+    operation = operation_named(parsed.model_name, parsed.model_version)
+    reserved = separated(_parameters(parsed.parameters))
+    contents = iter(raw)
+    inputs = tuple(_input(tensor, contents, bool(raw)) for tensor in parsed.inputs)
+    if left := len(list(contents)):
+        raise MalformedRequest(
+            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
+        )
+    return InferRequest(
+        operation,
+        parsed.id,
+        inputs,
+        tuple(_output(tensor) for tensor in parsed.outputs),
+        reserved.operation,
+        timeout_s=reserved.timeout_s,
+    )
+
+
+def request_names(body: bytes) -> tuple[str, str]:
+    """Model name and id of a serialized ModelInferRequest, each "" where it cannot be read."""
+    try:
+        parsed = _RequestMessage.FromString(cut_raw_contents(body)[0])
+    except (DecodeError, MalformedRequest):
+        return "", ""
+    return parsed.model_name, parsed.id
+
+
+def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
+    """A ModelInferRequest without its raw_input_contents, and where those lie in ``body``.
+
+    Raises
+    ------
+    MalformedRequest
+        The bytes do not fall into fields, or what is left is too large to be parsed.
+    """
+    kept: list[bytes] = []
+    spans: list[Span] = []
+    at = keep_from = kept_bytes = 0
+    for _ in range(_MAX_FIELDS):
+        if at >= len(body):
+            break
+        start = at
+        tag, at = _varint(body, at)
+        field, kind = tag >> 3, tag & 7
+        size = 0
+        if kind == _LENGTH:
+            size, at = _varint(body, at)
+        elif kind == _VARINT:
+            _, at = _varint(body, at)
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+        else:
+            raise MalformedRequest(f"the message has a field of wire type {kind} at byte {start}")
+        if at + size > len(body):
+            raise MalformedRequest(
+                f"the message ends within its field {field}: {len(body) - at:,} of {size:,} bytes"
+            )
+        if field == _RAW_INPUT_CONTENTS and kind == _LENGTH:
+            kept.append(body[keep_from:start])
+            keep_from = at + size
+            spans.append(Span(at, size))
+        else:
+            kept_bytes += at + size - start
+        if kept_bytes > _MAX_PARSED_BYTES:
+            raise MalformedRequest(
+                f"the message holds more than {_MAX_PARSED_BYTES:,} bytes beside its "
+                "raw_input_contents; send large tensors there"
+            )
+        at += size
+    else:
+        raise MalformedRequest(f"the message has more than {_MAX_FIELDS} fields")
+    kept.append(body[keep_from:])
+    return b"".join(kept), spans
+
+
+def encode_response(
+    request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
+) -> bytes:
+    """The answer as a serialized ModelInferResponse."""
+    return b"".join(_response_parts(request, outputs, report))
+
+
+def encode_stream_response(
+    request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
+) -> bytes:
+    """The answer as a serialized ModelStreamInferResponse, marked as its request's last."""
+    parts = list(_response_parts(request, outputs, report, {"triton_final_response": True}))
+    size = sum(len(part) for part in parts)
+    return b"".join([_length_prefix(_INFER_RESPONSE, size), *parts])
+
+
+def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
+    """A ModelStreamInferResponse that says why one request of a stream failed."""
+    answer = _StreamResponseMessage(error_message=detail)
+    answer.infer_response.model_name = model
+    answer.infer_response.id = request_id
+    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    encoded: bytes = answer.SerializeToString()
+    return encoded
+
+
+def _response_parts(
+    request: InferRequest,
+    outputs: Mapping[str, NDArray[Any]],
+    report: Report,
+    extra: Mapping[str, Any] | None = None,
+) -> Iterator[bytes | memoryview]:
+    head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
+    for name, value in {**report_parameters(report), **(extra or {})}.items():
+        _set_parameter(head.parameters[name], value)
+    chosen = answer_outputs(request, outputs)
+    for name, array in chosen.items():
+        head.outputs.add(name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape)
+    yield head.SerializeToString()
+    for array in chosen.values():
+        data = data_view(array)
+        yield _length_prefix(_RAW_OUTPUT_CONTENTS, len(data))
+        yield data
+
+
+def _set_parameter(parameter: Any, value: Any) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, str):
+        parameter.string_param = value
+    elif isinstance(value, int) and abs(value) < _INT64:
+        parameter.int64_param = value
+    else:
+        parameter.double_param = float(value)
+
+
+def _input(tensor: Any, raw: Iterator[Span], any_raw: bool) -> InferInput:
+    name = tensor.name
+    dtype = dtype_named(tensor.datatype, tensor=name)
+    shape = checked_shape(list(tensor.shape), name=name)
+    region = region_of(_parameters(tensor.parameters), name)
+    has_contents = tensor.HasField("contents")
+    if region is not None:
+        if has_contents:
+            raise MalformedRequest(f"{name}: expected contents or a shared-memory region, got both")
+        return InferInput(name, dtype, shape, region)
+    if has_contents:
+        if any_raw:
+            raise MalformedRequest(
+                f"{name}: contents must not be used beside raw_input_contents; expected all "
+                "inputs in one of the two"
+            )
+        return InferInput(name, dtype, shape, _contents(tensor.contents, dtype, shape, name))
+    span = next(raw, None)
+    if span is None:
+        raise MalformedRequest(
+            f"{name}: no data; expected it in raw_input_contents, contents or shared memory"
+        )
+    return InferInput(name, dtype, shape, span)
+
+
+def _contents(contents: Any, dtype: DType, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    expected = _CONTENTS.get(dtype)
+    if expected is None:
+        raise MalformedRequest(
+            f"{name}: {protocol_name(dtype)} cannot be sent in contents; send it in "
+            "raw_input_contents"
+        )
+    filled = [field.name for field, _ in contents.ListFields()]
+    if filled not in ([expected], []):
+        raise MalformedRequest(
+            f"{name}: expected {expected} alone for {protocol_name(dtype)}, got {', '.join(filled)}"
+        )
+    array = np.array(getattr(contents, expected), dtype.numpy)
+    if array.size != int(np.prod(np.array(shape, object))):
+        raise MalformedRequest(
+            f"{name}: {expected} holds {array.size:,} elements; expected shape {shown(shape)}"
+        )
+    array.flags.writeable = False
+    return array.reshape(shape)
+
+
+def _output(tensor: Any) -> InferOutput:
+    parameters = _parameters(tensor.parameters)
+    if parameters.get("classification", 0) != 0:
+        raise MalformedRequest(f"{tensor.name}: this server has no classification extension")
+    return InferOutput(tensor.name, True, region_of(parameters, tensor.name, ("classification",)))
+
+
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise MalformedRequest(f"the parameter {shown(name)} has no value")
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The varint at ``at`` and where it ends."""
+    value = shift = 0
+    while shift < 64:
+        if at >= len(body):
+            raise MalformedRequest("the message ends within a number")
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise MalformedRequest(f"the message has a number of more than 64 bits at byte {at}")
+
+
+def _length_prefix(field: int, size: int) -> bytes:
+    prefix = bytearray([field << 3 | _LENGTH])
+    while size >= 0x80:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    prefix.append(size)
+    return bytes(prefix)

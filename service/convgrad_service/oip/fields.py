@@ -1,0 +1,103 @@
+"""From an inference request to the operation's named fields, ready to be validated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS, Operation
+from convgrad.errors import MalformedRequest, NotFound
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import Buffer
+from convgrad_service.oip.parameters import parsed
+from convgrad_service.oip.request import InferInput, InferRequest, Span
+
+__all__ = [
+    "VERSION",
+    "operation_named",
+    "output_fields",
+    "request_fields",
+    "tensor_in",
+]
+
+VERSION = "1"
+"""The one version of every model."""
+
+
+def operation_named(model: str, version: str = "") -> Operation:
+    """The operation behind a model's name; ``version`` is "" where the request leaves it open.
+
+    Raises
+    ------
+    NotFound
+        There is no such operation, or no such version of it.
+    """
+    operation = OPERATIONS.get(model)
+    if operation is None:
+        raise NotFound(f"there is no model {shown(model)}; there are {', '.join(OPERATIONS)}")
+    if version not in ("", VERSION):
+        raise NotFound(f"{model} has no version {shown(version)}; it has {VERSION}")
+    return operation
+
+
+def request_fields(
+    request: InferRequest, array_of: Callable[[InferInput], NDArray[Any]]
+) -> dict[str, Any]:
+    """The fields of the operation's request: tensors by ``array_of``, parameters as values.
+
+    Raises
+    ------
+    MalformedRequest
+        A parameter cannot be read, is an input's, or contradicts the outputs that are named.
+    """
+    operation = request.operation
+    parameters = parsed(request.parameters)
+    for name in parameters:
+        if name in operation.tensors:
+            raise MalformedRequest(
+                f"{shown(name)} is given as a parameter; {operation.name} takes it as an input"
+            )
+    named = output_fields(operation, [output.name for output in request.outputs])
+    for name, value in named.items():
+        if name in parameters and not _agree(parameters[name], value):
+            raise MalformedRequest(
+                f"the parameter {shown(name)} is {shown(parameters[name])}, but the request's "
+                f"outputs ask for {shown(value)}; expected them to agree, or one of them alone"
+            )
+    tensors = {tensor.name: array_of(tensor) for tensor in request.inputs}
+    return {**parameters, **named, **tensors}
+
+
+def output_fields(operation: Operation, names: list[str]) -> Mapping[str, Any]:
+    """The fields of a request that make its answer hold the outputs ``names``, if they are any."""
+    fields = operation.request.model_fields
+    if not names:
+        return {}
+    if "outputs" in fields:
+        return {"outputs": names}
+    if "return_indices" in fields and "indices" in names:
+        return {"return_indices": True}
+    return {}
+
+
+def _agree(given: Any, named: Any) -> bool:
+    if isinstance(given, list) and isinstance(named, list):
+        return sorted(map(str, given)) == sorted(named)
+    return bool(given == named)
+
+
+def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
+    """The array of an input whose bytes lie in ``buffer``: a read-only view, aligned or not."""
+    source = tensor.source
+    if not isinstance(source, Span):
+        assert isinstance(source, np.ndarray)  # noqa: S101 - the caller has refused the others
+        return source
+    count = math.prod(tensor.shape)
+    array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)
+    array = array.reshape(tensor.shape)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,116 @@
+"""An answer in the protocol's JSON form, with Triton's binary data extension."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from convgrad.contract import Report
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad.wire.json_values import values_from_array
+from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
+from convgrad_service.oip.datatypes import IN_JSON, protocol_name
+from convgrad_service.oip.fields import VERSION
+from convgrad_service.oip.request import InferRequest
+from convgrad_service.problems import Problem
+
+__all__ = ["HttpAnswer", "encode_answer", "refuse_in_json"]
+
+# Numbers spelt out take some twenty characters and a microsecond each.
+_MAX_NUMBERS = 2**20
+# json.dumps lets no other thread run before it is done: this much takes it a few milliseconds.
+_AT_ONCE = 4096
+_ASK = 'ask for binary data with the parameter "binary_data_output": true'
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """``chunks`` one after another are the body; ``header_bytes`` of them are JSON where binary
+    data follows it, None where all are."""
+
+    chunks: list[bytes | memoryview]
+    header_bytes: int | None
+
+
+def refuse_in_json(request: InferRequest, problem: Problem) -> None:
+    """Raise, before anything is computed, where an output could not be spelt out in JSON.
+
+    Raises
+    ------
+    MalformedRequest
+        It is of an element type that is sent as bytes alone.
+    ProblemTooLarge
+        It has more elements than is sensible.
+    """
+    for name in answer_names(request, problem.outputs):
+        spec = problem.outputs[name]
+        if request.wants_binary(name):
+            continue
+        if spec.dtype not in IN_JSON:
+            raise MalformedRequest(
+                f"the output {name} is {protocol_name(spec.dtype)}, which cannot be sent as JSON; "
+                f"{_ASK}"
+            )
+        if spec.elements > _MAX_NUMBERS:
+            raise ProblemTooLarge(
+                f"the output {name} has {spec.elements:,} elements, and at most {_MAX_NUMBERS:,} "
+                f"are sent as JSON; {_ASK}"
+            )
+
+
+def encode_answer(
+    request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
+) -> HttpAnswer:
+    """The answer to ``request``; binary data are views of the arrays."""
+    described: list[dict[str, Any]] = []
+    binary: list[memoryview] = []
+    numbers: dict[int, NDArray[Any]] = {}
+    for name, array in answer_outputs(request, outputs).items():
+        dtype: DType = dtype_of(array)
+        tensor: dict[str, Any] = {
+            "name": name,
+            "datatype": protocol_name(dtype),
+            "shape": list(array.shape),
+        }
+        if request.wants_binary(name):
+            data = data_view(array)
+            tensor["parameters"] = {"binary_data_size": len(data)}
+            binary.append(data)
+        else:
+            numbers[len(described)] = array
+        described.append(tensor)
+    head: dict[str, Any] = {"id": request.id} if request.id else {}
+    head["model_name"] = request.operation.name
+    head["model_version"] = VERSION
+    head["parameters"] = report_parameters(report)
+    text = b"".join(_text(head, described, numbers))
+    return HttpAnswer([text, *binary], len(text) if binary else None)
+
+
+def _text(
+    head: Mapping[str, Any], described: list[dict[str, Any]], numbers: Mapping[int, NDArray[Any]]
+) -> Iterator[bytes]:
+    """The JSON of the answer; lists of numbers are written block by block."""
+    yield _json(head)[:-1] + b',"outputs":['
+    for index, tensor in enumerate(described):
+        yield b"," if index else b""
+        text = _json(tensor)
+        if index not in numbers:
+            yield text
+        else:
+            flat = values_from_array(numbers[index].reshape(-1))
+            yield text[:-1] + b',"data":['
+            for at in range(0, len(flat), _AT_ONCE):
+                yield (b"," if at else b"") + _json(flat[at : at + _AT_ONCE])[1:-1]
+            yield b"]}"
+    yield b"]}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")

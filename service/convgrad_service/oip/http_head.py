@@ -1,0 +1,163 @@
+"""The JSON of an HTTP inference request as an `InferRequest`, strictly.
+
+With Triton's binary data extension the JSON is the head of a body, and the inputs' bytes follow it
+one after another; without it the JSON is the whole body and holds the elements as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from convgrad.contract import Operation
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire.json_values import array_from_values
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import checked_shape
+from convgrad_service.oip.datatypes import IN_JSON, dtype_named, protocol_name
+from convgrad_service.oip.json_text import parse_request_text
+from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.parameters import separated
+from convgrad_service.oip.regions import known_keys, region_of, size_of
+from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
+
+__all__ = ["read_infer_head"]
+
+_REQUEST_KEYS = ("id", "model_name", "model_version", "parameters", "inputs", "outputs")
+_INPUT_KEYS = ("name", "shape", "datatype", "parameters", "data")
+_OUTPUT_KEYS = ("name", "parameters")
+
+
+def read_infer_head(text: memoryview, operation: Operation, data_bytes: int | None) -> InferRequest:
+    """The request that ``text`` asks for, with ``data_bytes`` of binary data behind it.
+
+    Spans count from the first byte behind the text. None means that it is not known yet how much
+    will come.
+
+    Raises
+    ------
+    MalformedRequest
+        It is not JSON, has a key that the protocol does not know, or sizes that contradict.
+    """
+    fields = parse_request_text(text)
+    known_keys(fields, _REQUEST_KEYS, "the request")
+    if fields.get("model_name", operation.name) != operation.name:
+        raise MalformedRequest(
+            f"model_name is {shown(fields['model_name'])}; the path names {operation.name}"
+        )
+    parameters = _object(fields.get("parameters", {}), "parameters")
+    if "triton_enable_empty_final_response" in parameters:
+        raise MalformedRequest("triton_enable_empty_final_response is for streams, in gRPC")
+    reserved = separated(parameters)
+    inputs, used_bytes = [], 0
+    for item in _objects(fields.get("inputs"), "inputs"):
+        tensor = _input(item, used_bytes)
+        if isinstance(tensor.source, Span):
+            used_bytes += tensor.source.size_bytes
+        inputs.append(tensor)
+    if data_bytes is not None and used_bytes != data_bytes:
+        raise MalformedRequest(
+            f"the inputs name {used_bytes:,} bytes of binary data (binary_data_size), and "
+            f"{data_bytes:,} follow the JSON; Inference-Header-Content-Length says where it ends"
+        )
+    outputs = [
+        _output(item, reserved.binary_data_output)
+        for item in _objects(fields.get("outputs", []), "outputs")
+    ]
+    return InferRequest(
+        operation,
+        _string(fields.get("id", ""), "id"),
+        tuple(inputs),
+        tuple(outputs),
+        reserved.operation,
+        binary_by_default=reserved.binary_data_output,
+        timeout_s=reserved.timeout_s,
+    )
+
+
+def _input(item: Mapping[str, Any], start: int) -> InferInput:
+    name = _string(item.get("name"), "the name of an input")
+    known_keys(item, _INPUT_KEYS, f"the input {shown(name)}")
+    dtype = dtype_named(item.get("datatype"), tensor=name)
+    shape = checked_shape(item.get("shape"), name=name)
+    parameters = _object(item.get("parameters", {}), f"{name}: parameters")
+    region = region_of(parameters, name, ("binary_data_size",))
+    found = [
+        key
+        for key, there in (
+            ("data", "data" in item),
+            ("binary_data_size", "binary_data_size" in parameters),
+            ("shared_memory_region", region is not None),
+        )
+        if there
+    ]
+    if len(found) != 1:
+        raise MalformedRequest(
+            f"{name}: expected one of data, binary_data_size and shared_memory_region, got "
+            f"{' and '.join(found) or 'none of them'}"
+        )
+    if region is not None:
+        return InferInput(name, dtype, shape, region)
+    if "data" in item:
+        return InferInput(name, dtype, shape, _numbers(item["data"], dtype, shape, name))
+    size_bytes = size_of(parameters["binary_data_size"], f"{name}: binary_data_size")
+    return InferInput(name, dtype, shape, Span(start, size_bytes))
+
+
+def _numbers(
+    data: Any, dtype: DType, shape: tuple[int, ...], name: str
+) -> NDArray[Any] | NumberList:
+    """The array of JSON's numbers, nested as the shape says or flat in row-major order."""
+    if dtype not in IN_JSON:
+        raise MalformedRequest(
+            f"{name}: {protocol_name(dtype)} cannot be sent as JSON; send it as binary data"
+        )
+    if isinstance(data, NumberList):
+        data.check(shape, name=name)
+        return data
+    if not isinstance(data, list):
+        raise MalformedRequest(f"{name}: expected data to be a list, got {shown(data)}")
+    array = array_from_values(data, dtype, name=name)
+    if array.shape != shape and array.shape != (math.prod(shape),):
+        raise MalformedRequest(
+            f"{name}: data has the shape {shown(array.shape)}; expected {shown(shape)}, or all "
+            f"{shown(math.prod(shape))} elements in one list"
+        )
+    return array.reshape(shape)
+
+
+def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
+    name = _string(item.get("name"), "the name of an output")
+    known_keys(item, _OUTPUT_KEYS, f"the output {shown(name)}")
+    parameters = _object(item.get("parameters", {}), f"{name}: parameters")
+    if parameters.get("classification", 0) != 0:
+        raise MalformedRequest(f"{name}: this server has no classification extension")
+    binary = parameters.get("binary_data", binary_by_default)
+    if not isinstance(binary, bool):
+        raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
+    region = region_of(parameters, name, ("binary_data", "classification"))
+    if region is not None and "binary_data" in parameters:
+        raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
+    return InferOutput(name, binary, region)
+
+
+def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list):
+        raise MalformedRequest(f"{what}: expected a list of objects, got {shown(value)}")
+    return [_object(item, f"an item of {what}") for item in value]
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise MalformedRequest(f"{what}: expected an object, got {shown(value)}")
+    return value
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise MalformedRequest(f"{what}: expected a string, got {shown(value)}")
+    return value

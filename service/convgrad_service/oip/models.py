@@ -1,0 +1,171 @@
+"""The operations as the protocol describes models: metadata, configuration, index.
+
+Any rank that an operation takes may be sent; the one described is that of its example, because
+the protocol has no word for a rank that varies. Every extent is -1, variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from convgrad import _version
+from convgrad.contract import OPERATIONS, Operation, validate
+from convgrad.dtypes import DType
+from convgrad.wire.json_tensors import decode_tensor
+from convgrad_service.oip.datatypes import protocol_name
+from convgrad_service.oip.fields import VERSION, output_fields
+from convgrad_service.problems import problem_from
+
+__all__ = [
+    "ModelMetadata",
+    "TensorMetadata",
+    "model_config",
+    "model_metadata",
+    "repository_index",
+    "server_metadata",
+]
+
+PLATFORM = "convgrad"
+_EXTENSIONS = (
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """One input or output: its name, its element type by the protocol's name, its extents."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """What a model takes and gives: the inputs without which there is no request, and every
+    output that can be asked for."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "versions": list(self.versions),
+            "platform": self.platform,
+            "inputs": [tensor.as_json() for tensor in self.inputs],
+            "outputs": [tensor.as_json() for tensor in self.outputs],
+        }
+
+
+def server_metadata(extensions: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The server's name, version and extensions; ``extensions`` are those switched on besides."""
+    return {
+        "name": "convgrad",
+        "version": _version.__version__,
+        "extensions": sorted({*_EXTENSIONS, *extensions}),
+    }
+
+
+@cache
+def model_metadata(operation: str) -> ModelMetadata:
+    """The metadata of one operation."""
+    described = OPERATIONS[operation]
+    inputs, outputs = _example_tensors(described)
+    return ModelMetadata(operation, (VERSION,), PLATFORM, inputs, outputs)
+
+
+def model_config(operation: str) -> dict[str, Any]:
+    """The configuration as Triton writes it in JSON, with the fields that its clients read."""
+    metadata = model_metadata(operation)
+    return {
+        "name": operation,
+        "platform": "",
+        "backend": PLATFORM,
+        "runtime": "",
+        "version_policy": {"latest": {"num_versions": 1}},
+        # 0: shapes are the request's own, nothing is batched.
+        "max_batch_size": 0,
+        "input": [
+            {
+                **_config_tensor(tensor),
+                "format": "FORMAT_NONE",
+                "is_shape_tensor": False,
+                "allow_ragged_batch": False,
+                "optional": False,
+            }
+            for tensor in metadata.inputs
+        ],
+        "output": [
+            {**_config_tensor(tensor), "label_filename": "", "is_shape_tensor": False}
+            for tensor in metadata.outputs
+        ],
+        "batch_input": [],
+        "batch_output": [],
+        "instance_group": [],
+        "default_model_filename": "",
+        "cc_model_filenames": {},
+        "metric_tags": {},
+        "parameters": {},
+        "model_warmup": [],
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+def repository_index(*, ready: bool, reason: str = "") -> list[dict[str, str]]:
+    """All models with their state: one for all, since any device computes every operation."""
+    state = "READY" if ready else "UNAVAILABLE"
+    return [
+        {"name": name, "version": VERSION, "state": state, "reason": "" if ready else reason}
+        for name in OPERATIONS
+    ]
+
+
+def _config_tensor(tensor: TensorMetadata) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "data_type": f"TYPE_{tensor.datatype}",
+        "dims": list(tensor.shape),
+    }
+
+
+def _example_tensors(
+    operation: Operation,
+) -> tuple[tuple[TensorMetadata, ...], tuple[TensorMetadata, ...]]:
+    """Inputs and outputs as the operation's example, asked for all of its outputs, has them."""
+    fields: dict[str, Any] = dict(operation.example)
+    for name in operation.tensors:
+        if name in fields:
+            fields[name] = decode_tensor(fields[name], name=name)
+    fields.update(output_fields(operation, list(operation.outputs)))
+    problem = problem_from(operation.name, validate(operation.request, fields))
+    inputs = {
+        name: (DType.of(fields[name].dtype), fields[name].shape)
+        for name in operation.required_tensors
+    }
+    outputs = {name: (spec.dtype, spec.shape) for name, spec in problem.outputs.items()}
+    return _described(operation.required_tensors, inputs), _described(operation.outputs, outputs)
+
+
+def _described(
+    names: tuple[str, ...], tensors: Mapping[str, tuple[DType | None, tuple[int, ...]]]
+) -> tuple[TensorMetadata, ...]:
+    described = []
+    for name in names:
+        dtype, shape = tensors[name]
+        assert dtype is not None  # noqa: S101 - the codec makes no other arrays
+        described.append(TensorMetadata(name, protocol_name(dtype), (-1,) * len(shape)))
+    return tuple(described)

@@ -1,0 +1,119 @@
+"""The parameters of an inference: those that the protocol keeps to itself, and the operation's.
+
+The protocol's parameters are booleans, ints, floats and strings; what an operation takes beyond
+those (lists of ints, objects) is written as JSON text: ``"stride": "[2, 2]"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from convgrad.errors import MalformedRequest
+from convgrad.wire import strict_json
+from convgrad.wire.sentences import shown
+
+__all__ = ["Reserved", "parsed", "separated"]
+
+# No parameter is longer than a few hundred characters; the parser lets no other thread run.
+_MAX_TEXT = 64 * 1024
+_MAX_MICROSECONDS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What the protocol's own parameters ask for.
+
+    ``operation`` holds all others.
+    """
+
+    timeout_s: float | None = None
+    binary_data_output: bool = False
+    operation: Mapping[str, Any] = field(default_factory=dict)
+
+
+def separated(parameters: Mapping[str, Any]) -> Reserved:
+    """Take the protocol's own parameters out of a request's.
+
+    Those that steer sequences and priorities are checked and have no effect: every operation is a
+    pure function of its request, and requests are served in the order of their arrival.
+
+    Raises
+    ------
+    MalformedRequest
+        One of them has a value of the wrong type, or a key that is reserved means nothing.
+    """
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key in _RESERVED:
+            expected, accepts = _RESERVED[key]
+            if not accepts(value):
+                raise MalformedRequest(f"{key}: expected {expected}, got {shown(value)}")
+            own[key] = value
+        elif key.startswith("triton_"):
+            raise MalformedRequest(
+                f"the parameter {shown(key)} is reserved; of those that begin with triton_ this "
+                "server knows triton_enable_empty_final_response, in gRPC"
+            )
+        else:
+            others[key] = value
+    microseconds = own.get("timeout", 0)
+    return Reserved(
+        # As Triton has it, 0 means none.
+        timeout_s=microseconds / 1e6 if microseconds else None,
+        binary_data_output=own.get("binary_data_output", False),
+        operation=others,
+    )
+
+
+def parsed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The operation's parameters with JSON text turned into the lists and objects it stands for.
+
+    A string is JSON text if it begins with ``[`` or ``{``, as no name of a layout or format does.
+
+    Raises
+    ------
+    MalformedRequest
+        Such a text is no JSON, or a value is none of the protocol's.
+    """
+    return {name: _value(name, value) for name, value in parameters.items()}
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        if not value.startswith(("[", "{")):
+            return value
+        if len(value) > _MAX_TEXT:
+            raise MalformedRequest(f"{name}: {len(value):,} characters are no parameter's")
+        return strict_json.loads(value, f"the parameter {shown(name)}")
+    if isinstance(value, bool | int | float):
+        return value
+    raise MalformedRequest(
+        f"{name}: expected a bool, a number or a string, got {shown(value)}; a list is written as "
+        'JSON text, such as "[2, 2]"'
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_MICROSECONDS
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_COUNT, _BOOL = "an int >= 0", "true or false"
+_RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "timeout": ("an int >= 0, in microseconds", _is_count),
+    "priority": (_COUNT, _is_count),
+    "sequence_id": (
+        "an int >= 0 or a string",
+        lambda value: isinstance(value, str) or _is_count(value),
+    ),
+    "sequence_start": (_BOOL, _is_bool),
+    "sequence_end": (_BOOL, _is_bool),
+    "binary_data_output": (_BOOL, _is_bool),
+    "triton_enable_empty_final_response": (_BOOL, _is_bool),
+}
