@@ -52,6 +52,9 @@ compile-all: $(READY) ## compile every GPU kernel for every architecture; needs 
 
 check-deploy: $(READY) $(DEPLOY)/.ready ## build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@$(DEPLOY)/bin/hadolint Dockerfile
+	@rm -rf build/manifests && $(PY) -m tests.deploy.chart build/manifests
+	@# The monitor is no kind of Kubernetes itself, and has no schema there.
+	@$(DEPLOY)/bin/kubernetes-validate --strict $$(ls build/manifests/*.yaml | grep -v ServiceMonitor)
 	tests/deploy/build_image.sh build/image ACCELERATOR=cpu
 	@$(PY) -m pytest -m deploy tests/deploy --image build/image
 

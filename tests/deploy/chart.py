@@ -1,0 +1,90 @@
+"""The Helm chart, rendered without Helm or a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gotpl.exts.helm import HelmTemplateEngine
+
+__all__ = ["CHART", "VARIANTS", "rendered"]
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "convgrad"
+
+# Values that a user may set, such that every branch of every template is taken.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "cpu": {"gpu": {"enabled": False}, "replicas": 3, "image": {"tag": "1.2.3"}},
+    "everything": {
+        "image": {"repository": "images.example/convgrad", "tag": "7"},
+        "imagePullSecrets": [{"name": "pull"}],
+        "gpu": {"runtimeClassName": "nvidia", "resource": "nvidia.com/mig-1g.18gb"},
+        "settings": {"CONVGRAD_MAX_QUEUE": 16},
+        "service": {"annotations": {"a": "b"}},
+        "kernelCache": {"persistentVolumeClaim": "kernels"},
+        "autoscaling": {"enabled": True, "maxReplicas": 8},
+        "networkPolicy": {
+            "from": [{"namespaceSelector": {"matchLabels": {"team": "training"}}}],
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        },
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "serviceAccount": {"name": "gradients", "annotations": {"c": "d"}},
+        "podAnnotations": {"e": "f"},
+        "nodeSelector": {"gpu": "h200"},
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+            }
+        ],
+    },
+    "bare": {
+        "podDisruptionBudget": {"enabled": False},
+        "networkPolicy": {"enabled": False},
+        "serviceAccount": {"create": False},
+    },
+}
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """As Helm lays given values over a chart's own: objects by key, the rest replaced."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def rendered(values: Mapping[str, Any], release: str = "gradients") -> dict[str, Any]:
+    """The manifests by kind, each kind once."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    context = {
+        "Values": _merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
+        "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
+        "Release": {"Name": release, "Namespace": "default", "Service": "Helm"},
+    }
+    sources = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    engine = HelmTemplateEngine(sources, strict=True)
+    texts = engine.render({name: context for name in sources if not name.startswith("_")})
+    assert release in texts.pop("NOTES.txt")
+    documents = [doc for text in texts.values() for doc in yaml.safe_load_all(text) if doc]
+    kinds = [doc["kind"] for doc in documents]
+    assert len(set(kinds)) == len(kinds), kinds
+    return dict(zip(kinds, documents, strict=True))
+
+
+def main(folder: Path) -> None:
+    """Write every variant's manifests, a file each, for other programs to validate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant, values in VARIANTS.items():
+        for kind, manifest in rendered(values).items():
+            (folder / f"{variant}-{kind}.yaml").write_text(yaml.safe_dump(manifest))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
