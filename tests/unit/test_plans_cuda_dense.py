@@ -192,11 +192,29 @@ def test_padding_starts_where_the_channels_end() -> None:
     assert prepared.workspace == (Workspace("copy", 2 * 5 * 5 * 24 * 2),)
 
 
-def test_what_tensor_cores_would_round_goes_elsewhere() -> None:
+def test_true_float32_splits_its_factors_where_sums_are_long_enough() -> None:
     for direction in DIRECTIONS:
         family = DenseWeight() if direction == "bwd_weight" else DenseGather()
         exact = work_of(direction, dtype=DType.FLOAT32)
-        assert "TF32" in (family.why_not(exact, H200) or "")
+        assert family.why_not(exact, H200) is None
+        for work, split in ((exact, "1"), (work_of(direction, dtype=DType.BFLOAT16), "0")):
+            (launch,) = (
+                step
+                for step in family.launches(work, H200).steps
+                if isinstance(step, Launch) and step.instance.entry.startswith("dense")
+            )
+            assert dict(launch.instance.defines)["SPLIT"] == split
+        few = work_of(direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32)
+        assert "more exact" in (family.why_not(few, H200) or "")
+        high = work_of(
+            direction, batch=1, size=3, channels=(15, 15), dtype=DType.FLOAT32, precision="high"
+        )
+        assert family.why_not(high, H200) is None
+
+
+def test_what_tensor_cores_would_round_goes_elsewhere() -> None:
+    for direction in DIRECTIONS:
+        family = DenseWeight() if direction == "bwd_weight" else DenseGather()
         double = work_of(direction, dtype=DType.FLOAT64)
         assert "float64" in (family.why_not(double, H200) or "")
 

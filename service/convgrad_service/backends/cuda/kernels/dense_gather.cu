@@ -281,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   constexpr int kRowFragments = WM / 16, kColumnPairs = WN / 16;
   const int warp_row = warp / (BN / WN) * WM, warp_column = warp % (BN / WN) * WN;
   float sum[kRowFragments][kColumnPairs * 2][4] = {};
-  multiply<T, TileA, TileB, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments, kColumnPairs>(
+  multiply<T, TileA, TileB, SPLIT, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments,
+           kColumnPairs>(
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy);
 
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];

@@ -15,7 +15,7 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     prepare_activation,
     prepare_weight,
 )
-from convgrad_service.backends.cuda.kernels.dense_tiles import DenseTile
+from convgrad_service.backends.cuda.kernels.dense_tiles import DenseTile, few_terms, splits_factors
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -133,8 +133,8 @@ def divider(count: int) -> tuple[int, int]:
 
 
 class DenseGather:
-    """fwd and bwd_data where a group's channels fill tensor-core tiles: 16 bits, or float32 in TF32
-    (``precision: high``)."""
+    """fwd and bwd_data where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
+    (``precision: high``), or true float32 in three products of TF32."""
 
     name = "dense_gather"
 
@@ -154,14 +154,14 @@ class DenseGather:
         """
         if work.dtype is DType.FLOAT64:
             return "tensor cores that sum in float64 are not used"
-        if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less than the float32 that was asked for"
         if device.capability < (8, 0):
             return f"{device.name} is older than sm_80"
         read, written = _channels(work)
         grouped = work.groups > 1 and min(read, written) < self._least_grouped
         if grouped or read * written < self._least_product:
             return f"{read} to {written} channels a group would leave most of a tile"
+        if (reason := few_terms(work, read)) is not None:
+            return reason
         result = gather_sides(work)[1]
         if work.accumulate is not None and work.accumulate.strides != result.strides:
             return "accumulate does not lie as the result does"
@@ -281,21 +281,30 @@ class DenseGather:
         """See `Family.instances`."""
         return [
             _instance(tile, dtype, backward, wide)
-            for dtype in DTYPES
+            for dtype, tiles in (
+                *((dtype, TILES) for dtype in DTYPES),
+                (DType.FLOAT32, SPLIT_TILES),
+            )
             for backward in (False, True)
-            for tile, wide in (*((tile, False) for tile in TILES), (GENERAL, True))
+            for tile, wide in (*((tile, False) for tile in tiles), (tiles[-1], True))
         ]
 
 
-GENERAL = DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6)
-"""With the registers to spare that 64-bit offsets take."""
+# The last ones have the registers to spare that 64-bit offsets take.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=504e12, start_s=4.6e-6),
     DenseTile(64, 128, 32, 64, 128, 3, 3, flops=433e12, start_s=4.0e-6),
     DenseTile(256, 64, 64, 64, 64, 4, 2, copy_groups=2, flops=428e12, start_s=5.6e-6),
     DenseTile(64, 64, 32, 32, 128, 4, 3, flops=361e12, start_s=3.5e-6),
     DenseTile(256, 32, 64, 32, 64, 4, 2, flops=305e12, start_s=4.5e-6),
-    GENERAL,
+    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
+)
+# Of one depth, after which sums are added up, so that all give the same bits.
+SPLIT_TILES = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=150e12, start_s=5e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=120e12, start_s=4e-6, split=True),
+    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=110e12, start_s=4e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=150e12, start_s=4.5e-6, split=True),
 )
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -320,9 +329,10 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
         shared = shared_bytes(tile, axes, wide)
         return tile.expected_s(device, blocks, steps / blocks, shared)
 
+    tiles = SPLIT_TILES if splits_factors(work) else TILES
     if wide:
-        return GENERAL
-    fitting = [tile for tile in TILES if tile.fits(device, shared_bytes(tile, axes, wide))]
+        return tiles[-1]
+    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
     return min(fitting, key=expected_s)
 
 

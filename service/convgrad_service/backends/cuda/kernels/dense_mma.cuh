@@ -60,7 +60,8 @@ __device__ __forceinline__ u32 lane_offset(int first) {
 }
 
 // Fragments of one step for 16 rows (or columns), the `index`-th from where `from` points in a tile.
-template <class T, class Tile, bool kRowsFirst>
+// Float32 is rounded to TF32, unless it will be split.
+template <class T, class Tile, bool kRowsFirst, bool kSplit>
 __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
   if constexpr (!Tile::kAcross) {
     load_matrices(to, (from ^ step * 32) + index * 16 * Tile::kRowBytes);
@@ -78,16 +79,34 @@ __device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index,
                         (step * 8 + deeper * 4) * Tile::kRowBytes);
     }
   }
-  if constexpr (sizeof(T) == 4) {
+  if constexpr (sizeof(T) == 4 && !kSplit) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) to[j] = to_tf32(to[j]);
   }
 }
 
-template <class T, class Tile, int kCount>
+template <class T, class Tile, bool kSplit, int kCount>
 __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true>(to[i], from, i, step);
+  for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
+}
+
+// True float32 by tensor cores: each factor is the sum of two TF32 numbers, high + low, and
+//   a * b = a.high * b.high + a.high * b.low + a.low * b.high,
+// where what is left out, and what mma cuts off low, are 2^-21 of |a * b| at most. mma's sums are
+// added up in float32 after every tile's depth, as mma itself cuts off each of its sums.
+//
+// Low parts are NaN, and so is the sum, which is then taken again, for infinities, for what would
+// round to one, and where a low part may be too small for TF32.
+__device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
+  constexpr u32 kTooSmall = (127 - 102) << 23;  // 2^-102
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    high[i] = (words[i] + 0x1000) & ~0x1fffu;
+    low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
+    // Without the sign; 0 is above all.
+    if (words[i] * 2 - 1 < kTooSmall * 2 - 1) low[i] = 0x7fffffff;
+  }
 }
 
 // Whether some sum is not finite.
@@ -120,8 +139,8 @@ __device__ __forceinline__ void store_two(float* to, float first, float second) 
 //   prepare(tile)   once for each tile, in order, and for kStages - 1 more past the last;
 //   fetch(i)        what copy i needs from shared memory, some products ahead of it;
 //   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
-// All threads call them together.
-template <class T, class TileA, class TileB, int kSteps, int kStages, int kCopies, int kGroups,
+// All threads call them together. With kSplit, float32 factors are split, else rounded to TF32.
+template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStages, int kCopies, int kGroups,
           int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy>
 __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
                                          u32 ring, int tiles, int warp_row, int warp_column,
@@ -147,8 +166,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   u32 read = ring, write = ring + (kStages - 1) * kStageBytes;
   const u32 end = ring + kStages * kStageBytes;
   static_assert(kSteps % 2 == 0, "a tile starts with the first of the two");
-  load_a<T, TileA>(a[0], read + a_lane, 0);
-  load_fragment<T, TileB, false>(b[0], read + b_lane, 0, 0);
+  load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
+  load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
   // Copies go in groups: each group costs some waiting, and so do addresses all at once.
   constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
   constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
@@ -157,6 +176,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
     prepare(tile + kStages - 1);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) fetch(i);
+    float part[kRowFragments][kColumnPairs * 2][4] = {};
+    u32 a_high[kRowFragments][4], a_low[kRowFragments][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -166,8 +187,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
         const bool last_pair = pair == kColumnPairs - 1;
         const bool last_step = step == kSteps - 1;
         if (turn < kTurns - 1) {
-          if (pair == 0 && !last_step) load_a<T, TileA>(a[(step + 1) & 1], read + a_lane, step + 1);
-          load_fragment<T, TileB, false>(b[now ^ 1], read + b_lane, last_pair ? 0 : pair + 1,
+          if (pair == 0 && !last_step) load_a<T, TileA, kSplit>(a[(step + 1) & 1], read + a_lane, step + 1);
+          load_fragment<T, TileB, false, kSplit>(b[now ^ 1], read + b_lane, last_pair ? 0 : pair + 1,
                                          step + last_pair);
           if (turn % kApart == 0 && turn / kApart < kGroups) {
             const int first = turn / kApart * kGroup;
@@ -189,13 +210,50 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           __syncthreads();
           read += kStageBytes;
           if (read == end) read = ring;
-          load_a<T, TileA>(a[0], read + a_lane, 0);
-          load_fragment<T, TileB, false>(b[0], read + b_lane, 0, 0);
+          load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
+          load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
+        if constexpr (kSplit) {
+          if (pair == 0) {
 #pragma unroll
-        for (int i = 0; i < kRowFragments; ++i) {
-          mma<T>(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
-          mma<T>(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
+            for (int i = 0; i < kRowFragments; ++i) {
+              split(a[step & 1][i], a_high[i], a_low[i]);
+            }
+          }
+          u32 b_high[4], b_low[4];
+          split(b[now], b_high, b_low);
+          // The small products first, and no two of one sum one after another.
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_low[i], b_high[0], b_high[1]);
+            mma<T>(part[i][pair * 2 + 1], a_low[i], b_high[2], b_high[3]);
+          }
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_high[i], b_low[0], b_low[1]);
+            mma<T>(part[i][pair * 2 + 1], a_high[i], b_low[2], b_low[3]);
+          }
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_high[i], b_high[0], b_high[1]);
+            mma<T>(part[i][pair * 2 + 1], a_high[i], b_high[2], b_high[3]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
+            mma<T>(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
+          }
+        }
+      }
+    }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int i = 0; i < kRowFragments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnPairs * 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][j][e] += part[i][j][e];
         }
       }
     }

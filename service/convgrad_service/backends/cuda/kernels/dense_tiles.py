@@ -8,10 +8,13 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["LAUNCH_S", "DenseTile"]
+__all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
 
 LAUNCH_S = 3e-6
+# Split factors err by 2^-21 of each product, float32 sums by 2^-24 for each of their terms.
+_LEAST_TERMS = 16
 # What a multiprocessor does with one block where two would fit, and with one or two of three.
 _ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
 # The multiprocessors, and the shared memory of each, that the rates below were measured with.
@@ -26,7 +29,8 @@ class DenseTile:
 
     ``flops`` a second in 16 bits (half of it in TF32) that all of an H200 does in such tiles, and
     ``start_s``, what a block takes beside its steps, were fitted to tests/perf's dense layers
-    there; they serve to choose, on any device.
+    there; they serve to choose, on any device. ``split`` is for true float32 by tensor cores, three
+    products in place of one.
     """
 
     m: int
@@ -39,6 +43,7 @@ class DenseTile:
     copy_groups: int = 1
     flops: float = 300e12
     start_s: float = 5e-6
+    split: bool = False
 
     @property
     def threads(self) -> int:
@@ -65,6 +70,7 @@ class DenseTile:
             ("STAGES", str(self.stages)),
             ("BLOCKS", str(self.blocks)),
             ("GROUPS", str(self.copy_groups)),
+            ("SPLIT", str(int(self.split))),
         )
 
     def fits(self, device: CudaDevice, shared_bytes: int) -> bool:
@@ -93,3 +99,16 @@ class DenseTile:
         full, rest = divmod(blocks, device.multiprocessors * together)
         last = shares[ceil_div(rest, device.multiprocessors) - 1] if rest else 0.0
         return (full * wave + last) * block_s
+
+
+def splits_factors(work: ConvWork) -> bool:
+    """Whether each product takes three, of factors split in two: true float32."""
+    return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def few_terms(work: ConvWork, terms: int) -> str | None:
+    """Why factors are not split where no sum has more than so many products; None where they are,
+    or need not be."""
+    if not splits_factors(work) or terms >= _LEAST_TERMS:
+        return None
+    return f"float32's own sums of {terms} products may be more exact than those of split factors"

@@ -13,7 +13,12 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     Prepared,
     prepare_activation,
 )
-from convgrad_service.backends.cuda.kernels.dense_tiles import LAUNCH_S, DenseTile
+from convgrad_service.backends.cuda.kernels.dense_tiles import (
+    LAUNCH_S,
+    DenseTile,
+    few_terms,
+    splits_factors,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, linear_grid
 from convgrad_service.backends.cuda.kernels.split_sum import split_sum, split_sum_instances
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -74,8 +79,8 @@ class FlatSumArgs(ctypes.Structure):
 
 
 class DenseWeight:
-    """bwd_weight where a group's channels fill tensor-core tiles: 16 bits, or float32 in TF32
-    (``precision: high``)."""
+    """bwd_weight where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
+    (``precision: high``), or true float32 in three products of TF32."""
 
     name = "dense_weight"
 
@@ -91,8 +96,6 @@ class DenseWeight:
         """See `Family.why_not`; judged by channels and kernel, as `DenseGather` is."""
         if work.dtype is DType.FLOAT64:
             return "tensor cores that sum in float64 are not used"
-        if work.dtype is DType.FLOAT32 and work.precision != "high":
-            return "TF32 is less than the float32 that was asked for"
         if device.capability < (8, 0):
             return f"{device.name} is older than sm_80"
         least = min(work.in_channels, work.out_channels)
@@ -102,6 +105,8 @@ class DenseWeight:
                 f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
                 "group would leave most of a tile"
             )
+        if (reason := few_terms(work, _least_terms(work))) is not None:
+            return reason
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
         if work.groups > MAX_GRID_YZ:
@@ -183,9 +188,9 @@ class DenseWeight:
         return [
             *(
                 _instance(tile, dtype, wide)
-                for dtype in DTYPES
+                for dtype, split in (*((dtype, False) for dtype in DTYPES), (DType.FLOAT32, True))
                 for wide in (False, True)
-                for tile in _tiles_of(dtype, wide)
+                for tile in _tiles_of(dtype, split, wide)
             ),
             *map(_sum_instance, DTYPES),
             *split_sum_instances(),
@@ -220,8 +225,7 @@ def _sum_instance(dtype: DType) -> Instance:
     return Instance("flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
 
 
-GENERAL = DenseTile(128, 128, 64, 64, 64, 4, 2, flops=380e12, start_s=3.1e-6)
-"""With the registers to spare that 64-bit offsets take."""
+# The last ones have the registers to spare that 64-bit offsets take.
 TILES = (
     DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=3.1e-6),
     DenseTile(128, 256, 64, 64, 128, 3, 1, flops=446e12, start_s=5.1e-6),
@@ -229,7 +233,13 @@ TILES = (
     DenseTile(64, 256, 64, 64, 64, 4, 2, flops=340e12, start_s=2.8e-6),
     DenseTile(64, 64, 32, 32, 128, 4, 3, flops=262e12, start_s=5.5e-6),
     DenseTile(32, 128, 32, 32, 128, 4, 3, flops=205e12, start_s=7.2e-6),
-    GENERAL,
+    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=380e12, start_s=3.1e-6),
+)
+SPLIT_TILES = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=150e12, start_s=5e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=120e12, start_s=4e-6, split=True),
+    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=110e12, start_s=4e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=150e12, start_s=4.5e-6, split=True),
 )
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # A split has at least so many steps, and partial sums take at most so much, unless asked for more.
@@ -241,11 +251,12 @@ COPY_BYTES_PER_S = 3e12
 NOTING_S = 0.14e-6
 
 
-def _tiles_of(dtype: DType, wide: bool) -> Sequence[DenseTile]:
+def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
     """Those whose products leave no register over."""
+    tiles = SPLIT_TILES if split else TILES
     if wide:
-        return (GENERAL,)
-    return [tile for tile in TILES if dtype is not DType.FLOAT32 or tile != TILES[0]]
+        return tiles[-1:]
+    return [tile for tile in tiles if dtype is not DType.FLOAT32 or tile != TILES[0]]
 
 
 def weight_tile(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[DenseTile, int]:
@@ -256,7 +267,7 @@ def weight_tile(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[DenseTi
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
     options = []
-    for tile in _tiles_of(work.dtype, wide):
+    for tile in _tiles_of(work.dtype, splits_factors(work), wide):
         shared = _shared_bytes(work, tile, wide)
         if not tile.fits(device, shared):
             continue
@@ -334,6 +345,20 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
     around = max(1, tile.threads // depth)
     batch = ceil_div(tile.stages - 1, around) * around
     return tile.ring_bytes + SPAN_BYTES + taps * shift + (1 + taps) * 2 * batch * depth * offset
+
+
+def _least_terms(work: ConvWork) -> int:
+    """The fewest products that one result sums, where it sums any."""
+
+    def meets(dim: int, tap: int) -> int:
+        """How many outputs a tap meets along one dimension."""
+        first = tap * work.dilation[dim] - work.pad[dim]
+        low = max(0, ceil_div(-first, work.stride[dim]))
+        high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
+        return max(0, high - low)
+
+    met = ([meets(dim, tap) for tap in range(work.kernel[dim])] for dim in range(3))
+    return work.batch * prod(min(filter(None, counts), default=0) for counts in met)
 
 
 def _partial_bytes(work: ConvWork) -> int:
