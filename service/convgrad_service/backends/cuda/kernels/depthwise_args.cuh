@@ -8,6 +8,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "kept.cuh"
 #include "tensor_core.cuh"
 #include "vectors.cuh"
 
@@ -66,13 +67,6 @@ struct DepthwiseWeightArgs {
 
 constexpr int kChunkBytes = 16;
 
-// The same value, but one that the compiler must keep and cannot compute again in a loop, which
-// takes it many instructions.
-__device__ __forceinline__ int kept_value(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // Until all groups of copies but the last kLater are there, for the whole warp.
 template <int kLater>
 __device__ __forceinline__ void wait_for_copies() {
@@ -106,8 +100,7 @@ struct RowCopier {
       const int column = left + chunk * kChunk / kChannels;
       const int c = channel + chunk * kChunk % kChannels;
       const bool there = chunk < kChunks && column >= 0 && column < columns && c < channels;
-      next[i] = image + (row * stride[1] + (there ? column * stride[2] + c : 0));
-      asm volatile("" : "+l"(next[i]));
+      next[i] = kept_pointer(image + (row * stride[1] + (there ? column * stride[2] + c : 0)));
       inside |= static_cast<u32>(there) << i;
     }
     inside = kept_value(inside);

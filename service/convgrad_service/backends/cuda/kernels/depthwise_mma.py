@@ -1,0 +1,227 @@
+"""Depthwise convolutions on tensor cores, forward and in the input: ``depthwise_mma.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.depthwise_strips import (
+    DTYPES,
+    STRIP_COLUMNS,
+    TILE_STRIPS,
+    Strips,
+    StripTiling,
+    line_bytes,
+    plane_bytes,
+    resident_blocks,
+    rows_of_chunks,
+    why_not_strips,
+)
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
+    with 2 channels each, rows in flight, and the blocks that a multiprocessor is to hold.
+
+    ``start`` is what a block takes beside its rows, in rows.
+    """
+
+    kernel_rows: int
+    stride: int
+    backward: bool
+    units: int
+    warps: int = 8
+    stages: int = 4
+    blocks: int = 2
+    start: int = 8
+
+
+# The first that takes a kernel is used. The backward of stride 1 is a forward, the kernel flipped.
+MMA_TILES = (
+    MmaTile(3, 1, False, 2),
+    MmaTile(5, 1, False, 2),
+    MmaTile(7, 1, False, 2),
+    MmaTile(13, 1, False, 3, blocks=1),
+    MmaTile(3, 2, False, 3),
+    MmaTile(5, 2, False, 3),
+    MmaTile(7, 2, False, 3),
+    MmaTile(3, 2, True, 2),
+    MmaTile(5, 2, True, 2, blocks=1),
+)
+
+
+class DepthwiseMmaArgs(ctypes.Structure):
+    """See ``depthwise_mma.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y")),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel")),
+        ("flipped", ctypes.c_int32),
+        ("tiling", StripTiling),
+    )
+
+
+class DepthwiseMma:
+    """fwd and bwd_data of 16-bit types, one channel a group, channels last."""
+
+    name = "depthwise_mma"
+
+    def __init__(self, tiles: tuple[MmaTile, ...] = MMA_TILES) -> None:
+        self._tiles = tiles
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_plane(work)
+        if reason is not None:
+            return reason
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        reason = why_not_strips(plane, work.dtype)
+        if reason is not None:
+            return reason
+        if not work.epilogue_free:
+            return "something is done with the sums"
+        tile = self._tile(work, plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        launch = self.launch(work, device, plane, tile)
+        if launch.shared_bytes > device.shared_bytes_per_block:
+            return (
+                f"a block needs {launch.shared_bytes} bytes of shared memory and there are "
+                f"{device.shared_bytes_per_block}"
+            )
+        if launch.grid[0] > MAX_BLOCKS:
+            return f"{launch.grid[0]} blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(work, plane)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+
+    def launch(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: MmaTile,
+        chunk: int | None = None,
+    ) -> Launch:
+        """With this tile, and chunks of so many rows (backward, times the stride)."""
+        backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
+        source, result = gather_sides(work)
+        sizes = plane.output, plane.input
+        x_size, y_size = sizes if backward else sizes[::-1]
+        rows, columns = y_size
+        flipped = backward and not tile.backward
+        if flipped:
+            pad = plane.kernel[0] - 1 - pad[0], plane.kernel[1] - 1 - pad[1]
+        if tile.backward:
+            # From the last multiple of the stride up to the padding, in units of the stride.
+            rows, columns = (
+                ceil_div(extent + before, stride) - before // stride
+                for extent, before in zip(y_size, pad, strict=True)
+            )
+        apart = 1 if tile.backward else stride
+        strips = Strips(plane.batch, ceil_div(columns, STRIP_COLUMNS), apart, tile.units)
+        channels = tile.warps * 2
+        channel_tiles = ceil_div(work.groups, channels)
+        shared_bytes = _shared_bytes(tile, strips.slots)
+        items = strips.tiles * channel_tiles
+        if chunk is None:
+            reach = ceil_div(tile.kernel_rows, stride) - 1
+            resident = resident_blocks(device, shared_bytes, tile.blocks)
+            chunk = rows_of_chunks(rows, reach, items, resident, tile.start)
+        chunks = ceil_div(rows, chunk)
+
+        args = DepthwiseMmaArgs()
+        args.x_stride[:], args.y_stride[:] = plane.strides(source), plane.strides(result)
+        args.w_stride[:] = plane.weight_strides(work.w)
+        args.batch, args.channels = plane.batch, work.groups
+        args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
+        args.kernel[:], args.flipped = plane.kernel, flipped
+        args.tiling = StripTiling(
+            strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
+        )
+        return Launch(
+            _instance(work.dtype, tile),
+            (items * chunks, 1, 1),
+            (tile.warps * 32, 1, 1),
+            pack(args, x=source, w=work.w, y=result),
+            shared_bytes,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
+
+    def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
+        """The first that holds the kernel."""
+        backward = work.direction == "bwd_data" and plane.stride > 1
+        rows, columns = plane.kernel
+        for tile in self._tiles:
+            if backward:
+                read = STRIP_COLUMNS + (columns - 1) // plane.stride
+            else:
+                read = (STRIP_COLUMNS - 1) * plane.stride + columns
+            if (
+                (tile.backward, tile.stride) == (backward, plane.stride)
+                and rows <= tile.kernel_rows
+                and read <= tile.units * STRIP_COLUMNS
+            ):
+                return tile
+        return None
+
+
+def _shared_bytes(tile: MmaTile, slots: int) -> int:
+    channels = tile.warps * 2
+    phases = tile.stride if tile.backward else 1
+    results = phases * phases * channels * (TILE_STRIPS + 1) * 16
+    rows = tile.stages * plane_bytes(slots, channels)
+    # Pairs of taps: their places along the reduction, times the columns of a result.
+    last = tile.units * STRIP_COLUMNS - 2
+    pairs = last + 1 + (STRIP_COLUMNS - 1) * tile.stride
+    if tile.backward:
+        pairs = (STRIP_COLUMNS + last) * tile.stride
+    taps = channels * tile.kernel_rows * pairs * 4
+    return rows + max(2 * line_bytes(slots, channels) + 2 * results, taps)
+
+
+def _instance(dtype: DType, tile: MmaTile) -> Instance:
+    apart = 1 if tile.backward else tile.stride
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL_H": tile.kernel_rows,
+        "STRIDE": tile.stride,
+        "BACKWARD": int(tile.backward),
+        "UNITS": tile.units,
+        "WARPS": tile.warps,
+        "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
+        # Of 16 units each: strips that share none need the most.
+        "COPIES": max(tile.units, apart),
+    }
+    return Instance(
+        "depthwise_mma.cu",
+        "depthwise_mma",
+        tuple((name, str(value)) for name, value in defines.items()),
+    )

@@ -1,0 +1,100 @@
+"""Strips of columns over images, for depthwise tensor-core kernels: ``depthwise_strips.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+
+__all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
+__all__ += ["plane_bytes", "resident_blocks", "rows_of_chunks", "why_not_strips"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+STRIP_COLUMNS = 8
+TILE_STRIPS = 16
+
+
+class StripTiling(ctypes.Structure):
+    """See ``depthwise_strips.cuh``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("strips", "units", "slots", "tiles", "chunks", "rows", "channel_tiles")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """The strips of a batch of images.
+
+    ``count`` side by side in each, ``apart`` units of the source from one to the next; each reads
+    ``reads`` units.
+    """
+
+    batch: int
+    count: int
+    apart: int
+    reads: int
+
+    @property
+    def units(self) -> int:
+        """Of an image."""
+        return (self.count - 1) * self.apart + self.reads
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.batch * self.count, TILE_STRIPS)
+
+    @property
+    def slots(self) -> int:
+        """Units that a tile needs at most, in whole matrices of 4."""
+        most = 0
+        for tile in range(min(self.tiles, self.count)):
+            first = tile * TILE_STRIPS % self.count
+            images, last = divmod(first + TILE_STRIPS - 1, self.count)
+            most = max(most, images * self.units + (last - first) * self.apart + self.reads)
+        return ceil_div(most, 4) * 4
+
+
+def why_not_strips(plane: Plane, dtype: DType) -> str | None:
+    """What no tensor-core kernel of strips takes."""
+    if dtype not in DTYPES:
+        return f"{dtype}"
+    if plane.axes[1] is None:
+        return "one dimension, whose strips depend on where it is cut in pieces"
+    return None
+
+
+def plane_bytes(slots: int, channels: int) -> int:
+    """A row of a block's channels, as it is copied."""
+    return slots * STRIP_COLUMNS * channels * 2
+
+
+def line_bytes(slots: int, channels: int) -> int:
+    """The same row, turned around."""
+    return channels * (slots + (4 if slots % 8 == 0 else 0)) * 16
+
+
+def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
+    """Blocks that run at once where ``blocks`` fit in a multiprocessor's registers."""
+    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
+    return device.multiprocessors * max(1, min(blocks, fitting))
+
+
+def rows_of_chunks(rows: int, reach: int, items: int, resident: int, start: int) -> int:
+    """Rows of a chunk, such that all blocks are done soonest.
+
+    A block takes its rows, ``reach`` that it reads beside, and a ``start`` in rows; each chunk
+    takes ``items`` blocks, and ``resident`` run at once.
+    """
+    best = min(
+        range(1, rows + 1),
+        key=lambda chunks: (
+            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
+        ),
+    )
+    return ceil_div(rows, best)

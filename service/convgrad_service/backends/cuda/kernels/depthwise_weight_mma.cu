@@ -1,0 +1,312 @@
+// The gradient of a depthwise convolution's weight, of channels-last 16-bit tensors on tensor cores.
+//
+// w[c, r, s] = sum over (n, p, q) of
+//              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
+// then alpha and beta*accumulate, and one rounding.
+// GEMM view, for one channel, one row of the kernel and one row of y: K = 16 strips
+// (depthwise_strips.cuh), N = the 8 columns of a strip of y, M = the 16 columns of x from where the
+// strip's window starts (for stride 2, the even and the odd ones). What lies on a diagonal belongs to
+// one tap; there are at most 8 diagonals, so of two elements 8 rows apart only one is wanted.
+// A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are cut into
+// parts.
+// A warp owns 2 channels of the block's items, tiles of strips and chunks of rows, and walks down the
+// rows of x; the rows of y that meet them wait in a ring of registers. In one step, between two
+// barriers, the block multiplies a row, turns the next one, and starts a copy of a later one.
+// Grid: blocks * channel tiles * parts of the kernel.
+// Shared memory: STAGES rows of x and of y in planes, two of each in lines, and the sums of every
+// FLUSH rows, since tensor cores do not round but cut.
+// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums up, in
+// order.
+// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
+// and partials with more than one block.
+// Padding and diagonals that are not wanted meet elements that may be Inf; a sum that is not finite
+// is computed again from the pairs that exist.
+#include "depthwise_strips.cuh"
+
+namespace convgrad {
+
+struct DepthwiseWeightMmaArgs {
+  const void* x;           // the input
+  const void* y;           // grad_output
+  void* w;                 // grad_weight
+  const void* accumulate;  // like w, or null
+  float* partials;         // [part of the kernel][tile of channels][block][tap][channel]
+  unsigned* arrived;       // one for each part and tile, 0 before and after
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 y_stride[3];
+  i64 w_stride[3];  // C R S
+  i64 accumulate_stride[3];
+  double alpha;
+  double beta;
+  int batch;
+  int channels;
+  int x_size[2];
+  int y_size[2];
+  int pad[2];
+  int kernel[2];
+  int part[2];  // of the kernel, at most
+  int parts_across;
+  int blocks;  // of a part and tile of channels
+  StripTiling tiling;
+};
+
+}  // namespace convgrad
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using R = RESULT;
+
+constexpr int kThreads = WARPS * 32;
+constexpr int kChannels = WARPS * 2;
+constexpr int kOctets = kChannels / 8;
+constexpr int kRing = (KERNEL_H + STRIDE - 1) / STRIDE;
+constexpr int kTurn = kRing * STRIDE;
+using CopierX = UnitCopier<T, kOctets, COPIES, kThreads, STRIDE>;
+using CopierY = UnitCopier<T, kOctets, 1, kThreads, 1>;
+using LinesX = Turner<kOctets, WARPS, COPIES * kTileStrips>;
+using LinesY = Turner<kOctets, WARPS, kTileStrips>;
+constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
+// A lane's sums: for both channels, of each two columns of y.
+constexpr int kWarpSums = KERNEL_H * STRIDE * 2 * 2;
+
+// A tap's sum over the items of `block`, from the pairs that exist.
+__device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int block, int c, int r,
+                                    int s) {
+  const T* const x = static_cast<const T*>(args.x) + c;
+  const T* const y = static_cast<const T*>(args.y) + c;
+  const StripTiling& tiling = args.tiling;
+  const int items = tiling.tiles * tiling.chunks;
+  float sum = 0;
+  for (int item = block; item < items; item += args.blocks) {
+    const TileAt tile = tile_at(tiling, item);
+    const int first = tile.chunk * tiling.rows;
+    for (int strip = 0; strip < kTileStrips; ++strip) {
+      const StripAt at = strip_at<1>(tiling, tile, strip, tiling.strips);
+      if (at.n >= args.batch) break;
+      const int left = at.strip * kStripColumns;
+      for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
+        for (int q = left; q < min(left + kStripColumns, args.y_size[1]); ++q) {
+          const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
+          if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
+          sum += widen(x[at.n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
+                 widen(y[at.n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+__device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
+  const R* accumulate = static_cast<const R*>(args.accumulate);
+  if (accumulate != nullptr) {
+    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
+                  s * args.accumulate_stride[2];
+  }
+  const R* const no_bias = nullptr;
+  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
+                         accumulate, no_bias, kNone);
+  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
+      narrow<R>(sum);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    depthwise_weight_mma(const __grid_constant__ DepthwiseWeightMmaArgs args) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ bool last;
+  const StripTiling& tiling = args.tiling;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int pitch_x = line_pitch(tiling.slots), pitch_y = line_pitch(kTileStrips);
+  const int stage_x = tiling.slots * kStripColumns * kOctets * 16, stage = stage_x + kStageY;
+  const int row_x = kChannels * pitch_x, row = row_x + kChannels * pitch_y;
+  const int lines = STAGES * stage;
+  float* const sums = reinterpret_cast<float*>(shared + lines + 2 * row);
+  float* const own_sums = sums + warp * kWarpSums * 32 + lane;
+
+  const int channel_tile = blockIdx.x % tiling.channel_tiles;
+  const int blocks = args.blocks, block = blockIdx.x / tiling.channel_tiles % blocks;
+  const int kernel_part = blockIdx.x / tiling.channel_tiles / blocks;
+  const int first_r = kernel_part / args.parts_across * args.part[0];
+  const int first_s = kernel_part % args.parts_across * args.part[1];
+  const int first_channel = channel_tile * kChannels;
+  const int items = tiling.tiles * tiling.chunks;
+  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+  const LinesX turn_x(tiling.slots, pitch_x);
+  const LinesY turn_y(kTileStrips, pitch_y);
+#pragma unroll
+  for (int i = 0; i < kWarpSums; ++i) own_sums[i * 32] = 0;
+
+  // y's matrices: strips 0 to 7, then 8 to 15, of one channel and then of the other.
+  const int own_y = kept_value(row_x + (warp * 2 + lane / 16) * pitch_y + lane % 16 * 16);
+  float products[2][KERNEL_H][STRIDE][4] = {};
+  u32 ring[2][kRing][2];
+
+  for (int item = block; item < items; item += blocks) {
+    const TileAt tile = tile_at(tiling, item);
+    const int first_row = tile.chunk * tiling.rows;
+    const int top = first_row * STRIDE - args.pad[0] + first_r;
+    const int end = strip_at<STRIDE>(tiling, tile, kTileStrips - 1, tiling.units).slot + 2 * STRIDE;
+    const int slot =
+        strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
+    // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
+    const int own_x = kept_value(warp * 2 * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
+    CopierX x(shared_address(shared), static_cast<const T*>(args.x), args.x_stride, args.batch,
+              tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
+              first_s - args.pad[1], args.x_size[1], first_channel, args.channels);
+    CopierY y(shared_address(shared) + stage_x, static_cast<const T*>(args.y), args.y_stride,
+              args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
+              min(args.y_size[0], first_row + tiling.rows), 0, args.y_size[1], first_channel,
+              args.channels);
+    const auto fetch = [&](int step) {
+      if (step < steps) {
+        x.copy(step % STAGES * stage, top + step);
+        if (STRIDE == 1 || step % STRIDE == 0) {
+          y.copy(step % STAGES * stage, first_row + step / STRIDE);
+        }
+      }
+      commit_copies();
+    };
+    const auto turn_row = [&](int step) {
+      const int from = step % STAGES * stage, to = lines + (step & 1) * row;
+      turn_x.turn(shared, from, to);
+      if (STRIDE == 1 || step % STRIDE == 0) turn_y.turn(shared, from + stage_x, to + row_x);
+    };
+    __syncthreads();  // the item before is not read any more
+#pragma unroll
+    for (int stages = 0; stages < STAGES; ++stages) fetch(stages);
+    wait_copies<STAGES - 1>();
+    __syncthreads();
+    turn_row(0);
+#pragma unroll
+    for (int channel = 0; channel < 2; ++channel) {
+#pragma unroll
+      for (int i = 0; i < kRing; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
+    }
+    int since = 0;  // rows since the products were added up
+    for (int turn = 0; turn < steps; turn += kTurn) {
+#pragma unroll
+      for (int j = 0; j < kTurn; ++j) {
+        const int step = turn + j;
+        if (step < steps) {
+          wait_copies<STAGES - 2>();
+          __syncthreads();
+          fetch(step + STAGES);
+          if (step + 1 < steps) turn_row(step + 1);
+          const u32 from = shared_address(shared) + lines + (step & 1) * row;
+          if (j % STRIDE == 0) {
+            u32 both[4];
+            load_matrices_transposed(both, from + own_y);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ring[i / 2][j / STRIDE][i % 2] = both[i];
+          }
+          const int h = top + step;
+          if (h >= 0 && h < args.x_size[0]) {
+#pragma unroll
+            for (int parity = 0; parity < STRIDE; ++parity) {
+              u32 columns[2][4];
+#pragma unroll
+              for (int channel = 0; channel < 2; ++channel) {
+                load_matrices_transposed(columns[channel],
+                                         from + own_x + channel * pitch_x + parity * 16);
+              }
+#pragma unroll
+              for (int r = 0; r < KERNEL_H; ++r) {
+                if (wrapped(j - r, STRIDE) != 0) continue;
+                const int at = wrapped(j - r, kTurn) / STRIDE;
+#pragma unroll
+                for (int channel = 0; channel < 2; ++channel) {
+                  mma<T>(products[channel][r][parity], columns[channel], ring[channel][at][0],
+                         ring[channel][at][1]);
+                }
+              }
+            }
+          }
+        }
+      }
+      since += kTurn;
+      if (since < FLUSH && turn + kTurn < steps) continue;
+      since = 0;
+#pragma unroll
+      for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+        for (int parity = 0; parity < STRIDE; ++parity) {
+#pragma unroll
+          for (int channel = 0; channel < 2; ++channel) {
+            float(&product)[4] = products[channel][r][parity];
+            float* const to = own_sums + ((r * STRIDE + parity) * 2 + channel) * 2 * 32;
+            // Column 2t of y, and 2t + 1: the diagonal from 0 to 7 that row g or g + 8 is on.
+            to[0] += g >= 2 * t ? product[0] : product[2];
+            to[32] += g >= 2 * t + 1 ? product[1] : product[3];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) product[i] = 0;
+          }
+        }
+      }
+    }
+  }
+
+  // The block's sums of each tap, in the order of y's columns.
+  __syncthreads();
+  const int tap_columns = min(args.part[1], args.kernel[1] - first_s);
+  const int part = min(args.part[0], args.kernel[0] - first_r) * tap_columns * kChannels;
+  const int column_of_work = kernel_part * tiling.channel_tiles + channel_tile;
+  float* const partials = args.partials + static_cast<i64>(column_of_work) * blocks *
+                                              (args.part[0] * args.part[1] * kChannels);
+  const bool alone = blocks == 1;
+  for (int i = threadIdx.x; i < part; i += kThreads) {
+    const int tap = i / kChannels, channel = i % kChannels, c = first_channel + channel;
+    const int r = tap / tap_columns, s = tap % tap_columns;
+    const float* const from =
+        sums + (channel / 2 * kWarpSums + ((r * STRIDE + s % STRIDE) * 2 + channel % 2) * 2) * 32;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int diagonal = s / STRIDE + j;
+      sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
+    }
+    if (!is_finite(sum) && c < args.channels) sum = exact(args, block, c, first_r + r, first_s + s);
+    if (!alone) {
+      partials[static_cast<i64>(block) * part + i] = sum;
+    } else if (c < args.channels) {
+      put(args, c, first_r + r, first_s + s, sum);
+    }
+  }
+  if (alone) return;
+
+  // The channel tile's blocks, by the last of them, in an order that depends on their number alone:
+  // every share-th by one thread, then the shares.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicInc(args.arrived + column_of_work, blocks - 1) == blocks - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int quads = part / 4, shares = max(1, kThreads / quads);
+  for (int i = threadIdx.x; i < quads * shares; i += kThreads) {
+    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
+    float sum[4] = {};
+#pragma unroll 8
+    for (int other = i / quads; other < blocks; other += shares) {
+      const float4 part_sum = __ldcg(from + static_cast<i64>(other) * quads);
+      sum[0] += part_sum.x, sum[1] += part_sum.y, sum[2] += part_sum.z, sum[3] += part_sum.w;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) sums[i * 4 + k] = sum[k];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < part; i += kThreads) {
+    const int tap = i / kChannels, c = first_channel + i % kChannels;
+    float sum = 0;
+    for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
+    if (c >= args.channels) continue;
+    put(args, c, first_r + tap / tap_columns, first_s + tap % tap_columns, sum);
+  }
+}

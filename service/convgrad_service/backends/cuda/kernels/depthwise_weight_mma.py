@@ -1,0 +1,242 @@
+"""The gradient of a depthwise convolution's weight on tensor cores: ``depthwise_weight_mma.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.depthwise_strips import (
+    DTYPES,
+    STRIP_COLUMNS,
+    TILE_STRIPS,
+    Strips,
+    StripTiling,
+    line_bytes,
+    plane_bytes,
+    resident_blocks,
+    rows_of_chunks,
+    why_not_strips,
+)
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import (
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
+
+# Diagonals of a product that are told apart.
+DIAGONALS = 8
+# Rows, of 16 terms each, after which products are added up in float32.
+FLUSH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMmaTile:
+    """The most kernel rows, the stride, warps of a block with 2 channels each, rows in flight, and
+    the blocks that a multiprocessor is to hold.
+
+    ``start`` is what an item takes beside its rows, in rows.
+    """
+
+    kernel_rows: int
+    stride: int
+    warps: int = 8
+    stages: int = 4
+    blocks: int = 2
+    start: int = 6
+
+
+# By stride, and rows: larger kernels are cut into parts.
+WEIGHT_MMA_TILES = (
+    WeightMmaTile(3, 1),
+    WeightMmaTile(5, 1),
+    WeightMmaTile(7, 1),
+    WeightMmaTile(3, 2),
+)
+
+
+class DepthwiseWeightMmaArgs(ctypes.Structure):
+    """See ``depthwise_weight_mma.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "part")),
+        ("parts_across", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("tiling", StripTiling),
+    )
+
+
+class DepthwiseWeightMma:
+    """bwd_weight of 16-bit types, one channel a group, channels last."""
+
+    name = "depthwise_weight_mma"
+
+    def __init__(self, tiles: tuple[WeightMmaTile, ...] = WEIGHT_MMA_TILES) -> None:
+        self._tiles = tiles
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_plane(work)
+        if reason is not None:
+            return reason
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        reason = why_not_strips(plane, work.dtype)
+        if reason is not None:
+            return reason
+        tile = self._tile(plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        needed = _shared_bytes(tile, _strips(plane).slots)
+        if needed > device.shared_bytes_per_block:
+            return (
+                f"a block needs {needed} bytes of shared memory and there are "
+                f"{device.shared_bytes_per_block}"
+            )
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(plane)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return self.fragment(work, device, plane, tile)
+
+    def fragment(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: WeightMmaTile,
+        chunk: int | None = None,
+    ) -> Fragment:
+        """With this tile, and chunks of so many rows."""
+        strips = _strips(plane)
+        channels = tile.warps * 2
+        channel_tiles = ceil_div(work.groups, channels)
+        shared_bytes = _shared_bytes(tile, strips.slots)
+        # The kernel in parts of about the same size.
+        down = ceil_div(plane.kernel[0], tile.kernel_rows)
+        across = ceil_div(plane.kernel[1], DIAGONALS * tile.stride)
+        part = ceil_div(plane.kernel[0], down), ceil_div(plane.kernel[1], across)
+        columns = channel_tiles * down * across
+        resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
+        if chunk is None:
+            reach = ceil_div(tile.kernel_rows, plane.stride) - 1
+            chunk = rows_of_chunks(plane.output[0], reach, strips.tiles, resident, tile.start)
+        chunks = ceil_div(plane.output[0], chunk)
+        # As many blocks as run at once, each with the same number of items or one less.
+        items = strips.tiles * chunks
+        blocks = ceil_div(items, ceil_div(items, resident))
+
+        args = DepthwiseWeightMmaArgs()
+        args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
+        args.w_stride[:] = plane.weight_strides(work.w)
+        if work.accumulate is not None:
+            args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.channels = plane.batch, work.groups
+        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        args.kernel[:], args.part[:] = plane.kernel, part
+        args.parts_across, args.blocks = across, blocks
+        args.tiling = StripTiling(
+            strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
+        )
+        partials = arrived = None
+        steps: tuple[Step, ...] = ()
+        workspace: tuple[Workspace, ...] = ()
+        if blocks > 1:
+            partials, arrived = f"{work.prefix}partials", f"{work.prefix}arrived"
+            sums = part[0] * part[1] * channels
+            workspace = (
+                Workspace(partials, blocks * columns * sums * 4),
+                Workspace(arrived, columns * 4),
+            )
+            steps = (Clear(arrived, columns * 4),)
+        launch = Launch(
+            _instance(work.dtype, work.result_dtype, tile),
+            (blocks * columns, 1, 1),
+            (tile.warps * 32, 1, 1),
+            pack(
+                args,
+                x=work.x,
+                y=work.y,
+                w=work.w,
+                accumulate=work.accumulate,
+                partials=partials,
+                arrived=arrived,
+            ),
+            shared_bytes,
+        )
+        return Fragment(self.name, (*steps, launch), workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, result, tile)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for result in (dtype, DType.FLOAT32)
+        ]
+
+    def _tile(self, plane: Plane) -> WeightMmaTile | None:
+        """The first that holds the kernel's rows, else the one that holds most of them."""
+        tiles = [tile for tile in self._tiles if tile.stride == plane.stride]
+        for tile in tiles:
+            if plane.kernel[0] <= tile.kernel_rows:
+                return tile
+        return tiles[-1] if tiles else None
+
+
+def _strips(plane: Plane) -> Strips:
+    """Of y, with 8 columns each; of x, a unit holds 8 columns of one parity."""
+    count = ceil_div(plane.output[1], STRIP_COLUMNS)
+    return Strips(plane.batch, count, plane.stride, 2 * plane.stride)
+
+
+def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
+    channels = tile.warps * 2
+    rows = plane_bytes(slots, channels) + plane_bytes(TILE_STRIPS, channels)
+    lines = line_bytes(slots, channels) + line_bytes(TILE_STRIPS, channels)
+    sums = channels * tile.kernel_rows * tile.stride * 2 * 32 * 4
+    return tile.stages * rows + 2 * lines + sums
+
+
+def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "RESULT": CUDA_TYPES[result],
+        "KERNEL_H": tile.kernel_rows,
+        "STRIDE": tile.stride,
+        "WARPS": tile.warps,
+        "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
+        # Of 16 units each: strips that share none need the most.
+        "COPIES": 2 * tile.stride,
+        "FLUSH": FLUSH,
+    }
+    return Instance(
+        "depthwise_weight_mma.cu",
+        "depthwise_weight_mma",
+        tuple((name, str(value)) for name, value in defines.items()),
+    )
