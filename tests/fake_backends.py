@@ -26,6 +26,7 @@ class Zeros:
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         outputs = {
             name: np.zeros(spec.shape, spec.dtype.numpy) for name, spec in problem.outputs.items()
@@ -51,6 +52,7 @@ class Blocking(Zeros):
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         self.runs += 1
         self.started.release()
@@ -75,5 +77,6 @@ class Failing(Zeros):
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         raise self.error

@@ -48,13 +48,13 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
 def _run(settings: Settings, port_file: Path | None) -> int:
     # Before anything large is on the heap, hence before the imports below.
-    from convgrad_service.engine.memory import default_budget_bytes
+    from convgrad_service.engine.arena import default_arena_bytes
     from convgrad_service.malloc import keep_large_blocks
 
     if settings.malloc_tuning:
         # A quarter of what requests may hold at all: enough that a body in a busy server finds its
         # pages, little enough that a small machine gets them back.
-        budget_bytes = settings.max_inflight_bytes or default_budget_bytes()
+        budget_bytes = settings.max_inflight_bytes or default_arena_bytes()
         keep_large_blocks(min(budget_bytes // 4, 2**30))
 
     from convgrad_service.http_api.app import create_app

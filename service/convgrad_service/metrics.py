@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 
 from convgrad import _version
-from convgrad_service.engine.timing import Timings
+from convgrad_service.engine.records import Record
 
 __all__ = ["Metrics"]
 
@@ -62,24 +62,16 @@ class Metrics:
         """Add a gauge whose value is read when Prometheus asks."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
-    def observe(
-        self,
-        operation: str,
-        transport: str,
-        code: str,
-        timings: Timings,
-        *,
-        received_bytes: int,
-        sent_bytes: int,
-    ) -> None:
-        """Count one request of a known operation; ``code`` is "ok" or how it failed."""
-        self._requests.labels(operation, transport, code).inc()
-        self._received.labels(operation, transport).inc(received_bytes)
-        self._sent.labels(operation, transport).inc(sent_bytes)
-        self._seconds.labels(operation, transport).observe(timings.total_s)
-        for stage, seconds in timings.stages_s.items():
+    def count(self, record: Record) -> None:
+        """Count one request."""
+        labels = record.operation, record.transport
+        self._requests.labels(*labels, record.code).inc()
+        self._received.labels(*labels).inc(record.received_bytes)
+        self._sent.labels(*labels).inc(record.sent_bytes)
+        self._seconds.labels(*labels).observe(record.total_s)
+        for stage, seconds in record.stages_s.items():
             if stage in self._stages:
-                self._stages[stage].labels(operation).observe(seconds)
+                self._stages[stage].labels(record.operation).observe(seconds)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""

@@ -44,6 +44,13 @@ class Settings(BaseSettings):
         le=65535,
         description="Port to listen on; 0 lets the system choose a free one.",
     )
+    grpc_port: int = Field(
+        default=8001,
+        ge=0,
+        le=65535,
+        description="Port to listen on for gRPC, at the same address; 0 lets the system choose a "
+        "free one.",
+    )
     backend: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What computes; auto is the GPU where CuPy finds one that works, else the CPU.",
@@ -77,7 +84,9 @@ class Settings(BaseSettings):
         default=ByteSize(256 * _MiB), description="Largest JSON body accepted."
     )
     max_body_bytes: _Bytes = Field(
-        default=ByteSize(4 * _GiB), description="Largest binary (safetensors) body accepted."
+        default=ByteSize(4 * _GiB),
+        description="Largest binary body accepted: safetensors, or the Open Inference Protocol's, "
+        "where a gRPC message holds at most 2 GiB.",
     )
     max_problem_bytes: _Bytes = Field(
         default=ByteSize(16 * _GiB),
@@ -88,8 +97,14 @@ class Settings(BaseSettings):
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
-        description="Most memory all requests in flight may hold together: bodies, arrays "
-        "and answers; unset means half of the machine's memory.",
+        description="Most memory the tensors of all requests in flight may hold together, inputs "
+        "and outputs; unset means half of the machine's memory. JSON text has a quarter as much "
+        "besides, until it is decoded.",
+    )
+    max_memory_wait_s: _Seconds = Field(
+        default=5.0,
+        description="Longest time a request may wait for such memory before it is refused with "
+        "429.",
     )
     workspace_bytes: _Bytes = Field(
         default=ByteSize(256 * _MiB),

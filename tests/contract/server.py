@@ -23,6 +23,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
 from convgrad_service.backends.base import Backend
 from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.hub import Hub
 from convgrad_service.http_api.app import create_app
 from convgrad_service.server import ConvgradServer, listening_socket
 from convgrad_service.settings import Settings
@@ -50,6 +51,7 @@ class LiveServer:
     host: str
     port: int
     dataplane: Dataplane
+    hub: Hub
     server: ConvgradServer
 
     @property
@@ -80,10 +82,15 @@ class LiveServer:
     def wait_until_idle(self, timeout_s: float = 10) -> None:
         """Until no request holds memory or a slot."""
         until = time.monotonic() + timeout_s
-        plane = self.dataplane
-        while plane.memory.used_bytes or plane.queue.running or plane.queue.waiting:
-            assert time.monotonic() < until, (plane.memory.used_bytes, plane.queue.running)
+        hub = self.hub
+        while self.held_bytes or hub.schedule.running or hub.schedule.waiting:
+            assert time.monotonic() < until, (self.held_bytes, hub.schedule.running)
             time.sleep(0.005)
+
+    @property
+    def held_bytes(self) -> int:
+        """What requests hold of the arena."""
+        return self.hub.memory.used_bytes + self.hub.texts.used_bytes
 
 
 @contextmanager
@@ -100,7 +107,8 @@ def serving(backend: Backend, **settings: Any) -> Iterator[LiveServer]:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.005)
         host, port = bound.getsockname()[:2]
-        yield LiveServer(host, port, app.state.dataplane, server)
+        plane = app.state.dataplane
+        yield LiveServer(host, port, plane, plane.engine, server)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -8,8 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
+import numpy as np
 import pytest
 
+from convgrad.wire import safetensors
 from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, serving
 from tests.contract.test_http_body import head
 from tests.fake_backends import Blocking, Zeros
@@ -40,7 +42,7 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
         answers: list[Answers] = [posting.submit(server.post)]
         assert backend.started.acquire(timeout=5)
         answers += [posting.submit(server.post) for _ in range(2)]
-        until(lambda: server.dataplane.queue.waiting == 2)
+        until(lambda: server.hub.schedule.waiting == 2)
         refused = server.post()
         assert refused.status_code == 429
         assert refused.json()["code"] == "overloaded"
@@ -55,24 +57,50 @@ def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
         posting.submit(server.post)
         assert backend.started.acquire(timeout=5)
         posting.submit(server.post)
-        until(lambda: server.dataplane.queue.waiting == 1)
+        until(lambda: server.hub.schedule.waiting == 1)
         with server.connect() as connection:
             connection.sendall(head(10_000_000))
             assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
 
 
 def test_memory_in_flight_is_bounded() -> None:
-    with serving(Zeros(), max_inflight_bytes="1MiB") as server:
+    body = pooled(630_000)
+    binary = {"Content-Type": SAFETENSORS}
+    with serving(Zeros(), max_inflight_bytes="1MiB", max_memory_wait_s=0.2) as server:
         with server.connect() as connection:
-            connection.sendall(head(900_000, content_type=SAFETENSORS) + b"\0" * 800_000)
-            until(lambda: server.dataplane.memory.used_bytes >= 800_000)
-            refused = server.post(b"\0" * 400_000, headers={"Content-Type": SAFETENSORS})
+            request = head(len(body), path="/maxpool2d_fwd", content_type=SAFETENSORS)
+            connection.sendall(request + body[:300_000])
+            until(lambda: server.held_bytes >= 600_000)
+            refused = server.post(body, path="/maxpool2d_fwd", headers=binary)
             assert refused.status_code == 429
             assert "retry-after" in refused.headers
         server.wait_until_idle()
+        assert server.post(body, path="/maxpool2d_fwd", headers=binary).status_code == 200
         # What could never fit is not worth trying again.
-        never = server.post(b"\0" * 2_000_000, headers={"Content-Type": SAFETENSORS})
+        never = server.post(pooled(2_000_000), path="/maxpool2d_fwd", headers=binary)
         assert never.status_code == 413
+
+
+def test_who_waits_for_memory_gets_it_in_turn() -> None:
+    body = pooled(630_000)
+    with blocked(max_inflight_bytes="1MiB") as (server, backend, posting):
+
+        def post() -> httpx.Response:
+            headers = {"Content-Type": SAFETENSORS}
+            return server.post(body, path="/maxpool2d_fwd", headers=headers)
+
+        answers = [posting.submit(post) for _ in range(3)]
+        assert backend.started.acquire(timeout=5)
+        time.sleep(0.2)
+        assert backend.runs == 1  # there is memory for one at a time
+        backend.release.set()
+        assert [answer.result(10).status_code for answer in answers] == [200] * 3
+
+
+def pooled(size_bytes: int) -> bytes:
+    """A body that takes so many bytes of memory, a third of them for its answer."""
+    tensors = {"input": np.zeros((1, 1, size_bytes // 300, 50), np.float32)}
+    return b"".join(safetensors.encode(tensors, {"parameters": '{"kernel_size": [1, 2]}'}))
 
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "running"])
@@ -117,11 +145,11 @@ def test_a_client_that_leaves_takes_its_work_along(waiting: bool) -> None:
         with server.connect() as connection:
             connection.sendall(head(len(EXAMPLE)) + EXAMPLE)
             if waiting:
-                until(lambda: server.dataplane.queue.waiting == 1)
+                until(lambda: server.hub.schedule.waiting == 1)
             else:
                 assert backend.started.acquire(timeout=5)
         if waiting:
-            until(lambda: server.dataplane.queue.waiting == 0)
+            until(lambda: server.hub.schedule.waiting == 0)
             assert backend.runs == 1
             backend.release.set()
         else:
@@ -137,8 +165,8 @@ def test_the_last_free_slot_is_not_for_large_problems() -> None:
     with blocked(compute_slots=2, large_problem_s=1e-12) as (server, backend, posting):
         large = [posting.submit(server.post) for _ in range(2)]
         assert backend.started.acquire(timeout=5)
-        until(lambda: server.dataplane.queue.waiting == 1)
-        assert server.dataplane.queue.running == 1
+        until(lambda: server.hub.schedule.waiting == 1)
+        assert server.hub.schedule.running == 1
         backend.release.set()
         assert [answer.result(10).status_code for answer in large] == [200, 200]
 

@@ -1,11 +1,13 @@
-"""The dataplane alone, with neither a transport nor a real backend."""
+"""The dataplane and the engine inside one process, with neither a transport nor a real backend."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from convgrad.contract import OPERATIONS
+from convgrad.dtypes import DType
 from convgrad.errors import (
     DeadlineExceeded,
     DeviceUnavailable,
@@ -21,11 +24,12 @@ from convgrad.errors import (
     ProblemTooLarge,
 )
 from convgrad_service.backends.base import Outcome
-from convgrad_service.engine.dataplane import Call, Dataplane, Result
+from convgrad_service.engine.dataplane import Call, Dataplane, Result, blank
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.inside import hub_inside
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import MemoryBudget
-from convgrad_service.engine.queue import ComputeQueue
+from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.timing import Timings
 from tests.fake_backends import Blocking, Zeros
 
@@ -33,53 +37,114 @@ ONES = np.ones((1, 1, 4, 4), np.float32)
 FIELDS = {"grad_output": ONES, "weight": ONES}
 
 
-def plane(backend: Zeros | None = None, **changes: Any) -> Dataplane:
-    parts: dict[str, Any] = {
-        "limits": Limits(),
-        "queue": ComputeQueue(1, 4),
-        "memory": MemoryBudget(10**6),
-    }
-    return Dataplane(backend or Zeros(), **{**parts, **changes})
+class Plane(Dataplane):
+    """A dataplane whose engine is inside it."""
+
+    def __init__(
+        self, backend: Zeros | None = None, limits: Limits | None = None, **options: Any
+    ) -> None:
+        chosen = EngineOptions(
+            **{"tensor_bytes": 10**6, "text_bytes": 10**5, "slots": 1, "max_queue": 4, **options}
+        )
+        self.hub: Hub = hub_inside(backend or Zeros(), chosen)
+        super().__init__(self.hub, limits=limits or Limits())
+
+
+def called(timeout_s: float = 5.0) -> Call:
+    return Call(OPERATIONS["conv_bwd_data"], Deadline.after(timeout_s), Timings())
 
 
 async def ask(
-    dataplane: Dataplane, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 5.0, **call: Any
+    dataplane: Dataplane, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 5.0
 ) -> Result:
-    with dataplane.memory.reservation() as reservation:
-        made = Call(
-            OPERATIONS["conv_bwd_data"], reservation, Deadline.after(timeout_s), Timings(), **call
-        )
-        return await dataplane.answer(made, lambda: fields, lambda result: result)
+    return await dataplane.answer(called(timeout_s), lambda: fields, _kept)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def _kept(result: Result) -> Result:
+    copies = {name: array.copy() for name, array in result.outputs.items()}
+    return replace(result, outputs=copies)
 
 
 def test_an_answer_has_its_outputs_and_a_report() -> None:
-    dataplane = plane()
+    dataplane = Plane()
     result = asyncio.run(ask(dataplane))
     assert result.outputs["grad_input"].shape == (1, 1, 7, 7)
     assert result.report.backend == "zeros"
     assert result.report.flops == 2 * 16 * 16
-    assert dataplane.memory.used_bytes == 0
+    assert dataplane.hub.memory.used_bytes == 0
+
+
+class Adding(Zeros):
+    """Answers with the sum of its inputs in every element."""
+
+    def run(self, problem: Any, tensors: Any, *others: Any) -> Outcome:
+        outcome = super().run(problem, tensors, *others)
+        for array in outcome.outputs.values():
+            array += sum(tensor.sum() for tensor in tensors.values())
+        return outcome
+
+
+def test_inputs_are_filled_and_outputs_read_where_they_lie() -> None:
+    async def scenario() -> None:
+        dataplane = Plane(Adding())
+        spec = {name: blank((1, 1, 4, 4), DType.FLOAT32, name=name) for name in FIELDS}
+        async with dataplane.begin(called(), lambda: spec) as work:
+            arena = dataplane.hub.arena
+            for array in work.inputs.values():
+                assert arena.address <= array.ctypes.data < arena.address + arena.size_bytes
+            work.inputs["grad_output"][...] = 2
+            await work.fill({"weight": lambda place: place.fill(3)})
+            result = await work.compute()
+            output = result.outputs["grad_input"]
+            assert output.min() == output.max() == 16 * 5
+            assert arena.address <= output.ctypes.data < arena.address + arena.size_bytes
+        assert dataplane.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_shape_that_nothing_can_hold_is_refused() -> None:
+    with pytest.raises(MalformedRequest, match="too large"):
+        blank((2**40, 2**40), DType.FLOAT32, name="x")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_computing_gives_way_to_the_event_loop() -> None:
+    seen: list[int] = []
+
+    class Looking(Zeros):
+        def run(self, *arguments: Any) -> Outcome:
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().run(*arguments)
+
+    asyncio.run(ask(Plane(Looking())))
+    assert seen[0] > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_decode_and_encode_run_in_threads() -> None:
     seen: list[str] = []
 
     async def scenario() -> None:
-        dataplane = plane()
-        with dataplane.memory.reservation() as reservation:
-            call = Call(
-                OPERATIONS["conv_bwd_data"], reservation, Deadline.after(5), timings := Timings()
-            )
+        dataplane = Plane()
+        call = called()
 
-            def decode() -> Mapping[str, Any]:
-                seen.append(threading.current_thread().name)
-                return FIELDS
+        def decode() -> Mapping[str, Any]:
+            seen.append(threading.current_thread().name)
+            return FIELDS
 
-            def encode(result: Result) -> None:
-                seen.append(threading.current_thread().name)
+        def encode(result: Result) -> None:
+            seen.append(threading.current_thread().name)
 
-            await dataplane.answer(call, decode, encode)
-            assert list(timings.stages_s) == ["decode", "queue", "compute", "encode"]
+        await dataplane.answer(call, decode, encode)
+        assert list(call.timings.stages_s) == ["decode", "queue", "compute", "encode"]
 
     asyncio.run(scenario())
     assert all(name.startswith("codec") for name in seen)
@@ -88,46 +153,52 @@ def test_decode_and_encode_run_in_threads() -> None:
 
 def test_refusals_come_before_the_backend() -> None:
     backend = Blocking()
-    dataplane = plane(backend, limits=Limits(problem_bytes=100))
+    dataplane = Plane(backend, limits=Limits(problem_bytes=100))
     with pytest.raises(ProblemTooLarge):
         asyncio.run(ask(dataplane))
     with pytest.raises(MalformedRequest):
         asyncio.run(ask(dataplane, {"weight": ONES}))
     assert backend.runs == 0
-    assert dataplane.memory.used_bytes == 0
+    assert dataplane.hub.memory.used_bytes == 0
 
 
-def test_outputs_are_reserved_before_they_exist() -> None:
-    dataplane = plane(memory=MemoryBudget(7 * 7 * 4 - 1))
-    with pytest.raises(ProblemTooLarge):
-        asyncio.run(ask(dataplane))
-    with pytest.raises(ProblemTooLarge):
-        asyncio.run(ask(plane(memory=MemoryBudget(1000)), decoded_bytes=1001))
-    asyncio.run(ask(plane(memory=MemoryBudget(7 * 7 * 4))))
+def test_what_has_no_place_is_refused() -> None:
+    large = np.ones((1, 1, 40, 40), np.float32)
+    with pytest.raises(ProblemTooLarge, match="4,096"):
+        asyncio.run(ask(Plane(tensor_bytes=1), {"grad_output": large, "weight": ONES}))
 
 
-def test_memory_is_held_while_a_thread_still_works_on_it() -> None:
-    dataplane = plane()
+@pytest.mark.parametrize("filling", [True, False], ids=["filling", "decoding"])
+def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
+    dataplane = Plane()
     release = threading.Event()
 
-    def slow_decode() -> Mapping[str, Any]:
+    def slow() -> Mapping[str, Any]:
         release.wait(5)
         return FIELDS
 
+    def slowly(_: object) -> None:
+        slow()
+
+    large = {"grad_output": np.ones((1, 1, 200, 200), np.float32), "weight": ONES}
+
     async def scenario() -> None:
-        with dataplane.memory.reservation() as reservation:
-            call = Call(
-                OPERATIONS["conv_bwd_data"], reservation, Deadline.after(0.05), Timings(), 1000
-            )
-            with pytest.raises(DeadlineExceeded):
-                await dataplane.answer(call, slow_decode, lambda result: result)
-        assert dataplane.memory.used_bytes == 1000
+        text = await dataplane.hub.reserve(1000, text=True)
+
+        async def begun_and_filled() -> None:
+            decode = (lambda: large) if filling else slow
+            async with dataplane.begin(called(), decode, holds=text) as work:
+                await work.fill({"grad_output": slowly}, holds=text)
+
+        with pytest.raises(DeadlineExceeded):
+            async with called(0.05).deadline.enforced():
+                await begun_and_filled()
+        text.release()
+        assert dataplane.hub.texts.used_bytes > 0
+        assert (dataplane.hub.memory.used_bytes > 0) == filling
         release.set()
-        for _ in range(500):
-            if dataplane.memory.used_bytes == 0:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("memory was never given back")
+        hub = dataplane.hub
+        await until(lambda: hub.memory.used_bytes == hub.texts.used_bytes == 0)
 
     asyncio.run(scenario())
 
@@ -136,22 +207,20 @@ def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
     """Past a deadline the work may still be ending; the queue is not to blame for it."""
 
     async def scenario() -> None:
-        dataplane = plane(backend := Blocking())
-        with dataplane.memory.reservation() as reservation:
-            operation, timings = OPERATIONS["conv_bwd_data"], Timings()
-            call = Call(operation, reservation, Deadline.after(0.3), timings)
-            with pytest.raises(DeadlineExceeded):
-                await dataplane.answer(call, lambda: FIELDS, lambda result: result)
+        dataplane = Plane(backend := Blocking())
+        call = called(0.3)
+        with pytest.raises(DeadlineExceeded):
+            await dataplane.answer(call, lambda: FIELDS, lambda result: result)
         backend.release.set()
-        assert timings.stages_s["compute"] > 0.15
-        assert timings.stages_s["queue"] < 0.15
+        assert call.timings.stages_s["compute"] > 0.15
+        assert call.timings.stages_s["queue"] < 0.15
 
     asyncio.run(scenario())
 
 
 def test_a_cancelled_caller_cancels_its_work() -> None:
     backend = Blocking()
-    dataplane = plane(backend)
+    dataplane = Plane(backend)
 
     async def scenario() -> None:
         asking = asyncio.ensure_future(ask(dataplane))
@@ -159,32 +228,39 @@ def test_a_cancelled_caller_cancels_its_work() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        assert dataplane.hub.memory.used_bytes > 0  # until the backend has let go of it
         assert await asyncio.to_thread(backend.ended.acquire, True, 5)
+        await until(lambda: dataplane.hub.memory.used_bytes == 0)
 
     asyncio.run(scenario())
     assert backend.cancelled == 1
 
 
 def test_admission() -> None:
-    backend = Blocking()
-    dataplane = plane(backend, queue=ComputeQueue(1, 1))
-    dataplane.admit()
-    dataplane.queue.submit(lambda _: backend.release.wait(5))
-    while not dataplane.queue.running:
-        pass
-    dataplane.queue.submit(lambda _: None)
-    with pytest.raises(Overloaded):
+    async def scenario() -> None:
+        backend = Blocking()
+        dataplane = Plane(backend, max_queue=1)
         dataplane.admit()
-    backend.release.set()
-    dataplane.close()
-    for refuses in (dataplane.require_ready, dataplane.admit):
-        with pytest.raises(DeviceUnavailable, match="shutting down"):
-            refuses()
+        first = asyncio.ensure_future(ask(dataplane))
+        await asyncio.to_thread(backend.started.acquire)
+        dataplane.admit()
+        second = asyncio.ensure_future(ask(dataplane))
+        await until(lambda: dataplane.hub.schedule.waiting == 1)
+        with pytest.raises(Overloaded):
+            dataplane.admit()
+        backend.release.set()
+        await asyncio.gather(first, second)
+        dataplane.close()
+        for refuses in (dataplane.require_ready, dataplane.admit):
+            with pytest.raises(DeviceUnavailable, match="shutting down"):
+                refuses()
+
+    asyncio.run(scenario())
 
 
 def test_a_failed_device_takes_no_more_work() -> None:
     backend = Zeros()
-    dataplane = plane(backend)
+    dataplane = Plane(backend)
     dataplane.require_ready()
     backend.fault = "an illegal address"
     for refuses in (dataplane.require_ready, dataplane.admit):
@@ -199,12 +275,9 @@ def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
             return replace(super().run(*arguments), upload_s=0.005, download_s=0.01)
 
     async def scenario() -> Timings:
-        dataplane = plane(Remote())
-        with dataplane.memory.reservation() as reservation:
-            operation, timings = OPERATIONS["conv_bwd_data"], Timings()
-            call = Call(operation, reservation, Deadline.after(5), timings)
-            await dataplane.answer(call, lambda: FIELDS, lambda result: result)
-            return timings
+        call = called()
+        await Plane(Remote()).answer(call, lambda: FIELDS, lambda result: None)
+        return call.timings
 
     stages_s = asyncio.run(scenario()).stages_s
     assert (stages_s["upload"], stages_s["download"]) == (0.005, 0.01)

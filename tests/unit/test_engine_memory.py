@@ -1,8 +1,10 @@
-"""The memory budget and the limits: what is reserved, refused and given back."""
+"""Leases of the arena and the limits: what is held, waited for, refused and given back."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,58 +12,100 @@ import pytest
 
 from convgrad.errors import Overloaded, ProblemTooLarge
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import MemoryBudget
+from convgrad_service.engine.memory import Memory
+from convgrad_service.engine.places import PAGE_BYTES, Places
+
+PAGES = 10
 
 
-def test_what_is_reserved_is_given_back() -> None:
-    budget = MemoryBudget(100)
-    with budget.reservation() as reservation:
-        reservation.grow(60)
-        reservation.grow(0)
-        reservation.grow(-5)
-        assert (budget.used_bytes, reservation.held_bytes) == (60, 60)
-    assert budget.used_bytes == 0
+def memory(**options: Any) -> Memory:
+    return Memory(Places(0, PAGES * PAGE_BYTES), **options)
 
 
-def test_others_memory_is_overloaded_and_too_much_is_too_large() -> None:
-    budget = MemoryBudget(100)
-    with budget.reservation() as first, budget.reservation() as second:
-        first.grow(60)
-        with pytest.raises(Overloaded) as refused:
-            second.grow(50)
-        assert refused.value.retry_after_s
-        second.grow(40)
-        with pytest.raises(ProblemTooLarge):
-            second.grow(61)
-        assert budget.used_bytes == 100
-    assert budget.used_bytes == 0
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def soon() -> float:
+    return time.monotonic() + 5
 
 
 def test_the_last_holder_gives_it_back() -> None:
-    budget = MemoryBudget(100)
-    with budget.reservation() as reservation:
-        reservation.grow(10)
-        reservation.retain()
-    assert budget.used_bytes == 10
-    reservation.release()
-    assert budget.used_bytes == 0
+    async def scenario() -> None:
+        subject = memory()
+        lease = await subject.reserve(3 * PAGE_BYTES - 1, soon())
+        assert subject.used_bytes == 3 * PAGE_BYTES
+        lease.retain()
+        lease.release()
+        assert subject.used_bytes == 3 * PAGE_BYTES
+        lease.release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
 
 
-def test_it_counts_right_from_many_threads() -> None:
-    budget = MemoryBudget(10**9)
+def test_too_much_is_too_large_and_what_others_hold_is_waited_for_in_order() -> None:
+    async def scenario() -> None:
+        subject = memory()
+        with pytest.raises(ProblemTooLarge):
+            subject.reserve(PAGES * PAGE_BYTES + 1, soon())
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        large = subject.reserve(8 * PAGE_BYTES, soon())
+        small = subject.reserve(1, soon())
+        await asyncio.sleep(0)
+        assert not large.done()
+        assert not small.done(), "it overtook the large one, which could wait for ever"
+        first.release()
+        (await large).release()
+        (await small).release()
+        assert subject.used_bytes == 0
 
-    def work() -> None:
-        for _ in range(2000):
-            with budget.reservation() as reservation:
-                reservation.grow(3)
-                reservation.grow(4)
+    run(scenario())
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert budget.used_bytes == 0
+
+def test_waiting_ends_with_overloaded_and_lets_the_next_one_in() -> None:
+    async def scenario() -> None:
+        subject = memory(max_waiting=2)
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        large = subject.reserve(8 * PAGE_BYTES, time.monotonic() + 0.02)
+        small = subject.reserve(1, soon())
+        with pytest.raises(Overloaded):
+            subject.reserve(8 * PAGE_BYTES, soon())  # two wait already
+        with pytest.raises(Overloaded) as refused:
+            await large
+        assert refused.value.retry_after_s
+        (await small).release()
+        first.release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_who_leaves_the_line_gets_nothing() -> None:
+    async def scenario() -> None:
+        subject = memory()
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        leaving, staying = (subject.reserve(8 * PAGE_BYTES, soon()) for _ in range(2))
+        leaving.cancel()
+        first.release()
+        (await staying).release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_only_what_is_beyond_the_warm_part_goes_back_to_the_system() -> None:
+    async def scenario() -> None:
+        gone: list[tuple[int, int]] = []
+        subject = memory(
+            keep_bytes=4 * PAGE_BYTES, forget=lambda offset, size: gone.append((offset, size))
+        )
+        leases = [await subject.reserve(3 * PAGE_BYTES, soon()) for _ in range(3)]
+        for lease in leases:
+            lease.release()
+        assert gone == [(4 * PAGE_BYTES, 2 * PAGE_BYTES), (6 * PAGE_BYTES, 3 * PAGE_BYTES)]
+
+    run(scenario())
 
 
 @dataclass

@@ -80,13 +80,13 @@ TestTaking = Taking.TestCase
 
 @given(st.lists(st.integers(1, 10**6), max_size=8))
 def test_tensors_of_one_place_are_aligned_and_apart(sizes: list[int]) -> None:
-    specs = {str(at): TensorSpec((size,), DType.BFLOAT16) for at, size in enumerate(sizes)}
+    specs = [TensorSpec((size,), DType.BFLOAT16) for size in sizes]
     offsets, total = arranged(specs)
     end = 0
-    for name, spec in specs.items():
-        assert offsets[name] >= end
-        assert offsets[name] % ALIGNMENT_BYTES == 0
-        end = offsets[name] + spec.size_bytes
+    for offset, spec in zip(offsets, specs, strict=True):
+        assert offset >= end
+        assert offset % ALIGNMENT_BYTES == 0
+        end = offset + spec.size_bytes
     assert end <= total < end + ALIGNMENT_BYTES
 
 

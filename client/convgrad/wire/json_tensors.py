@@ -23,16 +23,26 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import npy
 from convgrad.wire.json_values import array_from_values, values_from_array
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import array_view, checked_dtype, checked_shape, data_view, dtype_of
+from convgrad.wire.shapes import (
+    Deferred,
+    array_view,
+    checked_dtype,
+    checked_shape,
+    data_view,
+    dtype_of,
+)
 
-__all__ = ["Base64Text", "Form", "decode_tensor", "encode_tensor"]
+__all__ = ["Base64Text", "Decode", "Form", "decode_tensor", "encode_tensor"]
 
 Form = Literal["npy", "data", "values"]
 Base64Text: TypeAlias = str | memoryview
 """Base64 as it was found: a Python string, or the bytes between the quotes of a JSON text."""
+Decode: TypeAlias = Callable[[Base64Text], bytes | bytearray | Deferred]
 
 
 def _b64decode(text: Base64Text) -> bytes:
+    if len(text) % 4:
+        raise ValueError  # which strict_mode does not mind behind a whole group: "AAAA="
     return binascii.a2b_base64(text, strict_mode=True)
 
 
@@ -44,7 +54,7 @@ def decode_tensor(
     tensor: Any,
     *,
     name: str,
-    b64decode: Callable[[Base64Text], bytes | bytearray] = _b64decode,
+    b64decode: Decode = _b64decode,
 ) -> NDArray[Any]:
     """The array that a JSON object describes, read-only; ``name`` names it in sentences.
 
@@ -101,16 +111,13 @@ def encode_tensor(
     return encoded
 
 
-_Decode: TypeAlias = Callable[[Base64Text], bytes | bytearray]
-
-
-def _from_npy(tensor: Mapping[str, Any], name: str, b64decode: _Decode) -> NDArray[Any]:
+def _from_npy(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArray[Any]:
     beside = tensor.get("dtype")
     dtype = None if beside is None else checked_dtype(beside, name=name)
     return npy.decode(_base64(tensor["npy"], "npy", name, b64decode), name=name, dtype=dtype)
 
 
-def _from_data(tensor: Mapping[str, Any], name: str, b64decode: _Decode) -> NDArray[Any]:
+def _from_data(tensor: Mapping[str, Any], name: str, b64decode: Decode) -> NDArray[Any]:
     for key in ("dtype", "shape"):
         if key not in tensor:
             raise MalformedRequest(f'{name}: missing "{key}" beside "data"')
@@ -120,14 +127,14 @@ def _from_data(tensor: Mapping[str, Any], name: str, b64decode: _Decode) -> NDAr
     return array_view(data, dtype, shape, name=name)
 
 
-def _from_values(tensor: Mapping[str, Any], name: str, _: _Decode) -> NDArray[Any]:
+def _from_values(tensor: Mapping[str, Any], name: str, _: Decode) -> NDArray[Any]:
     if "dtype" not in tensor:
         raise MalformedRequest(f'{name}: missing "dtype" beside "values"')
     dtype = checked_dtype(tensor["dtype"], name=name)
     return array_from_values(tensor["values"], dtype, name=name)
 
 
-def _base64(text: Any, key: str, name: str, b64decode: _Decode) -> bytes | bytearray:
+def _base64(text: Any, key: str, name: str, b64decode: Decode) -> bytes | bytearray | Deferred:
     if not isinstance(text, str | memoryview):
         raise MalformedRequest(f'{name}: expected base64 text in "{key}", got {shown(text)}')
     try:
@@ -140,7 +147,7 @@ def _base64(text: Any, key: str, name: str, b64decode: _Decode) -> bytes | bytea
 
 
 _DECODERS: Mapping[
-    str, tuple[Callable[[Mapping[str, Any], str, _Decode], NDArray[Any]], tuple[str, ...]]
+    str, tuple[Callable[[Mapping[str, Any], str, Decode], NDArray[Any]], tuple[str, ...]]
 ] = {
     "npy": (_from_npy, ("npy", "dtype")),
     "data": (_from_data, ("data", "dtype", "shape")),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
-from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view, dtype_of
+from convgrad.wire.shapes import Buffer, Deferred, array_view, checked_shape, data_view, dtype_of
 
 __all__ = ["decode", "encode"]
 
@@ -59,7 +59,7 @@ def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
     return [_written_header(dtype_of(array), array.shape), data_view(array)]
 
 
-def decode(buffer: Buffer, *, name: str, dtype: DType | None = None) -> NDArray[Any]:
+def decode(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) -> NDArray[Any]:
     """The array in the bytes of a .npy file, as a read-only view.
 
     Copied are only arrays in Fortran order and data that is not aligned for its dtype. ``dtype``
@@ -72,6 +72,8 @@ def decode(buffer: Buffer, *, name: str, dtype: DType | None = None) -> NDArray[
         an element type that no operation takes.
     """
     header, data_offset = _read(buffer, name)
+    if header.fortran_order and not isinstance(buffer, Buffer):
+        buffer = buffer[:]  # to be put in order, it is needed now
     array = array_view(
         buffer,
         _element_type(header.code, dtype, name),
@@ -85,7 +87,7 @@ def decode(buffer: Buffer, *, name: str, dtype: DType | None = None) -> NDArray[
     return array
 
 
-def _read(buffer: Buffer, name: str) -> tuple[_Header, int]:
+def _read(buffer: Buffer | Deferred, name: str) -> tuple[_Header, int]:
     """The header, and where the data begins."""
     prefix = bytes(buffer[:12])
     if prefix[:6] != _MAGIC:

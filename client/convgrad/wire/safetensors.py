@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -21,9 +21,27 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import Buffer, array_view, checked_shape, data_view, dtype_of
+from convgrad.wire.shapes import (
+    Buffer,
+    array_view,
+    checked_bytes,
+    checked_shape,
+    data_view,
+    dtype_of,
+)
 
-__all__ = ["MEDIA_TYPE", "decode", "encode", "encode_header", "parameters", "total_bytes"]
+__all__ = [
+    "MEDIA_TYPE",
+    "Layout",
+    "Placed",
+    "decode",
+    "encode",
+    "encode_header",
+    "header_bytes",
+    "layout",
+    "parameters",
+    "total_bytes",
+]
 
 MEDIA_TYPE = "application/vnd.safetensors"
 
@@ -33,6 +51,23 @@ _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 # The format allows 100 MB. A request names a handful of tensors; this holds ten thousand, and
 # bounds what parsing a hostile header can cost.
 _MAX_HEADER_BYTES = 1 << 20
+
+
+class Placed(NamedTuple):
+    """A tensor, and where its bytes stand, counted from the end of the header."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Layout(NamedTuple):
+    """What a header says: the tensors in the order of their bytes, which leave no holes."""
+
+    tensors: dict[str, Placed]
+    metadata: dict[str, str]
+    data_bytes: int
 
 
 def encode(
@@ -91,16 +126,51 @@ def decode(buffer: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         or a tensor's dtype is none that an operation takes.
     """
     view = memoryview(buffer).cast("B")
-    header, data_offset = _header(view)
-    metadata = _metadata(header.pop(_METADATA, {}))
+    data_offset = header_bytes(view)
+    described = layout(view[:data_offset], len(view) - data_offset)
     data = view[data_offset:]
-    entries = {name: _entry(name, entry) for name, entry in header.items()}
-    _refuse_holes({name: offsets for name, (_, _, offsets) in entries.items()}, len(data))
     tensors = {
-        name: array_view(data[begin:end], dtype, shape, name=name)
-        for name, (dtype, shape, (begin, end)) in entries.items()
+        name: array_view(data[placed.begin : placed.end], placed.dtype, placed.shape, name=name)
+        for name, placed in described.tensors.items()
     }
-    return tensors, metadata
+    return tensors, described.metadata
+
+
+def header_bytes(buffer: Buffer) -> int:
+    """Where the data begins, which the first 8 bytes of a body say.
+
+    Raises MalformedRequest if they are too few, or say more than is read.
+    """
+    if len(buffer) < _LENGTH_BYTES:
+        raise MalformedRequest(
+            f"the safetensors body has {len(buffer)} bytes, too few for its header's length"
+        )
+    length = int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+    if length > _MAX_HEADER_BYTES:
+        raise MalformedRequest(
+            f"the safetensors header claims {length} bytes; at most {_MAX_HEADER_BYTES} are read"
+        )
+    return _LENGTH_BYTES + length
+
+
+def layout(buffer: Buffer, data_bytes: int | None = None) -> Layout:
+    """What the header, which `buffer` begins with, says of the data that follows.
+
+    ``data_bytes`` is how many bytes do, where that is known already.
+
+    Raises
+    ------
+    MalformedRequest
+        As `decode`.
+    """
+    header = _header(memoryview(buffer).cast("B"))
+    metadata = _metadata(header.pop(_METADATA, {}))
+    entries = {name: _entry(name, entry) for name, entry in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = _refuse_holes(entries, data_bytes)
+    for name, placed in entries.items():
+        checked_bytes(placed.dtype, placed.shape, placed.end - placed.begin, name=name)
+    return Layout(entries, metadata, end)
 
 
 def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -111,16 +181,8 @@ def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
     return strict_json.loads_object(metadata.get("parameters", "{}"), "parameters")
 
 
-def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    if len(view) < _LENGTH_BYTES:
-        raise MalformedRequest(
-            f"the safetensors body has {len(view)} bytes, too few for its header's length"
-        )
-    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    if length > _MAX_HEADER_BYTES:
-        raise MalformedRequest(
-            f"the safetensors header claims {length} bytes; at most {_MAX_HEADER_BYTES} are read"
-        )
+def _header(view: memoryview) -> dict[str, Any]:
+    length = header_bytes(view) - _LENGTH_BYTES
     text = bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + length])
     if len(text) < length:
         raise MalformedRequest(
@@ -128,7 +190,7 @@ def _header(view: memoryview) -> tuple[dict[str, Any], int]:
         )
     if text[:1] != b"{":
         raise MalformedRequest("the safetensors header does not begin with {")
-    return strict_json.loads_object(text, "the safetensors header"), _LENGTH_BYTES + length
+    return strict_json.loads_object(text, "the safetensors header")
 
 
 def _metadata(metadata: Any) -> dict[str, str]:
@@ -142,7 +204,7 @@ def _metadata(metadata: Any) -> dict[str, str]:
     return metadata
 
 
-def _entry(name: str, entry: Any) -> tuple[DType, tuple[int, ...], tuple[int, int]]:
+def _entry(name: str, entry: Any) -> Placed:
     label = shown(name)
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
         raise MalformedRequest(
@@ -164,21 +226,22 @@ def _entry(name: str, entry: Any) -> tuple[DType, tuple[int, ...], tuple[int, in
             f"{label}: expected data_offsets [begin, end] with 0 <= begin <= end, "
             f"got {shown(offsets)}"
         )
-    return dtype, shape, (offsets[0], offsets[1])
+    return Placed(dtype, shape, offsets[0], offsets[1])
 
 
-def _refuse_holes(offsets: Mapping[str, tuple[int, int]], data_bytes: int) -> None:
-    """Tensors must cover the data from its first byte to its last, each byte once."""
+def _refuse_holes(entries: Mapping[str, Placed], data_bytes: int | None) -> int:
+    """Tensors must cover the data from its first byte to its last, each byte once; how many."""
     end_before = 0
-    for name, (begin, end) in sorted(offsets.items(), key=lambda item: item[1]):
-        if begin != end_before:
+    for name, placed in entries.items():
+        if placed.begin != end_before:
             raise MalformedRequest(
-                f"{shown(name)}: its data begins at byte {shown(begin)}, but the data before it "
-                f"ends at {shown(end_before)}"
+                f"{shown(name)}: its data begins at byte {shown(placed.begin)}, but the data "
+                f"before it ends at {shown(end_before)}"
             )
-        end_before = end
-    if end_before != data_bytes:
+        end_before = placed.end
+    if data_bytes is not None and end_before != data_bytes:
         raise MalformedRequest(
             f"the safetensors header describes {shown(end_before)} bytes of data, "
             f"but {data_bytes} follow"
         )
+    return end_before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,31 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
-__all__ = ["Buffer", "array_view", "checked_dtype", "checked_shape", "data_view", "dtype_of"]
+__all__ = [
+    "Buffer",
+    "array_view",
+    "checked_bytes",
+    "checked_dtype",
+    "checked_shape",
+    "data_view",
+    "dtype_of",
+]
+
+
+class Deferred(Protocol):
+    """Bytes that are known by their number, and written to where they belong later.
+
+    What a header needs of them is sliced from their beginning.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+    def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
+        """An array of this shape that has no data yet; the data is what follows ``offset``."""
+        ...
+
 
 Buffer = bytes | bytearray | memoryview
 
@@ -40,24 +64,35 @@ def checked_dtype(dtype: Any, *, name: str) -> DType:
     raise MalformedRequest(f"{name}: expected dtype to be {_DTYPES}, got {shown(dtype)}")
 
 
+def checked_bytes(dtype: DType, shape: tuple[int, ...], found_bytes: int, *, name: str) -> int:
+    """The bytes that a tensor takes, or MalformedRequest unless so many were found for it."""
+    # In Python's ints, which do not overflow, and before anything is allocated.
+    needed_bytes = math.prod(shape) * dtype.itemsize
+    if needed_bytes != found_bytes:
+        raise MalformedRequest(
+            f"{name}: shape {shown(shape)} of {dtype} takes {shown(needed_bytes)} bytes, "
+            f"got {found_bytes}"
+        )
+    return needed_bytes
+
+
 def array_view(
-    buffer: Buffer, dtype: DType, shape: tuple[int, ...], *, name: str, offset: int = 0
+    buffer: Buffer | Deferred,
+    dtype: DType,
+    shape: tuple[int, ...],
+    *,
+    name: str,
+    offset: int = 0,
 ) -> NDArray[Any]:
     """A read-only array over ``buffer`` from ``offset`` to its end, which must fit exactly.
 
     Nothing is copied, but for data that does not lie on a multiple of its item size: kernels
     rely on aligned elements, so such data is copied once.
     """
-    # In Python's ints, which do not overflow, and before anything is allocated.
-    needed_bytes = math.prod(shape) * dtype.itemsize
-    found_bytes = len(buffer) - offset
-    if needed_bytes != found_bytes:
-        raise MalformedRequest(
-            f"{name}: shape {shown(shape)} of {dtype} takes {shown(needed_bytes)} bytes, "
-            f"got {found_bytes}"
-        )
-    if needed_bytes == 0:
+    if checked_bytes(dtype, shape, len(buffer) - offset, name=name) == 0:
         array: NDArray[Any] = _empty(shape, dtype, name)
+    elif not isinstance(buffer, Buffer):
+        return buffer.later(dtype, shape, offset)
     else:
         array = np.frombuffer(buffer, dtype.numpy, offset=offset).reshape(shape)
         if not array.flags.aligned:

@@ -47,11 +47,13 @@ class Backend(Protocol):
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         """Compute a problem; blocks, and leaves the interpreter to others meanwhile.
 
         ``tensors`` are the problem's inputs, in its layout. Once ``cancelled`` is set, the answer
-        is not wanted any more.
+        is not wanted any more. ``out`` offers a place for each output; where a backend uses it,
+        that very array is the outcome's.
 
         Raises:
             InvalidProblem: the data contradict the problem (a pool index out of its window).

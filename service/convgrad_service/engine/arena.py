@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,12 @@ class Arena:
         os.close(self.descriptor)
 
 
-def arranged(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, int], int]:
+def arranged(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
     """Where each tensor begins in one place that holds them all, and the size of the place."""
-    offsets, end = {}, 0
-    for name, spec in specs.items():
-        offsets[name] = end
-        end += -(-(spec.elements * spec.dtype.itemsize) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return offsets, end
 
 

@@ -1,39 +1,51 @@
 """The way of one request, the same for every transport.
 
-    decode → validate → Problem → limits → memory → queue → backend → report → encode
+    decode → validate → Problem → limits → place in the arena → fill → queue → worker → encode
 
-A transport brings two functions: one that turns its bytes into named fields, one that turns named
-arrays into its bytes. Both run in threads, as does the backend: the event loop only waits.
+A transport brings its bytes as named fields, in which a tensor whose data is still on its way is
+`blank`: known by shape and dtype alone. The place for all inputs and outputs is leased from those,
+the data is received or copied into it, a worker computes from place to place, and the answer is
+sent from where it lies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request, validate
-from convgrad.errors import DeviceOutOfMemory, DeviceUnavailable
-from convgrad_service.backends.base import Backend, Outcome
+from convgrad.dtypes import DType
+from convgrad.errors import DeviceOutOfMemory, MalformedRequest
+from convgrad_service.engine.arena import arranged
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.hub import Engine, Running
+from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import MemoryBudget, Reservation
-from convgrad_service.engine.queue import ComputeQueue, Ticket
+from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.records import Record
 from convgrad_service.engine.timing import Timings
 from convgrad_service.problems import Problem, problem_from
+from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Call", "Dataplane", "Result"]
+__all__ = ["SMALL_BYTES", "Call", "Dataplane", "Filler", "Result", "Source", "Work", "blank"]
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
+Filler = Callable[[NDArray[Any]], None]
+"""Writes a tensor to the place that it is called with."""
+Source = NDArray[Any] | Filler
+
+SMALL_BYTES = 64 * 1024
+"""What is decoded, copied or encoded where it stands: a thread would take longer to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +57,116 @@ class Result:
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One request as its transport hands it over.
 
-    ``reservation`` already covers the body; ``decoded_bytes`` is what decoding it will allocate,
-    and ``encoded_share`` what encoding allocates for each byte of output (0 if it copies nothing).
     ``refuse``, where there is one, raises where the transport could not encode the answer.
+    ``small`` says that decoding takes no time worth a thread.
     """
 
     operation: Operation
-    reservation: Reservation
     deadline: Deadline
     timings: Timings
-    decoded_bytes: int = 0
-    encoded_share: float = 0.0
     refuse: Callable[[Request, Problem], None] | None = None
+    small: bool = False
+
+
+class Work:
+    """One request that has its place in the arena.
+
+    ``inputs`` are writable; `compute` may be called once they hold the request's data. What it
+    returns lies in the arena too, and is valid until the block of `Dataplane.begin` ends.
+    """
+
+    def __init__(
+        self, plane: Dataplane, call: Call, request: Request, problem: Problem, lease: Lease
+    ) -> None:
+        self.request, self.problem, self.lease = request, problem, lease
+        self._plane, self._call = plane, call
+        offsets, _ = arranged(_specs(problem))
+        places = [lease.offset + offset for offset in offsets]
+        self._job = Job(
+            problem,
+            dict(zip(problem.inputs, places, strict=False)),
+            dict(zip(problem.outputs, places[len(problem.inputs) :], strict=True)),
+        )
+        arena = plane.engine.arena
+        self.inputs = {
+            name: arena.array(offset, problem.inputs[name])
+            for name, offset in self._job.inputs.items()
+        }
+        self._outputs = {
+            name: arena.array(offset, problem.outputs[name])
+            for name, offset in self._job.outputs.items()
+        }
+
+    async def fill(self, sources: Mapping[str, Source], *, holds: Lease | None = None) -> None:
+        """Write inputs: an array is copied, a function is called with the place to write to.
+
+        ``holds`` is what they read, if that lies in the arena too.
+        """
+
+        def write() -> None:
+            for name, source in sources.items():
+                if name not in self.inputs:
+                    continue  # given, and not needed: accumulate beside beta = 0
+                if callable(source):
+                    source(self.inputs[name])
+                else:
+                    np.copyto(self.inputs[name], source, casting="no")
+
+        small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
+        await self._plane.in_thread(write, self.lease, holds, inline=small <= SMALL_BYTES)
+
+    async def compute(self) -> Result:
+        """Wait for a worker to compute it.
+
+        If the caller goes away (the task is cancelled), waiting work is dropped and running work
+        is asked to stop.
+        """
+        engine, timings = self._plane.engine, self._call.timings
+        running = engine.compute(self.lease, self._job, self._call.deadline.at_s)
+        submitted_s = time.monotonic()
+        moved_s = 0.0
+        try:
+            # Shielded: `done` says when the memory is free, which a caller who leaves cannot.
+            finished = await asyncio.shield(running.done)
+            moved_s = finished.upload_s + finished.download_s
+            if moved_s:
+                timings.add("upload", finished.upload_s)
+                timings.add("download", finished.download_s)
+        except asyncio.CancelledError:
+            engine.cancel(running)
+            raise
+        finally:
+            _count_waiting(timings, running, time.monotonic() - submitted_s, moved_s)
+        return Result(self.request, self._outputs, self._report(finished))
+
+    def _report(self, finished: Finished) -> Report:
+        return Report(
+            backend=self._plane.engine.status.backend,
+            kernel=finished.kernel,
+            flops=self.problem.flops,
+            bytes=self.problem.compulsory_bytes,
+            compute_s=finished.compute_s,
+            pieces=finished.pieces,
+            workspace_bytes=finished.workspace_bytes,
+        )
 
 
 class Dataplane:
-    """Takes calls from any transport to a backend and back."""
+    """Takes calls from any transport to the engine and back."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        limits: Limits,
-        queue: ComputeQueue,
-        memory: MemoryBudget,
-        codec_threads: int = 2,
-    ) -> None:
-        self.backend = backend
+    def __init__(self, engine: Engine, *, limits: Limits, codec_threads: int = 2) -> None:
+        self.engine = engine
         self.limits = limits
-        self.queue = queue
-        self.memory = memory
         self.draining = False
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
     def require_ready(self) -> None:
-        """Return if new work is taken.
-
-        Raises
-        ------
-        DeviceUnavailable
-            The server is about to stop, or its device has failed for good.
-        """
-        if self.draining:
-            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
-        if self.backend.fault is not None:
-            raise DeviceUnavailable(f"the device has failed: {self.backend.fault}")
+        """Raise DeviceUnavailable unless a device works and the server is to go on."""
+        self.engine.status._replace(draining=self.draining).require_ready()
 
     def admit(self) -> None:
         """Refuse, before its body is read, a request that could not be queued now.
@@ -105,46 +178,102 @@ class Dataplane:
         DeviceUnavailable
             The server is about to stop, or its device has failed for good.
         """
-        self.require_ready()
-        self.queue.require_room()
+        status = self.engine.status
+        status._replace(draining=status.draining or self.draining).admit()
 
-    async def answer(
-        self, call: Call, decode: Callable[[], Fields], encode: Callable[[Result], T]
-    ) -> T:
-        """Compute one request; ``decode`` and ``encode`` are called in threads.
+    @asynccontextmanager
+    async def begin(
+        self, call: Call, decode: Callable[[], Fields], *, holds: Lease | None = None
+    ) -> AsyncIterator[Work]:
+        """Make the problem of the fields that ``decode`` returns, and lease its place.
 
-        If the caller goes away (the task is cancelled) or the deadline passes, waiting work is
-        dropped and running work is asked to stop.
+        ``holds`` is what ``decode`` reads, if that lies in the arena too.
 
         Raises
         ------
         ServiceError
             Any of the table that knows no transport.
         """
-        async with call.deadline.enforced(), _memory_errors_named():
+        async with _memory_errors_named():
             with call.timings.stage("decode"):
-                call.reservation.grow(call.decoded_bytes)
-                request, problem = await self._codec(call, self._prepare, call, decode)
-            output_bytes = sum(spec.size_bytes for spec in problem.outputs.values())
-            call.reservation.grow(round(output_bytes * (1 + call.encoded_share)))
-            outcome = await self._compute(call, problem, request.tensors())
-            report = Report(
-                backend=self.backend.name,
-                kernel=outcome.kernel,
-                flops=problem.flops,
-                bytes=problem.compulsory_bytes,
-                compute_s=outcome.compute_s,
-                pieces=outcome.pieces,
-                workspace_bytes=outcome.workspace_bytes,
-            )
+                request, problem = await self.in_thread(
+                    lambda: self._prepare(call, decode), holds, inline=call.small
+                )
+            call.timings.accepted = True
+            _, size_bytes = arranged(_specs(problem))
+            started_s = time.monotonic()
+            lease = await self.engine.reserve(size_bytes)
+            call.timings.add("queue", time.monotonic() - started_s)
+            try:
+                yield Work(self, call, request, problem, lease)
+            finally:
+                lease.release()
+
+    async def answer(
+        self, call: Call, decode: Callable[[], Fields], encode: Callable[[Result], T]
+    ) -> T:
+        """Compute one request whose tensors are all at hand; both functions run in threads.
+
+        What ``encode`` returns must hold no view of the result's arrays, whose memory is another
+        request's as soon as this returns.
+        """
+        fields: Fields = {}
+
+        def decoded() -> Fields:
+            nonlocal fields
+            fields = decode()
+            return fields
+
+        async with call.deadline.enforced(), self.begin(call, decoded) as work:
+            with call.timings.stage("decode"):
+                await work.fill(work.request.tensors())
+            result = await work.compute()
             with call.timings.stage("encode"):
-                result = Result(request, outcome.outputs, report)
-                return await self._codec(call, encode, result)
+                return await self.in_thread(lambda: encode(result), work.lease)
+
+    async def in_thread(
+        self, function: Callable[[], T], *leases: Lease | None, inline: bool = False
+    ) -> T:
+        """Call a function in a codec thread, or at once where it is ``inline``.
+
+        A thread goes on after its caller has given up, and so do the leases it works on.
+        """
+        if inline:
+            return function()
+        future = asyncio.get_running_loop().run_in_executor(self._codecs, function)
+        for lease in leases:
+            if lease is not None:
+                lease.retain()
+                future.add_done_callback(lease.release)
+        return await asyncio.shield(future)
+
+    def observe(
+        self,
+        operation: str,
+        transport: str,
+        code: str,
+        timings: Timings,
+        *,
+        received_bytes: int,
+        sent_bytes: int,
+    ) -> None:
+        """Count one request of a known operation; ``code`` is "ok" or how it failed."""
+        self.engine.observe(
+            Record(
+                operation,
+                transport,
+                code,
+                timings.total_s,
+                timings.stages_s,
+                received_bytes,
+                sent_bytes,
+                timings.accepted,
+            )
+        )
 
     def close(self) -> None:
-        """Drop what waits and let the threads end."""
+        """Let the threads end."""
         self.draining = True
-        self.queue.close()
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, call: Call, decode: Callable[[], Fields]) -> tuple[Request, Problem]:
@@ -155,51 +284,34 @@ class Dataplane:
             call.refuse(request, problem)
         return request, problem
 
-    async def _compute(self, call: Call, problem: Problem, tensors: Arrays) -> Outcome:
-        def work(cancelled: threading.Event) -> Outcome:
-            return self.backend.run(problem, tensors, cancelled)
 
-        ticket: Ticket[Outcome] = self.queue.submit(
-            work, cost=self.queue.pace.cost(problem), deadline_s=call.deadline.at_s
-        )
-        _hold_until_done(call.reservation, ticket.future)
-        submitted_s = time.monotonic()
-        moved_s = 0.0
-        try:
-            outcome = await asyncio.wrap_future(ticket.future)
-            moved_s = outcome.upload_s + outcome.download_s
-            if moved_s:
-                call.timings.add("upload", outcome.upload_s)
-                call.timings.add("download", outcome.download_s)
-        except asyncio.CancelledError:
-            self.queue.cancel(ticket)
-            raise
-        finally:
-            spent_s = time.monotonic() - submitted_s
-            # Of a problem that is given up the start is known all the same, if it had one.
-            waited_s = spent_s if ticket.waited_s is None else min(ticket.waited_s, spent_s)
-            call.timings.add("queue", waited_s)
-            call.timings.add("compute", spent_s - waited_s - moved_s)
-        return outcome
+def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
+    """A tensor that is known by shape and dtype alone: it has no data and takes no memory."""
+    try:
+        return np.broadcast_to(np.empty((), dtype.numpy), shape)
+    except ValueError:
+        # More elements than NumPy can count.
+        raise MalformedRequest(f"{name}: shape {shape} is too large") from None
 
-    async def _codec(self, call: Call, function: Callable[..., T], *arguments: Any) -> T:
-        future = self._codecs.submit(function, *arguments)
-        _hold_until_done(call.reservation, future)
-        return await asyncio.wrap_future(future)
+
+def _specs(problem: Problem) -> list[TensorSpec]:
+    """Of all that a request's place holds, in order."""
+    return [*problem.inputs.values(), *problem.outputs.values()]
+
+
+def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:
+    # Of a problem that is given up the start is known all the same, if it had one.
+    waited_s = spent_s if running.waited_s is None else min(running.waited_s, spent_s)
+    timings.add("queue", waited_s)
+    timings.add("compute", spent_s - waited_s - moved_s)
 
 
 @asynccontextmanager
 async def _memory_errors_named() -> AsyncIterator[None]:
-    # The budget bounds what requests hold; that the machine has it to give is another matter.
+    # The arena bounds what requests hold; that the machine has it to give is another matter.
     try:
         yield
     except MemoryError:
         raise DeviceOutOfMemory(
             "the server could not allocate the memory for this request", retry_after_s=1.0
         ) from None
-
-
-def _hold_until_done(reservation: Reservation, future: Future[Any]) -> None:
-    # A thread goes on after its caller has given up, and so does the memory it works on.
-    reservation.retain()
-    future.add_done_callback(lambda _: reservation.release())

@@ -1,125 +1,156 @@
-"""How much memory all requests in flight may hold together, and how much each one does.
+"""Who holds which part of the arena, and who waits for some.
 
-A request's bytes are reserved as they come to be: body bytes while they arrive, decoded arrays and
-outputs before they are allocated. What cannot be reserved is refused, so that many requests that
-are each allowed cannot together take the machine down.
+A request leases one place for its inputs and outputs together, so that no request ever holds a
+part while it waits for another, and none can wait for ever. Places are given in the order in which
+they were asked for: a large request that waits is not overtaken by small ones until it starves.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from types import TracebackType
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from convgrad.errors import Overloaded, ProblemTooLarge
+from convgrad_service.engine.places import Places
 
-__all__ = ["MemoryBudget", "Reservation", "default_budget_bytes"]
+__all__ = ["Lease", "Memory"]
 
 # When the memory of others will be free again cannot be known; a second is what the SDK's first
 # retries would wait anyway.
 _RETRY_AFTER_S = 1.0
 
 
-def default_budget_bytes() -> int:
-    """Half of the machine's memory; the rest is for kernels, the system and its page cache."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):  # a system that does not say
-        return 4 * 2**30
+class Lease:
+    """A place in the arena, given back when its last holder releases it. For the loop's thread.
 
-
-class MemoryBudget:
-    """A number of bytes shared by all requests in flight. Safe to use from any thread."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes reserved now."""
-        return self._used_bytes
-
-    def reservation(self) -> Reservation:
-        """An empty reservation, to be grown; used as a context manager it frees itself."""
-        return Reservation(self)
-
-    def _take(self, size_bytes: int, held_bytes: int) -> None:
-        if held_bytes + size_bytes > self.limit_bytes:
-            raise ProblemTooLarge(
-                f"the request would hold {held_bytes + size_bytes:,} bytes of memory, more than "
-                f"the {self.limit_bytes:,} that this server has for all requests together"
-            )
-        with self._lock:
-            if self._used_bytes + size_bytes > self.limit_bytes:
-                raise Overloaded(
-                    f"requests in flight hold {self._used_bytes:,} of {self.limit_bytes:,} bytes "
-                    f"of memory, and this one needs {size_bytes:,} more",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
-            self._used_bytes += size_bytes
-
-    def _give_back(self, size_bytes: int) -> None:
-        with self._lock:
-            self._used_bytes -= size_bytes
-
-
-class Reservation:
-    """What one request holds of a budget.
-
-    It goes back when every holder has released it: the request itself, and each thread that still
-    reads the request's arrays after the caller has gone or the deadline has passed.
+    A request holds it, and so does each thread and each worker that still touches its memory after
+    the caller has gone or the deadline has passed.
     """
 
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
-        self._held_bytes = 0
+    def __init__(self, offset: int, size_bytes: int, give: Callable[[Lease], None]) -> None:
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self._give = give
         self._holders = 1
-        self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held now."""
-        return self._held_bytes
-
-    def grow(self, size_bytes: int) -> None:
-        """Reserve ``size_bytes`` more.
-
-        Raises
-        ------
-        Overloaded
-            Others hold the memory now.
-        ProblemTooLarge
-            The request alone would need more than there is.
-        """
-        if size_bytes <= 0:
-            return
-        self._budget._take(size_bytes, self._held_bytes)
-        with self._lock:
-            self._held_bytes += size_bytes
 
     def retain(self) -> None:
         """Add a holder."""
-        with self._lock:
-            self._holders += 1
+        self._holders += 1
 
-    def release(self) -> None:
-        """Remove a holder; the last one gives the bytes back."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders:
-                return
-            freed, self._held_bytes = self._held_bytes, 0
-        self._budget._give_back(freed)
+    def release(self, _: object = None) -> None:
+        """Remove a holder. (What it ignores lets it be a future's callback.)"""
+        self._holders -= 1
+        if self._holders == 0:
+            self._give(self)
 
-    def __enter__(self) -> Reservation:
-        return self
 
-    def __exit__(
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    size_bytes: int
+    future: asyncio.Future[Lease]
+    timer: asyncio.TimerHandle
+
+
+class Memory:
+    """Leases of one range of the arena. For the loop's thread.
+
+    ``forget`` gives pages back to the system; it is called for what is freed beyond the first
+    ``keep_bytes`` of the range, which stay warm for the next request.
+    """
+
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        places: Places,
+        *,
+        max_waiting: int = 64,
+        keep_bytes: int | None = None,
+        forget: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.release()
+        self._places = places
+        self._max_waiting = max_waiting
+        self._keep_end = places.start + (places.size_bytes if keep_bytes is None else keep_bytes)
+        self._forget = forget
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all leases together may hold."""
+        return self._places.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What they hold now, in whole pages."""
+        return self._places.used_bytes
+
+    def reserve(self, size_bytes: int, until_s: float) -> asyncio.Future[Lease]:
+        """A lease, at once or as soon as its turn has come and others have left enough.
+
+        ``until_s``, a time.monotonic(), ends the wait with Overloaded. A cancelled future leaves
+        the line.
+
+        Raises
+        ------
+        ProblemTooLarge
+            There is less memory than that in all.
+        Overloaded
+            As many wait as may.
+        """
+        if size_bytes > self.limit_bytes:
+            raise ProblemTooLarge(
+                f"the request would hold {size_bytes:,} bytes of memory, more than the "
+                f"{self.limit_bytes:,} that this server has for all requests together"
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Lease] = loop.create_future()
+        if not self._waiting and (offset := self._places.take(size_bytes)) is not None:
+            future.set_result(Lease(offset, size_bytes, self._freed))
+            return future
+        wait_s = until_s - time.monotonic()
+        if len(self._waiting) >= self._max_waiting or wait_s <= 0:
+            raise self._overloaded(size_bytes)
+        timer = loop.call_later(wait_s, self._give_up, future, size_bytes)
+        self._waiting.append(_Waiting(size_bytes, future, timer))
+        future.add_done_callback(self._left)
+        return future
+
+    def _give_up(self, future: asyncio.Future[Lease], size_bytes: int) -> None:
+        if not future.done():
+            future.set_exception(self._overloaded(size_bytes))
+
+    def _left(self, future: asyncio.Future[Lease]) -> None:
+        # Whether it got its place or gave up, whoever stood behind it may be next.
+        for waiting in self._waiting:
+            if waiting.future is future:
+                waiting.timer.cancel()
+                self._waiting.remove(waiting)
+                break
+        self._serve()
+
+    def _freed(self, lease: Lease) -> None:
+        if self._forget is not None and lease.offset + lease.size_bytes > self._keep_end:
+            first = max(lease.offset, self._keep_end)
+            end = lease.offset + self._places.rounded(lease.size_bytes)
+            self._forget(first, end - first)
+        self._places.give(lease.offset, lease.size_bytes)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.future.done():
+                offset = self._places.take(first.size_bytes)
+                if offset is None:
+                    return
+                first.future.set_result(Lease(offset, first.size_bytes, self._freed))
+            first.timer.cancel()
+            self._waiting.popleft()
+
+    def _overloaded(self, size_bytes: int) -> Overloaded:
+        return Overloaded(
+            f"other requests hold {self.used_bytes:,} of the {self.limit_bytes:,} bytes of memory "
+            f"that this server has for all requests together; this one needs {size_bytes:,}",
+            retry_after_s=_RETRY_AFTER_S,
+        )

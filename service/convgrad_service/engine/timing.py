@@ -12,11 +12,15 @@ STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode
 
 
 class Timings:
-    """Seconds spent in each stage of `STAGES` so far."""
+    """Seconds spent in each stage of `STAGES` so far.
+
+    ``accepted`` is set once the request was found to be a problem that this server takes.
+    """
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.stages_s: dict[str, float] = {}
+        self.accepted = False
 
     def add(self, stage: str, seconds: float) -> None:
         """Count ``seconds`` towards ``stage``."""

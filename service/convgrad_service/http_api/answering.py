@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from convgrad.errors import MalformedRequest, UnsupportedMediaType
+from convgrad_service.engine.dataplane import SMALL_BYTES
+from convgrad_service.http_api.base64_tensors import EncodedLater
 from convgrad_service.http_api.middleware import ClientGone
 from convgrad_service.http_api.problem_details import Headers
 
-__all__ = ["Chunk", "refuse_encoded", "requested_timeout_s", "send_chunks", "unless_gone"]
+__all__ = [
+    "CONNECTION",
+    "Chunk",
+    "Connection",
+    "connection_of",
+    "refuse_encoded",
+    "requested_timeout_s",
+    "send_chunks",
+    "unless_gone",
+]
 
-Chunk = bytes | memoryview
+Chunk = bytes | memoryview | EncodedLater
+"""A part of an answer, of one byte an item; the last kind is made when it is its turn."""
 T = TypeVar("T")
+
+CONNECTION = "convgrad.connection"
+"""The key of an ASGI scope under which our protocol offers itself as a `Connection`."""
 
 # One write of a large answer: large enough to cost nothing, small enough that the protocol sees
 # within one of them that a client has stopped reading (see protocol.py).
 _SEND_BYTES = 2**20
+
+
+class Connection(Protocol):
+    """What a server offers beyond ASGI; see `protocol.GuardedProtocol`."""
+
+    def unbuffered(self) -> AbstractContextManager[None]:
+        """While it lasts, a write is finished only when its bytes have left."""
+        ...
 
 
 def refuse_encoded(content_encoding: str | None) -> None:
@@ -48,6 +73,12 @@ def requested_timeout_s(header: str | None) -> float | None:
     return seconds
 
 
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection of an exchange, where the server offers one."""
+    connection: Connection | None = scope.get(CONNECTION)
+    return connection
+
+
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """The result of ``work``, which is cancelled if the client closes the connection first."""
     working = asyncio.ensure_future(work)
@@ -66,17 +97,44 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def send_chunks(send: Send, headers: Headers, chunks: Iterable[Chunk]) -> None:
-    """A 200 with these headers, Content-Length besides, and the chunks as its body."""
-    parts = [part for chunk in chunks for part in _parts(chunk)]
-    length = sum(len(part) for part in parts)
+async def send_chunks(
+    send: Send,
+    headers: Headers,
+    chunks: Sequence[Chunk],
+    *,
+    connection: Connection | None = None,
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
+) -> None:
+    """A 200 with these headers, Content-Length besides, and the chunks as its body.
+
+    When it returns, nothing refers to the chunks' memory any more: they were sent, or copied
+    where the server offers no ``connection`` that could say when they were. ``in_thread`` makes
+    what is encoded only now.
+    """
+    length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    if length <= SMALL_BYTES:
+        body = b"".join(_made(chunk) for chunk in chunks)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return
+    with contextlib.nullcontext() if connection is None else connection.unbuffered():
+        for chunk in chunks:
+            if isinstance(chunk, EncodedLater):
+                made = chunk.encoded() if in_thread is None else await in_thread(chunk.encoded)
+                await send({"type": "http.response.body", "body": made, "more_body": True})
+                continue
+            for part in _parts(chunk):
+                sent = bytes(part) if connection is None else part
+                await send({"type": "http.response.body", "body": sent, "more_body": True})
+        # Unbuffered, so this waits until everything before it has left.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _parts(chunk: Chunk) -> Iterable[memoryview]:
+def _made(chunk: Chunk) -> bytes | memoryview:
+    return chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
+
+
+def _parts(chunk: bytes | memoryview) -> Iterable[memoryview]:
     view = memoryview(chunk).cast("B")
     return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -13,40 +12,48 @@ from starlette.routing import Route
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS
+from convgrad_service.assembly import dataplane_inside
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.dataplane import Dataplane
-from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import MemoryBudget, default_budget_bytes
-from convgrad_service.engine.queue import ComputeQueue
+from convgrad_service.engine.hub import Hub
 from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.docs import add_docs
 from convgrad_service.http_api.health import health_router
 from convgrad_service.http_api.middleware import ExchangeMiddleware
+from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
-from convgrad_service.metrics import Metrics
 from convgrad_service.settings import Settings
 
-__all__ = ["create_app"]
+__all__ = ["app_on", "create_app"]
 
 
 def create_app(settings: Settings | None = None, backend: Backend | None = None) -> FastAPI:
-    """The server as an ASGI application.
+    """The server as an ASGI application, with an engine of its own in this process.
 
     ``settings`` default to the environment's, ``backend`` to the one that they name. The dataplane
     is at ``app.state.dataplane``, for other transports and for tests.
     """
     settings = settings or Settings()
-    dataplane = _dataplane(settings, backend or _backend(settings))
-    metrics = _metrics(dataplane)
+    dataplane = dataplane_inside(settings, backend)
+    hub = dataplane.engine
+    assert isinstance(hub, Hub)  # noqa: S101
+    return app_on(dataplane, settings, hub.close)
+
+
+def app_on(
+    dataplane: Dataplane, settings: Settings, close: Callable[[], None] | None = None
+) -> FastAPI:
+    """The application in front of a dataplane; ``close`` is called once it has ended."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         dataplane.close()
+        if close is not None:
+            close()
 
     app = FastAPI(
         title="convgrad",
@@ -76,11 +83,12 @@ def create_app(settings: Settings | None = None, backend: Backend | None = None)
     async def root(request: Request) -> RedirectResponse:
         return RedirectResponse(request.scope.get("root_path", "") + "/docs")
 
-    app.include_router(health_router(dataplane, metrics))
+    app.include_router(health_router(dataplane))
+    add_oip(app, dataplane, settings)
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(ExchangeMiddleware, metrics=metrics)
+    app.add_middleware(ExchangeMiddleware, dataplane=dataplane)
     return app
 
 
@@ -95,36 +103,3 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     answer.raw_headers[:] = headers
     answer.headers.update(error.headers or {})  # Allow, with a 405
     return answer
-
-
-def _backend(settings: Settings) -> Backend:
-    options = BackendOptions(
-        threads=settings.threads,
-        workspace_limit_bytes=settings.workspace_bytes,
-        kernel_cache=settings.kernel_cache,
-    )
-    return backend_named(settings.backend, options)
-
-
-def _dataplane(settings: Settings, backend: Backend) -> Dataplane:
-    return Dataplane(
-        backend,
-        limits=Limits(settings.max_problem_bytes, settings.max_problem_flops),
-        queue=ComputeQueue(
-            settings.compute_slots, settings.max_queue, large_s=settings.large_problem_s
-        ),
-        memory=MemoryBudget(settings.max_inflight_bytes or default_budget_bytes()),
-        codec_threads=settings.codec_threads,
-    )
-
-
-def _metrics(dataplane: Dataplane) -> Metrics:
-    metrics = Metrics(dataplane.backend.name)
-    queue, memory = dataplane.queue, dataplane.memory
-    metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: queue.waiting)
-    metrics.gauge("convgrad_running", "Problems that compute.", lambda: queue.running)
-    metrics.gauge(
-        "convgrad_inflight_bytes", "Memory requests in flight hold.", lambda: memory.used_bytes
-    )
-    metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
-    return metrics

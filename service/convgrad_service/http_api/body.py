@@ -1,29 +1,25 @@
-"""Reading a request's body: into one buffer, no further than allowed, and not for ever.
+"""A request's body as it arrives: no further than allowed, not for ever, and each byte copied once.
 
-Content-Length is a promise. It refuses early and sizes the buffer, but memory is reserved and
-touched only as bytes arrive, and the limit counts those.
+Content-Length is a promise. It refuses early, and it says how much is to come; a client that does
+not keep it is cut off by the patience here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from starlette.types import Receive
 
-from convgrad.errors import DeviceOutOfMemory, PayloadTooLarge, RequestTimeout
-from convgrad_service.engine.memory import Reservation
+from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
+from convgrad_service.engine.dataplane import SMALL_BYTES
+from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.memory import Lease
 from convgrad_service.http_api.middleware import ClientGone
 
-__all__ = ["BodyLimits", "read_body"]
-
-_MiB = 2**20
-# The first buffer is no larger than this whatever was promised, and doubles from there.
-_FIRST_BUFFER_BYTES = 64 * _MiB
-_UNKNOWN_LENGTH_BUFFER_BYTES = 64 * 1024
-_RESERVE_STEP_BYTES = 4 * _MiB
+__all__ = ["Body", "BodyLimits", "Text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,94 +31,166 @@ class BodyLimits:
     min_bytes_per_s: float
 
 
-async def read_body(
-    receive: Receive,
-    content_length: int | None,
-    limits: BodyLimits,
-    reservation: Reservation,
-) -> memoryview:
-    """The whole body, held by ``reservation``.
+@dataclass(slots=True)
+class Text:
+    """A whole body, and the place in the arena that it lies in, where it is not a small one."""
 
-    Raises
-    ------
-    PayloadTooLarge
-        It is longer than the limit, or says that it will be.
-    RequestTimeout
-        It pauses too long or comes too slowly.
-    Overloaded
-        Other requests hold the memory it needs.
-    ClientGone
-        The connection ended before the body did.
+    data: memoryview
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give the place back; the data may not be looked at any more."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+
+class Body:
+    """One body, taken in order by `at_least` and then `into`, or all at once by `whole`.
+
+    Every method raises
+
+    - PayloadTooLarge: it is longer than the limit, or says that it will be;
+    - RequestTimeout: it pauses too long or comes too slowly;
+    - ClientGone: the connection ended before the body did.
     """
-    if content_length is not None and content_length > limits.max_bytes:
-        raise PayloadTooLarge(
-            f"Content-Length is {content_length:,}; this server takes bodies of at most "
-            f"{limits.max_bytes:,} bytes of this media type"
-        )
-    buffer = _Buffer(content_length, limits.max_bytes, reservation)
-    started_s = time.monotonic()
-    while True:
+
+    def __init__(self, receive: Receive, content_length: int | None, limits: BodyLimits) -> None:
+        if content_length is not None and content_length > limits.max_bytes:
+            raise PayloadTooLarge(
+                f"Content-Length is {content_length:,}; this server takes bodies of at most "
+                f"{limits.max_bytes:,} bytes of this media type"
+            )
+        self.content_length = content_length
+        self.received_bytes = 0
+        self.ended = False
+        self._receive, self._limits = receive, limits
+        self._ahead = b""  # received, and not yet taken
+        self._started_s = time.monotonic()
+
+    def refuse_over_limit(self, size: int) -> None:
+        """Raise PayloadTooLarge if a body of this size is not taken."""
+        if size > self._limits.max_bytes:
+            raise PayloadTooLarge(
+                f"the body is longer than {self._limits.max_bytes:,} bytes, the most this server "
+                "takes of this media type"
+            )
+
+    async def at_least(self, size: int) -> bytes:
+        """The body's first ``size`` bytes or more, or all if it has fewer. It takes none."""
+        while len(self._ahead) < size and (part := await self._part()) is not None:
+            self._ahead = self._ahead + part if self._ahead else part
+        return self._ahead
+
+    async def into(self, targets: Sequence[memoryview | int], *, skip: int = 0) -> None:
+        """Take ``skip`` bytes that `at_least` has shown, and receive the rest into ``targets``.
+
+        They are filled one after another; a number is so many bytes to drop.
+
+        Raises
+        ------
+        MalformedRequest
+            The body has not exactly as many bytes.
+        """
+        left = memoryview(self._ahead)[skip:]
+        self._ahead = b""
+        total = 0
+        for target in targets:
+            size = target if isinstance(target, int) else len(target)
+            total += size
+            at = 0
+            while at < size:
+                if not left:
+                    part = await self._part()
+                    if part is None:
+                        raise _wrong_length(targets, self.received_bytes - skip)
+                    left = memoryview(part)
+                taken = left[: size - at]
+                if not isinstance(target, int):
+                    target[at : at + len(taken)] = taken
+                at += len(taken)
+                left = left[len(taken) :]
+        while not left and (part := await self._part()) is not None:
+            left = memoryview(part)
+        if left:
+            raise _wrong_length(targets, self.received_bytes - skip)
+
+    async def whole(self, engine: Engine) -> Text:
+        """All of it; the caller releases the text.
+
+        Raises
+        ------
+        Overloaded, ProblemTooLarge
+            Other bodies hold the memory it needs, or there is too little in all.
+        """
+        shown = await self.at_least(min(SMALL_BYTES + 1, self.content_length or SMALL_BYTES + 1))
+        if self.ended:
+            return Text(memoryview(shown))
+        promised = self.content_length or 2 * len(shown)
+        text = await _place(engine, max(promised, len(shown)))
+        try:
+            size = len(shown)
+            text.data[:size] = shown
+            self._ahead = b""
+            while (part := await self._part()) is not None:
+                if size + len(part) > len(text.data):
+                    text = await _moved(engine, text, size, max(size + len(part), 2 * size))
+                text.data[size : size + len(part)] = part
+                size += len(part)
+        except BaseException:
+            text.release()
+            raise
+        text.data = text.data[:size]
+        return text
+
+    async def _part(self) -> bytes | None:
+        """The next bytes; None once the body has ended."""
+        if self.ended:
+            return None
+        limits = self._limits
         try:
             async with asyncio.timeout(limits.idle_timeout_s):
-                message = await receive()
+                message = await self._receive()
         except TimeoutError:
             raise RequestTimeout(
                 f"nothing more of the body came for {limits.idle_timeout_s:g} s, after "
-                f"{buffer.size:,} bytes"
+                f"{self.received_bytes:,} bytes"
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
-        buffer.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return buffer.view()
-        overdue_s = time.monotonic() - started_s - limits.idle_timeout_s
-        if overdue_s * limits.min_bytes_per_s > buffer.size:
+        part: bytes = message.get("body", b"")
+        self.received_bytes += len(part)
+        self.ended = not message.get("more_body", False)
+        self.refuse_over_limit(self.received_bytes)
+        if not self.ended:
+            self._refuse_slow()
+        return part
+
+    def _refuse_slow(self) -> None:
+        limits, took_s = self._limits, time.monotonic() - self._started_s
+        if (took_s - limits.idle_timeout_s) * limits.min_bytes_per_s > self.received_bytes:
             raise RequestTimeout(
-                f"{buffer.size:,} bytes of the body came in {time.monotonic() - started_s:.1f} s; "
-                f"this server waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
+                f"{self.received_bytes:,} bytes of the body came in {took_s:.1f} s; this server "
+                f"waits for no less than {limits.min_bytes_per_s:,.0f} bytes a second"
             )
 
 
-class _Buffer:
-    """Bytes that arrive one part after another, in memory that grows in bounded steps."""
-
-    def __init__(self, expected: int | None, max_bytes: int, reservation: Reservation) -> None:
-        first = _UNKNOWN_LENGTH_BUFFER_BYTES if expected is None else expected
-        self.size = 0
-        self._expected, self._max_bytes, self._reservation = expected, max_bytes, reservation
-        self._bytes = _untouched(min(first, _FIRST_BUFFER_BYTES))
-
-    def append(self, part: bytes) -> None:
-        end = self.size + len(part)
-        if end > self._max_bytes:
-            raise PayloadTooLarge(
-                f"the body is longer than {self._max_bytes:,} bytes, the most this server takes "
-                "of this media type"
-            )
-        if end > self._reservation.held_bytes:
-            ahead = max(end, min(end + _RESERVE_STEP_BYTES, self._expected or 0))
-            self._reservation.grow(ahead - self._reservation.held_bytes)
-        if end > len(self._bytes):
-            self._bytes = self._grown(end)
-        self._bytes[self.size : end] = part
-        self.size = end
-
-    def view(self) -> memoryview:
-        return self._bytes[: self.size]
-
-    def _grown(self, needed: int) -> memoryview:
-        # Doubling copies each byte about once more; the promise, where there is one, caps it.
-        most = min(self._max_bytes, max(self._expected or self._max_bytes, needed))
-        grown = _untouched(max(needed, min(2 * len(self._bytes), most)))
-        grown[: self.size] = self._bytes[: self.size]
-        return grown
+async def _place(engine: Engine, size: int) -> Text:
+    lease = await engine.reserve(size, text=True)
+    return Text(engine.arena.view(lease.offset, size), lease)
 
 
-def _untouched(size: int) -> memoryview:
-    # np.empty and not bytearray: pages that nothing was written to take no memory.
-    try:
-        return np.empty(size, np.uint8).data
-    except MemoryError:
-        raise DeviceOutOfMemory(
-            f"the server could not allocate {size:,} bytes for the body", retry_after_s=1.0
-        ) from None
+async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
+    """A larger place with the same first bytes, for a body that did not say its length."""
+    larger = await _place(engine, wanted)
+    larger.data[:size] = text.data[:size]
+    text.release()
+    return larger
+
+
+def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:
+    described = sum(target if isinstance(target, int) else len(target) for target in targets)
+    more = "" if found < described else " or more"
+    return MalformedRequest(
+        f"the header describes {described} bytes of data, but {found}{more} follow"
+    )

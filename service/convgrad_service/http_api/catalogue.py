@@ -18,7 +18,7 @@ def catalogue(dataplane: Dataplane, settings: Settings) -> dict[str, Any]:
     return {
         "server": "convgrad",
         "version": _version.__version__,
-        "backend": dataplane.backend.name,
+        "backend": dataplane.engine.status.backend,
         "media_types": list(MEDIA_TYPES),
         "limits": {
             "body_bytes": {
@@ -26,7 +26,7 @@ def catalogue(dataplane: Dataplane, settings: Settings) -> dict[str, Any]:
             },
             "problem_bytes": dataplane.limits.problem_bytes,
             "problem_flops": dataplane.limits.problem_flops,
-            "inflight_bytes": dataplane.memory.limit_bytes,
+            "inflight_bytes": dataplane.engine.limit_bytes,
             "queue": settings.max_queue,
             "timeout_s": settings.max_timeout_s,
         },

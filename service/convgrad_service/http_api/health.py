@@ -8,7 +8,6 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from convgrad_service.engine.dataplane import Dataplane
-from convgrad_service.metrics import Metrics
 
 __all__ = ["health_router"]
 
@@ -18,7 +17,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def health_router(dataplane: Dataplane, metrics: Metrics) -> APIRouter:
+def health_router(dataplane: Dataplane) -> APIRouter:
     """The routes that say how the server is."""
     router = APIRouter(tags=["health"])
 
@@ -33,6 +32,6 @@ def health_router(dataplane: Dataplane, metrics: Metrics) -> APIRouter:
 
     @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
     async def prometheus() -> Response:
-        return Response(metrics.exposition(), media_type=_PROMETHEUS)
+        return Response(await dataplane.engine.exposition(), media_type=_PROMETHEUS)
 
     return router

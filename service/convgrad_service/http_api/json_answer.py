@@ -9,14 +9,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pybase64
 from numpy.typing import NDArray
 
 from convgrad.contract import Report
 from convgrad.errors import ProblemTooLarge
 from convgrad.wire.json_tensors import Form, encode_tensor
+from convgrad_service.http_api.base64_tensors import EncodedLater, encoded_later
 
-__all__ = ["encode_json_answer", "refuse_endless_values"]
+__all__ = ["encode_json_answer", "json_answer", "refuse_endless_values"]
 
 # The form is for reading by eye: an element takes some twenty characters, against five in base64,
 # and a microsecond.
@@ -25,11 +25,14 @@ _MAX_VALUES = 2**20
 _VALUES_AT_ONCE = 4096
 
 
-def encode_json_answer(
+def json_answer(
     outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
-) -> list[bytes | memoryview]:
-    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``."""
-    chunks: list[bytes | memoryview] = [b"{"]
+) -> list[bytes | memoryview | EncodedLater]:
+    """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
+
+    The base64 of a tensor is made block by block when it is sent.
+    """
+    chunks: list[bytes | memoryview | EncodedLater] = [b"{"]
     for name, array in outputs.items():
         chunks.append(_text(name) + b":{")
         chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64)))
@@ -38,14 +41,24 @@ def encode_json_answer(
     return chunks
 
 
+def encode_json_answer(
+    outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
+) -> list[bytes | memoryview]:
+    """`json_answer`, all of it made at once."""
+    return [
+        chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
+        for chunk in json_answer(outputs, report, form)
+    ]
+
+
 class _Base64:
     """The base64 of consecutive parts; all but the last have a multiple of 3 bytes."""
 
     def __init__(self, parts: list[bytes | memoryview]) -> None:
-        self.chunks = [pybase64.b64encode(part) for part in parts]
+        self.chunks = [block for part in parts for block in encoded_later(part)]
 
 
-def _members(encoded: Mapping[str, Any]) -> Iterator[bytes]:
+def _members(encoded: Mapping[str, Any]) -> Iterator[bytes | EncodedLater]:
     separator = b""
     for key, value in encoded.items():
         yield separator + _text(key) + b":"

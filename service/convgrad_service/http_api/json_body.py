@@ -3,26 +3,28 @@
 Base64 strings are nearly all of a large body, and a JSON parser would copy each at least twice.
 So the body is read in two steps: the long strings are cut out as views (finding a closing quote
 is a memory search), and the few hundred bytes that are left are parsed as JSON, strictly. Each
-view is then decoded once, and the array is a view of the decoded bytes.
+view is then decoded once, straight into the place that its tensor is given.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pybase64
+import numpy as np
+from numpy.typing import NDArray
 
 from convgrad.contract import Operation, refuse_unknown
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
 from convgrad.wire.json_tensors import Base64Text, decode_tensor
 from convgrad.wire.sentences import shown
+from convgrad_service.http_api.base64_tensors import DeferredBase64, b64decode
 
-__all__ = ["b64decode", "decode_json_request", "parse_json_body"]
+__all__ = ["decode_json_request", "describe_json_request", "parse_json_body"]
 
 # Below this the two steps cost more than they save.
 _SMALL_BODY_BYTES = 64 * 1024
@@ -39,25 +41,63 @@ _FIRST_WINDOW_BYTES = 64
 _LAST_WINDOW_BYTES = 128 * 1024
 
 
-def decode_json_request(
+def describe_json_request(
     body: bytes | bytearray | memoryview, operation: Operation
-) -> dict[str, Any]:
-    """The fields of a request: tensors as read-only arrays, parameters as Python values.
+) -> tuple[dict[str, Any], dict[str, Callable[[NDArray[Any]], None]]]:
+    """The fields of a request, and what fills those of its tensors that are blank in them.
 
-    Ready for `convgrad.contract.validate`. No array refers to ``body`` afterwards.
+    A tensor whose base64 is long is known by its shape and dtype alone until its filler is called
+    with the place that it is to have. The other fields are ready for `convgrad.contract.validate`.
 
     Raises
     ------
     MalformedRequest
-        The body is not a JSON object, has an unknown field, or a tensor cannot be read.
+        The body is not a JSON object, has an unknown field, or a tensor cannot be read. The fillers
+        raise it too.
     """
     fields = parse_json_body(body)
     refuse_unknown(operation.request, fields)
+    fillers: dict[str, Callable[[NDArray[Any]], None]] = {}
     for name in operation.tensors:
         # An optional tensor may be null; a required one that is gets its sentence from the codec.
         if name in fields and (fields[name] is not None or name in operation.required_tensors):
-            fields[name] = decode_tensor(fields[name], name=name, b64decode=b64decode)
+            fields[name], filler = _described(fields[name], name)
+            if filler is not None:
+                fillers[name] = filler
+    return fields, fillers
+
+
+def decode_json_request(
+    body: bytes | bytearray | memoryview, operation: Operation
+) -> dict[str, Any]:
+    """`describe_json_request` with every tensor filled, in memory of its own."""
+    fields, fillers = describe_json_request(body, operation)
+    for name, fill in fillers.items():
+        array = np.empty(fields[name].shape, fields[name].dtype)
+        fill(array)
+        array.flags.writeable = False
+        fields[name] = array
     return fields
+
+
+def _described(
+    tensor: Any, name: str
+) -> tuple[NDArray[Any], Callable[[NDArray[Any]], None] | None]:
+    deferred: list[DeferredBase64] = []
+
+    def defer(text: Base64Text) -> bytes | DeferredBase64:
+        if not (isinstance(text, memoryview) and DeferredBase64.worth(text)):
+            return b64decode(text)
+        deferred.append(DeferredBase64(text, name))
+        return deferred[-1]
+
+    try:
+        array = decode_tensor(tensor, name=name, b64decode=defer)
+    except (MalformedRequest, ValueError):
+        # Its bytes were counted wrongly where the text holds escapes: then it is decoded now.
+        return decode_tensor(tensor, name=name, b64decode=b64decode), None
+    used = [text for text in deferred if text.used]
+    return array, used[0].fill if used else None
 
 
 def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
@@ -87,17 +127,6 @@ def parse_json_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise MalformedRequest(f"the body: expected a JSON object, got {shown(fields)}")
     return fields
-
-
-def b64decode(text: Base64Text) -> bytes:
-    """Strict base64, from a string or from the bytes between the quotes of a JSON text."""
-    try:
-        return pybase64.b64decode(text, validate=True)
-    except ValueError:
-        # JSON lets a writer escape any character: \/ is common, and rare enough to come last.
-        if isinstance(text, str) or b"\\" not in (escaped := bytes(text)):
-            raise
-        return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
 
 
 @dataclass

@@ -16,9 +16,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
-from convgrad_service.http_api.context import RequestContext
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.context import RequestContext, begin_context
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.metrics import Metrics
 
 __all__ = ["ClientGone", "ExchangeMiddleware"]
 
@@ -39,9 +39,9 @@ class ClientGone(Exception):
 class ExchangeMiddleware:
     """Wraps the application in the exchange's bookkeeping."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, dataplane: Dataplane) -> None:
         self.app = app
-        self.metrics = metrics
+        self.dataplane = dataplane
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +50,7 @@ class ExchangeMiddleware:
         if scope["method"] == "HEAD":
             # What GET would answer; the server below, which keeps its own scope, sends no body.
             scope = {**scope, "method": "GET"}
-        context = RequestContext.begin(scope)
+        context = begin_context(scope)
         exchange = _Exchange(scope, receive, send, context)
         try:
             await self._run(scope, exchange, context)
@@ -78,7 +78,7 @@ class ExchangeMiddleware:
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
         if context.operation is not None:
-            self.metrics.observe(
+            self.dataplane.observe(
                 context.operation,
                 "http",
                 context.code,
@@ -159,7 +159,7 @@ class _Exchange:
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
         headers.append((b"x-request-id", self._context.request_id.encode("latin-1")))
-        headers.append((b"server-timing", self._context.server_timing()))
+        headers.append((b"server-timing", self._context.server_timing().encode()))
         if self._body_unread:
             headers.append((b"connection", b"close"))
         self._context.status = message["status"]

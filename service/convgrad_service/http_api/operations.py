@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from contextlib import AsyncExitStack
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convgrad.contract import Operation
-from convgrad_service.engine.dataplane import Call, Dataplane
+from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.http_api.answering import (
+    connection_of,
     refuse_encoded,
     requested_timeout_s,
     send_chunks,
     unless_gone,
 )
-from convgrad_service.http_api.body import BodyLimits, read_body
+from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.wires import MEDIA_TYPES, WIRES, Wire
@@ -39,39 +42,32 @@ class OperationEndpoint:
         headers = Headers(scope=scope)
         wire_in, wire_out = _wires(headers)
         allowed_s = requested_timeout_s(headers.get("x-request-timeout"))
-        deadline = Deadline.after(min(allowed_s or math.inf, self.settings.max_timeout_s))
+        longest_s = self.settings.max_timeout_s
+        deadline = Deadline.after(min(allowed_s or math.inf, longest_s))
         self.dataplane.admit()
-        with self.dataplane.memory.reservation() as reservation:
-            length = headers.get("content-length")
-            reading = read_body(
-                receive, None if length is None else int(length), self._limits(wire_in), reservation
+        length = headers.get("content-length")
+        body = Body(receive, None if length is None else int(length), self._limits(wire_in))
+        call = Call(self.operation, deadline, context.timings, wire_out.refuse)
+        async with AsyncExitStack() as held:
+            # Only a client that set a deadline counts its own sending towards it.
+            async with deadline.enforced() if allowed_s else contextlib.nullcontext():
+                work = await held.enter_async_context(wire_in.begin(self.dataplane, call, body))
+                if not allowed_s:
+                    call.deadline = Deadline.after(longest_s)
+                async with call.deadline.enforced():
+                    result = await unless_gone(work.compute(), receive)
+            with context.timings.stage("encode"):
+                small = sum(array.nbytes for array in result.outputs.values()) <= SMALL_BYTES
+                chunks = await self.dataplane.in_thread(
+                    lambda: wire_out.encode(result), work.lease, inline=small
+                )
+            await send_chunks(
+                send,
+                [(b"content-type", wire_out.media_type.encode()), (b"vary", b"accept")],
+                chunks,
+                connection=connection_of(scope),
+                in_thread=self.dataplane.in_thread,
             )
-            with context.timings.stage("receive"):
-                if allowed_s is None:
-                    # Only a client that set a deadline counts its own sending towards it.
-                    body = await reading
-                    deadline = Deadline.after(self.settings.max_timeout_s)
-                else:
-                    async with deadline.enforced():
-                        body = await reading
-            call = Call(
-                self.operation,
-                reservation,
-                deadline,
-                context.timings,
-                decoded_bytes=math.ceil(wire_in.decoded_share * len(body)),
-                encoded_share=wire_out.encoded_share,
-                refuse=wire_out.refuse,
-            )
-            # Handed over, not shared: a JSON body can go once its arrays have been made from it.
-            handed = [body]
-            del body
-            work = self.dataplane.answer(
-                call, lambda: wire_in.decode(handed.pop(), self.operation), wire_out.encode
-            )
-            chunks = await unless_gone(work, receive)
-            headers_out = [(b"content-type", wire_out.media_type.encode()), (b"vary", b"accept")]
-            await send_chunks(send, headers_out, chunks)
 
     def _limits(self, wire: Wire) -> BodyLimits:
         return BodyLimits(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio.events import TimerHandle
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -20,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad_service.http_api.answering import CONNECTION
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.settings import Settings
 
@@ -124,6 +127,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._in_head = False
         _stop(self._head_timer)
+        # For what ASGI has no word for, see answering.Connection.
+        cast(dict[str, Any], self.scope)[CONNECTION] = self
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be made ready here.
             raise ValueError("too many requests sent ahead")
@@ -155,6 +160,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         _stop(self._write_timer)
         super().resume_writing()
+
+    @contextmanager
+    def unbuffered(self) -> Iterator[None]:
+        """While it lasts, a write is finished only when its bytes have left."""
+        self.transport.set_write_buffer_limits(high=0)
+        try:
+            yield
+        finally:
+            self.transport.set_write_buffer_limits()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what could not be parsed, in the form of every other error."""

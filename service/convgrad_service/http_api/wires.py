@@ -1,45 +1,118 @@
-"""The forms a body can have over HTTP: for each media type, its codec and what it costs."""
+"""The forms a body can have over HTTP: for each media type, how it is taken in and sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from convgrad.contract import Operation, Request
+from convgrad.contract import Request
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
-from convgrad_service.engine.dataplane import Result
-from convgrad_service.http_api.json_answer import encode_json_answer, refuse_endless_values
-from convgrad_service.http_api.json_body import decode_json_request
+from convgrad.wire.shapes import data_view
+from convgrad_service.engine.dataplane import (
+    SMALL_BYTES,
+    Call,
+    Dataplane,
+    Filler,
+    Result,
+    Source,
+    Work,
+    blank,
+)
+from convgrad_service.http_api.answering import Chunk
+from convgrad_service.http_api.body import Body
+from convgrad_service.http_api.json_answer import json_answer, refuse_endless_values
+from convgrad_service.http_api.json_body import describe_json_request
 from convgrad_service.problems import Problem
 
-__all__ = ["JSON", "MEDIA_TYPES", "SAFETENSORS", "WIRES", "Chunk", "Wire"]
-
-Chunk = bytes | memoryview
+__all__ = ["JSON", "MEDIA_TYPES", "SAFETENSORS", "WIRES", "Wire"]
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
     """One media type.
 
-    ``decoded_share`` and ``encoded_share`` bound the bytes that decoding allocates for each byte
-    of body and encoding for each byte of tensor, so that they can be reserved beforehand;
-    ``limit`` names the setting that bounds a body. ``refuse`` raises, before anything is computed,
-    where an answer could not be encoded.
+    ``begin`` takes a body in: it makes the work and fills its inputs. ``limit`` names the setting
+    that bounds a body. ``encode`` refers to the result's arrays and copies nothing large;
+    ``refuse`` raises, before anything is computed, where an answer could not be encoded.
     """
 
     media_type: str
     limit: str
-    decode: Callable[[memoryview, Operation], Mapping[str, Any]]
+    begin: Callable[[Dataplane, Call, Body], AbstractAsyncContextManager[Work]]
     encode: Callable[[Result], list[Chunk]]
     refuse: Callable[[Request, Problem], None]
-    decoded_share: float
-    encoded_share: float
+
+
+@asynccontextmanager
+async def _begin_safetensors(plane: Dataplane, call: Call, body: Body) -> AsyncIterator[Work]:
+    """Each tensor is received straight into its place: what comes first is the header alone."""
+    with call.timings.stage("receive"):
+        data_offset = safetensors.header_bytes(await body.at_least(8))
+        head = memoryview(await body.at_least(data_offset))[:data_offset]
+    length = body.content_length
+    if length is None and body.ended:
+        length = body.received_bytes
+    described: list[safetensors.Layout] = []
+
+    def fields() -> Mapping[str, Any]:
+        layout = safetensors.layout(head, None if length is None else length - data_offset)
+        body.refuse_over_limit(data_offset + layout.data_bytes)
+        described.append(layout)
+        return _fields(layout)
+
+    call.small = data_offset <= SMALL_BYTES
+    async with plane.begin(call, fields) as work:
+        targets = [
+            data_view(work.inputs[name]) if name in work.inputs else placed.end - placed.begin
+            for name, placed in described[0].tensors.items()
+        ]
+        with call.timings.stage("receive"):
+            await body.into(targets, skip=data_offset)
+        yield work
+
+
+def _fields(layout: safetensors.Layout) -> Mapping[str, Any]:
+    parameters = safetensors.parameters(layout.metadata)
+    if both := sorted(layout.tensors.keys() & parameters.keys()):
+        raise MalformedRequest(
+            f'"{both[0]}" is both a tensor and a parameter; expected one of them'
+        )
+    tensors = {
+        name: blank(placed.shape, placed.dtype, name=name)
+        for name, placed in layout.tensors.items()
+    }
+    return {**parameters, **tensors}
+
+
+@asynccontextmanager
+async def _begin_json(plane: Dataplane, call: Call, body: Body) -> AsyncIterator[Work]:
+    """The text has a place of its own until its base64 has been decoded into the inputs' place."""
+    with call.timings.stage("receive"):
+        text = await body.whole(plane.engine)
+    try:
+        fillers: dict[str, Filler] = {}
+
+        def fields() -> Mapping[str, Any]:
+            found, to_fill = describe_json_request(text.data, call.operation)
+            fillers.update(to_fill)
+            return found
+
+        call.small = text.lease is None
+        async with plane.begin(call, fields, holds=text.lease) as work:
+            with call.timings.stage("decode"):
+                sources: dict[str, Source] = {**work.request.tensors(), **fillers}
+                await work.fill(sources, holds=text.lease)
+            text.release()
+            yield work
+    finally:
+        text.release()
 
 
 def _encode_json(result: Result) -> list[Chunk]:
-    return encode_json_answer(result.outputs, result.report, result.request.response)
+    return json_answer(result.outputs, result.report, result.request.response)
 
 
 def _refuse_json(request: Request, problem: Problem) -> None:
@@ -47,43 +120,21 @@ def _refuse_json(request: Request, problem: Problem) -> None:
     refuse_endless_values(elements, request.response)
 
 
-def _decode_safetensors(body: memoryview, _: Operation) -> Mapping[str, Any]:
-    tensors, metadata = safetensors.decode(body)
-    parameters = safetensors.parameters(metadata)
-    if both := sorted(tensors.keys() & parameters.keys()):
-        raise MalformedRequest(
-            f'"{both[0]}" is both a tensor and a parameter; expected one of them'
-        )
-    return {**parameters, **tensors}
+def _encode_safetensors(result: Result) -> list[Chunk]:
+    return [*safetensors.encode(result.outputs, {"report": result.report.model_dump_json()})]
 
 
 def _refuse_nothing(request: Request, problem: Problem) -> None:
     """safetensors holds any answer."""
 
 
-def _encode_safetensors(result: Result) -> list[Chunk]:
-    return safetensors.encode(result.outputs, {"report": result.report.model_dump_json()})
-
-
-# Base64 holds three bytes in four characters; what lists of numbers take, json_body bounds.
-JSON = Wire(
-    "application/json",
-    "max_json_bytes",
-    decode_json_request,
-    _encode_json,
-    _refuse_json,
-    decoded_share=0.75,
-    encoded_share=1.34,
-)
-# Arrays are views into the body, and the answer is sent from the arrays.
+JSON = Wire("application/json", "max_json_bytes", _begin_json, _encode_json, _refuse_json)
 SAFETENSORS = Wire(
     safetensors.MEDIA_TYPE,
     "max_body_bytes",
-    _decode_safetensors,
+    _begin_safetensors,
     _encode_safetensors,
     _refuse_nothing,
-    decoded_share=0,
-    encoded_share=0,
 )
 WIRES: Mapping[str, Wire] = {wire.media_type: wire for wire in (JSON, SAFETENSORS)}
 MEDIA_TYPES = tuple(WIRES)

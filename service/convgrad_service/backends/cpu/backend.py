@@ -64,6 +64,7 @@ class CpuBackend:
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         """See `Backend.run`."""
         runner = RUNNERS.get(type(problem))

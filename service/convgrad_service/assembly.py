@@ -1,0 +1,81 @@
+"""From settings to an engine: which parts there are, and how large each is."""
+
+from __future__ import annotations
+
+import threading
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.selection import BackendOptions, backend_named
+from convgrad_service.engine.arena import default_arena_bytes
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.hub import Engine, Hub
+from convgrad_service.engine.inside import hub_inside
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.metrics import Metrics
+from convgrad_service.settings import Settings
+
+__all__ = ["backend_of", "count_in", "dataplane_inside", "dataplane_on", "engine_options"]
+
+# What stays with the server of the memory that its requests have used: enough that a body in a
+# busy server finds its pages, little enough that a small machine gets them back.
+_KEEP_SHARE, _MOST_KEPT_BYTES = 1 / 4, 2**30
+# JSON bodies that may be in memory at the same time, if each were as long as may be.
+_LONG_TEXTS = 4
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """What the settings say of the engine."""
+    tensor_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
+    text_bytes = min(_LONG_TEXTS * settings.max_json_bytes, tensor_bytes // 4)
+    return EngineOptions(
+        tensor_bytes=tensor_bytes,
+        text_bytes=max(text_bytes, settings.max_json_bytes),
+        keep_bytes=min(int(tensor_bytes * _KEEP_SHARE), _MOST_KEPT_BYTES),
+        wait_s=settings.max_memory_wait_s,
+        slots=settings.compute_slots,
+        max_queue=settings.max_queue,
+        large_s=settings.large_problem_s,
+    )
+
+
+def backend_of(settings: Settings) -> Backend:
+    """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
+    options = BackendOptions(
+        threads=settings.threads,
+        workspace_limit_bytes=settings.workspace_bytes,
+        kernel_cache=settings.kernel_cache,
+    )
+    return backend_named(settings.backend, options)
+
+
+def dataplane_on(engine: Engine, settings: Settings) -> Dataplane:
+    """A front end's dataplane on an engine, wherever that is."""
+    return Dataplane(
+        engine,
+        limits=Limits(settings.max_problem_bytes, settings.max_problem_flops),
+        codec_threads=settings.codec_threads,
+    )
+
+
+def dataplane_inside(settings: Settings, backend: Backend | None = None) -> Dataplane:
+    """A dataplane with an engine of its own in this process."""
+    hub = hub_inside(backend or backend_of(settings), engine_options(settings))
+    count_in(hub)
+    return dataplane_on(hub, settings)
+
+
+def count_in(hub: Hub) -> None:
+    """Have the hub count what it is told of, for Prometheus."""
+    metrics = Metrics(hub.backend)
+    schedule, memory = hub.schedule, hub.memory
+    metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: schedule.waiting)
+    metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
+    metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)
+    metrics.gauge(
+        "convgrad_inflight_bytes",
+        "Memory that the tensors of requests in flight hold.",
+        lambda: memory.used_bytes,
+    )
+    metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
+    hub.counts = metrics

@@ -1,0 +1,211 @@
+"""What there is once, however many processes serve: memory, the line of jobs, counts, health.
+
+`Engine` is what a front end asks for, `Hub` answers. A front end in the hub's own process calls it
+directly; one in another process through `remote.RemoteHub`, which is an `Engine` too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from convgrad.errors import DeviceUnavailable, Overloaded, ServiceError
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.memory import Lease, Memory
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.places import Places
+from convgrad_service.engine.records import Record
+from convgrad_service.engine.schedule import Schedule
+from convgrad_service.engine.statistics import OperationStatistics, Statistics
+
+__all__ = ["Engine", "Hub", "Running", "Status"]
+
+
+class Running(Protocol):
+    """A job on its way. ``done`` is set once nothing touches its memory any more."""
+
+    done: asyncio.Future[Finished]
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long it waited to start; None while it does, or where that is not known."""
+        ...
+
+
+class Status(NamedTuple):
+    """What every front end knows of the engine at any moment, without asking."""
+
+    backend: str
+    ready: bool = True
+    draining: bool = False
+    fault: str | None = None
+    overload: tuple[str, float | None] | None = None
+
+    def require_ready(self) -> None:
+        """Raise DeviceUnavailable unless some device works and the server is to go on."""
+        self.require_hope()
+        if not self.ready:
+            raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
+
+    def require_hope(self) -> None:
+        """Raise DeviceUnavailable if a new request could never be answered.
+
+        A device that is starting again is no reason: its requests wait for it.
+        """
+        if self.draining:
+            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        if self.fault is not None:
+            raise DeviceUnavailable(f"the device has failed: {self.fault}")
+
+    def admit(self) -> None:
+        """Refuse, before its body is read, a request that could not be queued now."""
+        self.require_hope()
+        if self.overload is not None:
+            sentence, retry_after_s = self.overload
+            raise Overloaded(sentence, retry_after_s=retry_after_s)
+
+
+class Engine(Protocol):
+    """What a front end needs of the hub. For its loop's thread."""
+
+    arena: Arena
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the tensors of all requests in flight may take."""
+        ...
+
+    @property
+    def status(self) -> Status: ...
+
+    def reserve(self, size_bytes: int, *, text: bool = False) -> asyncio.Future[Lease]:
+        """A place in the arena; the caller releases it. ``text``: of the part for JSON bodies.
+
+        Raises, now or through the future, ProblemTooLarge and Overloaded.
+        """
+        ...
+
+    def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
+        """Queue a job whose places lie in ``lease``, which is held until the job is done.
+
+        Raises, now or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
+        whatever the backend raises.
+        """
+        ...
+
+    def cancel(self, running: Running) -> None:
+        """Say that nobody waits for a job any more."""
+        ...
+
+    def observe(self, record: Record) -> None:
+        """Count one request that has been answered."""
+        ...
+
+    async def exposition(self) -> bytes:
+        """All metrics of the server, in Prometheus' text format."""
+        ...
+
+    async def statistics(self) -> Mapping[str, OperationStatistics]:
+        """What has been computed, by operation."""
+        ...
+
+
+class Counts(Protocol):
+    """Where requests are counted."""
+
+    def count(self, record: Record) -> None: ...
+
+    def exposition(self) -> bytes: ...
+
+
+class Hub:
+    """The engine itself. For the loop's thread.
+
+    JSON bodies have a part of the arena to themselves until they are decoded, so that a request
+    which holds text and waits for tensors can never wait for one that holds tensors and waits for
+    text.
+    """
+
+    def __init__(
+        self, arena: Arena, schedule: Schedule, options: EngineOptions, *, backend: str
+    ) -> None:
+        self.arena = arena
+        self.schedule = schedule
+        self.backend = backend
+        self.draining = False
+        self.counts: Counts | None = None
+        self._statistics = Statistics()
+        self.fault: Callable[[], str | None] = lambda: None
+        self.on_close: list[Callable[[], None]] = []
+        self._wait_s = options.wait_s
+
+        def part(start: int, size_bytes: int) -> Memory:
+            return Memory(
+                Places(start, Places.rounded(size_bytes)),
+                max_waiting=options.max_queue,
+                keep_bytes=options.keep_bytes,
+                forget=arena.forget,
+            )
+
+        self.texts = part(0, options.text_bytes)
+        self.memory = part(self.texts.limit_bytes, options.tensor_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the tensors of all requests in flight may take."""
+        return self.memory.limit_bytes
+
+    @property
+    def status(self) -> Status:
+        """See `Status`."""
+        overload, fault = self.schedule.overload, self.fault()
+        return Status(
+            self.backend,
+            ready=self.schedule.workers > 0 and fault is None,
+            draining=self.draining,
+            fault=fault,
+            overload=None if overload is None else (overload.detail, overload.retry_after_s),
+        )
+
+    def reserve(self, size_bytes: int, *, text: bool = False) -> asyncio.Future[Lease]:
+        """See `Engine.reserve`."""
+        memory = self.texts if text else self.memory
+        return memory.reserve(size_bytes, time.monotonic() + self._wait_s)
+
+    def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
+        """See `Engine.compute`."""
+        task = self.schedule.submit(job, deadline_s)
+        lease.retain()
+        task.done.add_done_callback(lease.release)
+        return task
+
+    def cancel(self, running: Running) -> None:
+        """See `Engine.cancel`."""
+        self.schedule.cancel(running)  # type: ignore[arg-type]
+
+    def observe(self, record: Record) -> None:
+        """See `Engine.observe`."""
+        self._statistics.count(record)
+        if self.counts is not None:
+            self.counts.count(record)
+
+    async def exposition(self) -> bytes:
+        """See `Engine.exposition`."""
+        return b"" if self.counts is None else self.counts.exposition()
+
+    async def statistics(self) -> Mapping[str, OperationStatistics]:
+        """See `Engine.statistics`."""
+        return self._statistics.all()
+
+    def close(self, error: ServiceError | None = None) -> None:
+        """Drop what waits, ask what runs to stop, take no more."""
+        self.draining = True
+        if error is not None:
+            self.schedule.refuse_all(error)
+        self.schedule.close()
+        for close in self.on_close:
+            close()
+        self.on_close.clear()

@@ -1,0 +1,28 @@
+"""The engine inside one process: the hub on its event loop, the backend in threads.
+
+For embedding, and for tests of what surrounds the engine. `convgrad serve` puts the backend into a
+process of its own, see `supervisor`.
+"""
+
+from __future__ import annotations
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.schedule import Schedule
+from convgrad_service.engine.workers import ThreadWorker
+
+__all__ = ["hub_inside"]
+
+
+def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
+    """A hub with one worker, which takes no jobs any more once the hub is closed."""
+    arena = Arena.create(options.arena_bytes)
+    schedule = Schedule(options.max_queue, large_s=options.large_s)
+    hub = Hub(arena, schedule, options, backend=backend.name)
+    hub.fault = lambda: backend.fault
+    worker = ThreadWorker(backend, arena, options.slots, schedule.finished)
+    schedule.add(worker)
+    hub.on_close.append(worker.close)
+    return hub

@@ -1,0 +1,31 @@
+"""What an engine is made with, whatever processes it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad_service.engine.places import Places
+
+__all__ = ["EngineOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``tensor_bytes`` and ``text_bytes`` are the arena's two parts, for tensors and for JSON
+    bodies; of each, the first ``keep_bytes`` stay with the server once they were used, the rest
+    goes back to the system (None: nothing does). ``wait_s`` is how long a request may wait for its
+    place in it. ``slots`` are the jobs that one worker computes at a time.
+    """
+
+    tensor_bytes: int
+    text_bytes: int
+    keep_bytes: int | None = None
+    wait_s: float = 5.0
+    slots: int = 2
+    max_queue: int = 64
+    large_s: float = 1.0
+
+    @property
+    def arena_bytes(self) -> int:
+        """Both parts, in whole pages."""
+        return Places.rounded(self.text_bytes) + Places.rounded(self.tensor_bytes)

@@ -1,0 +1,231 @@
+"""Which waiting job computes next and where, how many may wait, and what a worker's death means.
+
+Two slots a worker by default: with one, a request of a millisecond would wait for a stranger's of
+a minute. The last free slot is kept for small problems, else two large ones would shut the small
+ones out just as one does; a large problem loses little by that, for it already has every core.
+Within those rules the order is that of arrival.
+
+Every job is a pure function of its inputs, which stay in the arena until it is done. So when a
+worker dies, what it held runs again. One of those jobs may have killed it: each is a suspect, and
+runs with nothing beside it, so that it can take no other along. One that is alone in two deaths is
+the cause (in one death alone it may have met someone else's kill) and is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from typing import Protocol
+
+from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
+from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.pace import Pace
+
+__all__ = ["Schedule", "Task", "Worker", "WorkerLost"]
+
+_RETRY_AFTER_MIN_S, _RETRY_AFTER_MAX_S = 1.0, 60.0
+_DEATHS_ALONE = 2
+
+
+class WorkerLost(Exception):
+    """The worker that computed this job alone died, again."""
+
+
+class Task:
+    """One job: waiting, running or done.
+
+    ``done`` is set once no worker touches the job's memory any more, also when nobody waits for
+    the answer by then. ``waited_s`` is None until it starts.
+    """
+
+    def __init__(self, job: Job, cost: float, deadline_s: float, *, large: bool) -> None:
+        self.job, self.cost, self.deadline_s, self.large = job, cost, deadline_s, large
+        self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(_looked_at)
+        self.wanted = True
+        self.suspect = False
+        self.deaths_alone = 0
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.worker: Worker | None = None
+
+    @property
+    def waited_s(self) -> float | None:
+        return None if self.started_s is None else self.started_s - self.submitted_s
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class Worker(Protocol):
+    """What computes, as the schedule sees it; it calls `Schedule.finished` for each task."""
+
+    slots: int
+
+    def start(self, task: Task) -> None:
+        """Begin to compute a task; at most ``slots`` at a time."""
+        ...
+
+    def cancel(self, task: Task) -> None:
+        """Tell it that nobody wants a running task any more."""
+        ...
+
+
+class Schedule:
+    """The line in front of all workers. For the loop's thread."""
+
+    def __init__(self, max_waiting: int, *, large_s: float = 1.0, pace: Pace | None = None) -> None:
+        self.max_waiting = max_waiting
+        self.pace = pace or Pace()
+        self._large_s = large_s
+        self._waiting: deque[Task] = deque()
+        self._running: dict[Worker, list[Task]] = {}
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Jobs that compute."""
+        return sum(len(tasks) for tasks in self._running.values())
+
+    @property
+    def workers(self) -> int:
+        """Workers that take jobs now."""
+        return len(self._running)
+
+    @property
+    def overload(self) -> Overloaded | None:
+        """What one more job would be refused with, if it would be."""
+        if len(self._waiting) < self.max_waiting:
+            return None
+        tasks = [*self._waiting, *(task for held in self._running.values() for task in held)]
+        slots = sum(worker.slots for worker in self._running) or 1
+        seconds = self.pace.estimate_s(sum(task.cost for task in tasks)) / slots
+        return Overloaded(
+            f"{len(self._waiting)} problems wait to be computed, and no more than "
+            f"{self.max_waiting} may",
+            retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
+        )
+
+    def submit(self, job: Job, deadline_s: float) -> Task:
+        """Queue a job; after ``deadline_s``, a time.monotonic(), it is not worth starting.
+
+        Raises
+        ------
+        Overloaded
+            As many problems wait as may.
+        DeviceUnavailable
+            The server is ending.
+        """
+        if self._closed:
+            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
+        if (overload := self.overload) is not None:
+            raise overload
+        cost = self.pace.cost(job.problem)
+        large = self.pace.estimate_s(cost) > self._large_s
+        task = Task(job, cost, deadline_s, large=large)
+        self._waiting.append(task)
+        self._dispatch()
+        return task
+
+    def cancel(self, task: Task) -> None:
+        """Take back a waiting job; ask a running one to stop. Harmless when it is done."""
+        task.wanted = False
+        if task.worker is not None:
+            task.worker.cancel(task)
+            return
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(task)
+        task.done.cancel()
+        self._dispatch()
+
+    def add(self, worker: Worker) -> None:
+        """Give a worker jobs from now on."""
+        self._running[worker] = []
+        self._dispatch()
+
+    def finished(self, task: Task, result: Finished | BaseException) -> None:
+        """A worker is done with a task."""
+        assert task.worker is not None and task.started_s is not None  # noqa: PT018, S101
+        self._running[task.worker].remove(task)
+        task.worker = None
+        if isinstance(result, BaseException):
+            task.fail(result)
+        elif not task.done.done():
+            self.pace.learn(task.cost, time.monotonic() - task.started_s)
+            task.done.set_result(result)
+        self._dispatch()
+
+    def lost(self, worker: Worker) -> None:
+        """A worker has died: what it held runs again, or is refused for having killed it."""
+        held = self._running.pop(worker, [])
+        for task in reversed(held):
+            task.worker = None
+            task.suspect = True
+            task.deaths_alone += len(held) == 1
+            if not task.wanted:
+                task.done.cancel()
+            elif task.deaths_alone >= _DEATHS_ALONE:
+                task.fail(WorkerLost(f"{task.job.problem.operation} ended two workers"))
+            else:
+                self._waiting.appendleft(task)
+        self._dispatch()
+
+    def refuse_all(self, error: BaseException) -> None:
+        """Fail what waits: nothing will ever compute it."""
+        waiting, self._waiting = self._waiting, deque()
+        for task in waiting:
+            task.fail(error)
+
+    def close(self) -> None:
+        """Drop what waits, ask what runs to stop, take no more."""
+        self._closed = True
+        for task in [*self._waiting, *(task for held in self._running.values() for task in held)]:
+            self.cancel(task)
+
+    def _dispatch(self) -> None:
+        for task in list(self._waiting):
+            if time.monotonic() >= task.deadline_s:
+                self._waiting.remove(task)
+                waited_s = time.monotonic() - task.submitted_s
+                task.fail(
+                    DeadlineExceeded(
+                        f"the deadline passed while the problem waited {waited_s:.3f} s to start"
+                    )
+                )
+                continue
+            if not self._free_slots():
+                return
+            able = [worker for worker in self._running if self._may_start(worker, task)]
+            if not able:
+                continue
+            worker = min(able, key=lambda worker: len(self._running[worker]))
+            self._waiting.remove(task)
+            self._running[worker].append(task)
+            task.worker = worker
+            task.started_s = time.monotonic()
+            worker.start(task)
+
+    def _free_slots(self) -> bool:
+        return any(len(held) < worker.slots for worker, held in self._running.items())
+
+    def _may_start(self, worker: Worker, task: Task) -> bool:
+        held = self._running[worker]
+        if task.suspect:
+            return not held
+        if len(held) >= worker.slots or any(other.suspect for other in held):
+            return False
+        return not task.large or sum(other.large for other in held) < max(1, worker.slots - 1)
+
+
+def _looked_at(future: asyncio.Future[Finished]) -> None:
+    # A task whose caller has left may fail with nobody to look; that is no error of ours.
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,69 @@
+"""A worker inside this process: threads that run a backend. For tests and for embedding.
+
+`process.ProcessWorker` is the same to the schedule, with the backend in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.jobs import Finished, run_job
+from convgrad_service.engine.schedule import Task
+from convgrad_service.priority import give_way
+
+__all__ = ["ThreadWorker"]
+
+Report = Callable[[Task, Finished | BaseException], None]
+
+
+class ThreadWorker:
+    """``slots`` threads; ``finished`` is called in the loop's thread for every task."""
+
+    def __init__(self, backend: Backend, arena: Arena, slots: int, finished: Report) -> None:
+        self.slots = slots
+        self._backend, self._arena, self._finished = backend, arena, finished
+        self._cancelled: dict[Task, threading.Event] = {}
+        self._tasks: queue.SimpleQueue[
+            tuple[Task, threading.Event, asyncio.AbstractEventLoop] | None
+        ] = queue.SimpleQueue()
+        for index in range(slots):
+            # Daemons: a kernel that ignores its cancellation must not keep the process alive.
+            threading.Thread(target=self._serve, name=f"compute-{index}", daemon=True).start()
+
+    def start(self, task: Task) -> None:
+        """See `Worker.start`."""
+        self._cancelled[task] = threading.Event()
+        self._tasks.put((task, self._cancelled[task], asyncio.get_running_loop()))
+
+    def cancel(self, task: Task) -> None:
+        """See `Worker.cancel`."""
+        self._cancelled[task].set()
+
+    def close(self) -> None:
+        """End the threads, once what they compute has ended."""
+        for _ in range(self.slots):
+            self._tasks.put(None)
+
+    def _serve(self) -> None:
+        give_way()
+        while (given := self._tasks.get()) is not None:
+            task, cancelled, loop = given
+            result: Finished | BaseException
+            try:
+                result = run_job(self._backend, self._arena, task.job, cancelled)
+            # Whatever it was, the request that waits must hear of it.
+            except BaseException as error:  # noqa: BLE001
+                result = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._report, task, result)
+            # Nothing of the request may stay alive in this thread while it waits for the next.
+            del given, task, result
+
+    def _report(self, task: Task, result: Finished | BaseException) -> None:
+        del self._cancelled[task]
+        self._finished(task, result)

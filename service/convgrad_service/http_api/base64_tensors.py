@@ -1,0 +1,124 @@
+"""Base64 of tensors in blocks: decoded straight into the place that a tensor has, and back.
+
+No more than a block is ever held beside the text and the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire.json_tensors import Base64Text
+from convgrad_service.engine.dataplane import SMALL_BYTES, blank
+
+__all__ = ["DeferredBase64", "EncodedLater", "b64decode", "encoded_later"]
+
+# In the cache, and whole groups of four characters for three bytes.
+_BLOCK_BYTES = 3 * 2**18
+_BLOCK_CHARACTERS = _BLOCK_BYTES // 3 * 4
+
+
+def b64decode(text: Base64Text) -> bytes:
+    """Strict base64, from a string or from the bytes between the quotes of a JSON text."""
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError:
+        # JSON lets a writer escape any character: \/ is common, and rare enough to come last.
+        if isinstance(text, str) or b"\\" not in (escaped := bytes(text)):
+            raise
+        return pybase64.b64decode(json.loads(b'"' + escaped + b'"'), validate=True)
+
+
+class DeferredBase64:
+    """Long base64 whose bytes are counted now and decoded when their place is known.
+
+    See `convgrad.wire.shapes.Deferred`. Of text that is not base64 the count may be wrong; then
+    it fits no tensor, or `fill` refuses it.
+    """
+
+    def __init__(self, text: memoryview, name: str) -> None:
+        self._text, self._name = text, name
+        self._offset: int | None = None
+
+    @staticmethod
+    def worth(text: memoryview) -> bool:
+        """Whether a text is long enough to be, and may be base64."""
+        return len(text) > SMALL_BYTES and len(text) % 4 == 0
+
+    @property
+    def used(self) -> bool:
+        """Whether a tensor was made of it."""
+        return self._offset is not None
+
+    def __len__(self) -> int:
+        return len(self._text) // 4 * 3 - bytes(self._text[-2:]).count(b"=")
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        first = start // 3
+        return b64decode(self._text[first * 4 : -(-stop // 3) * 4])[start - 3 * first :][
+            : max(stop - start, 0)
+        ]
+
+    def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
+        """See `Deferred.later`."""
+        self._offset = offset
+        return blank(shape, dtype, name=self._name)
+
+    def fill(self, target: NDArray[Any]) -> None:
+        """Decode what follows the offset into a contiguous array of as many bytes."""
+        assert self._offset is not None  # noqa: S101
+        place = target.reshape(-1).view(np.uint8).data
+        # Blocks begin on whole groups; what of the first one lies before the tensor is left out.
+        before = self._offset % 3
+        text = self._text[self._offset // 3 * 4 :]
+        end = 0
+        for start in range(0, len(text), _BLOCK_CHARACTERS):
+            block = text[start : start + _BLOCK_CHARACTERS]
+            try:
+                decoded = pybase64.b64decode(block, validate=True)
+            except ValueError:
+                raise self._refusal() from None
+            part = memoryview(decoded)[before:]
+            before = 0
+            # Padding inside of the text makes a block short.
+            if len(part) > len(place) - end:
+                raise self._refusal()
+            place[end : end + len(part)] = part
+            end += len(part)
+        if end != len(place):
+            raise self._refusal()
+
+    def _refusal(self) -> MalformedRequest:
+        return MalformedRequest(
+            f"{self._name}: its text is not base64 (only A-Z a-z 0-9 + / and the right = padding "
+            "at its end, no line breaks)"
+        )
+
+
+class EncodedLater:
+    """The base64 of some bytes, made when it is sent."""
+
+    def __init__(self, part: memoryview) -> None:
+        self._part = part
+
+    def __len__(self) -> int:
+        return -(-len(self._part) // 3) * 4
+
+    def encoded(self) -> bytes:
+        """The text."""
+        return pybase64.b64encode(self._part)
+
+
+def encoded_later(part: bytes | memoryview) -> Iterator[EncodedLater]:
+    """The base64 of ``part``, in blocks whose texts join."""
+    view = memoryview(part).cast("B")
+    for start in range(0, len(view), _BLOCK_BYTES):
+        yield EncodedLater(view[start : start + _BLOCK_BYTES])

@@ -1,0 +1,125 @@
+"""The Open Inference Protocol over HTTP: what there is, in which state, and what was counted.
+
+``POST …/infer`` has a module of its own, `oip_infer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+
+from convgrad.contract import OPERATIONS
+from convgrad.errors import (
+    DeviceUnavailable,
+    MalformedRequest,
+    NotFound,
+    PayloadTooLarge,
+    UnsupportedProblem,
+)
+from convgrad.wire import strict_json
+from convgrad.wire.sentences import shown
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.oip_infer import InferEndpoint
+from convgrad_service.oip.fields import operation_named
+from convgrad_service.oip.models import (
+    model_config,
+    model_metadata,
+    repository_index,
+    server_metadata,
+)
+from convgrad_service.oip.shared_memory import NoSharedMemory, SharedMemory
+from convgrad_service.oip.statistics import model_statistics
+from convgrad_service.settings import Settings
+
+__all__ = ["add_oip"]
+
+_MODEL = "/v2/models/{model}"
+_VERSION = "/v2/models/{model}/versions/{version}"
+_MAX_INDEX_BYTES = 4096
+
+
+def add_oip(
+    app: FastAPI,
+    dataplane: Dataplane,
+    settings: Settings,
+    shared_memory: SharedMemory | None = None,
+) -> None:
+    """Add every route of the protocol to ``app`` but those for health, which it has."""
+    app.include_router(_describing(dataplane, shared_memory or NoSharedMemory()))
+    endpoint = InferEndpoint(dataplane, settings)
+    for path in (_MODEL, _VERSION):
+        app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
+
+
+def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
+    router = APIRouter(tags=["open inference protocol"])
+
+    @router.get("/v2", summary="The server's name, version and extensions.")
+    async def server() -> JSONResponse:
+        return JSONResponse(server_metadata(shared_memory.extensions))
+
+    # Before the models: it is no model's name.
+    @router.get("/v2/models/stats", summary="Counts of every model.")
+    async def all_statistics() -> JSONResponse:
+        return JSONResponse(model_statistics(await dataplane.engine.statistics(), OPERATIONS))
+
+    @router.get(_VERSION, include_in_schema=False)
+    @router.get(_MODEL, summary="A model's inputs and outputs.")
+    async def metadata(model: str, version: str = "") -> JSONResponse:
+        return JSONResponse(model_metadata(operation_named(model, version).name).as_json())
+
+    @router.get(f"{_VERSION}/ready", include_in_schema=False)
+    @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
+    async def ready(model: str, version: str = "") -> JSONResponse:
+        operation = operation_named(model, version)
+        dataplane.require_ready()
+        return JSONResponse({"name": operation.name, "ready": True})
+
+    @router.get(f"{_VERSION}/config", include_in_schema=False)
+    @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's words.")
+    async def config(model: str, version: str = "") -> JSONResponse:
+        return JSONResponse(model_config(operation_named(model, version).name))
+
+    @router.get(f"{_VERSION}/stats", include_in_schema=False)
+    @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
+    async def statistics(model: str, version: str = "") -> JSONResponse:
+        operation = operation_named(model, version)
+        counts = await dataplane.engine.statistics()
+        return JSONResponse(model_statistics(counts, [operation.name]))
+
+    @router.post("/v2/repository/index", summary="All models and whether they take requests.")
+    async def index(request: Request) -> JSONResponse:
+        wanted = await _index_request(request)
+        try:
+            dataplane.require_ready()
+        except DeviceUnavailable as error:
+            unready = repository_index(ready=False, reason=error.detail)
+            return JSONResponse([] if wanted else unready)
+        return JSONResponse(repository_index(ready=True))
+
+    @router.post("/v2/repository/models/{model}/load", include_in_schema=False)
+    @router.post("/v2/repository/models/{model}/unload", include_in_schema=False)
+    async def control(model: str) -> JSONResponse:
+        operation_named(model)
+        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+
+    return router
+
+
+async def _index_request(request: Request) -> bool:
+    """Whether only models that are ready are wanted."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_INDEX_BYTES:
+            raise PayloadTooLarge(f"the request is longer than {_MAX_INDEX_BYTES:,} bytes")
+    fields: dict[str, Any] = strict_json.loads_object(body, "the request") if body else {}
+    if repository := fields.get("repository_name"):
+        raise NotFound(f"there is no repository {shown(repository)}; the only one has no name")
+    ready = fields.get("ready", False)
+    if not isinstance(ready, bool):
+        raise MalformedRequest(f"ready: expected true or false, got {shown(ready)}")
+    return ready

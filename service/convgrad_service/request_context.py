@@ -1,0 +1,42 @@
+"""What is known of one exchange while it lasts, over any transport: id, timings, how it ended."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from convgrad_service.engine.timing import Timings
+
+__all__ = ["RequestContext"]
+
+# Printable ASCII, spaces included: it goes back in a header and into log lines as it came.
+_ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One exchange. ``operation`` is set once it is known that one is asked for; ``code`` is "ok"
+    or the code of the error it was answered with."""
+
+    request_id: str
+    timings: Timings = field(default_factory=Timings)
+    operation: str | None = None
+    code: str = "ok"
+    status: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+
+    @classmethod
+    def begin(cls, given_ids: Iterable[str]) -> RequestContext:
+        """A context under the first acceptable of the ids that came, or under a new one."""
+        for given in given_ids:
+            if _ACCEPTABLE_ID.fullmatch(given):
+                return cls(given)
+        return cls(uuid.uuid4().hex)
+
+    def server_timing(self) -> str:
+        """The value of Server-Timing: milliseconds, as that header has them."""
+        stages = [*self.timings.stages_s.items(), ("total", self.timings.total_s)]
+        return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages)
