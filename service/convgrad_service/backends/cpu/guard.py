@@ -1,0 +1,51 @@
+"""Guards mappings of files that others may shorten: see ``kernels/shared_region.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.backends.cpu.library import load
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """From its making until `remove`, a missing page of the range reads as zeros."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        """Guard ``size_bytes`` from ``address``, where a page begins.
+
+        Raises:
+            DeviceUnavailable: this system cannot guard them, or too many are guarded.
+        """
+        self._functions = _functions()
+        self._number = self._functions.convgrad_guard_add(address, size_bytes)
+        if self._number < 0:
+            raise DeviceUnavailable("as many regions are mapped as can be")
+
+    def lost(self) -> int | None:
+        """The offset of the first page that was missing when it was touched; None if none was."""
+        offset = self._functions.convgrad_guard_lost(self._number)
+        return None if offset < 0 else offset
+
+    def remove(self) -> None:
+        """End it; nothing may touch the range any more. Once."""
+        self._functions.convgrad_guard_remove(self._number)
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    handle = load().handle
+    handle.convgrad_guard_install.argtypes = ()
+    handle.convgrad_guard_install.restype = ctypes.c_int
+    handle.convgrad_guard_add.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    handle.convgrad_guard_lost.argtypes = (ctypes.c_int64,)
+    handle.convgrad_guard_remove.argtypes = (ctypes.c_int64,)
+    handle.convgrad_guard_add.restype = handle.convgrad_guard_lost.restype = ctypes.c_int64
+    handle.convgrad_guard_remove.restype = None
+    if (number := handle.convgrad_guard_install()) != 0:
+        raise DeviceUnavailable(f"SIGBUS cannot be handled: {os.strerror(number)}")
+    return handle

@@ -1,0 +1,230 @@
+"""The shared-memory regions that clients have registered: whose they are, and who uses them.
+
+A region is a part of a file below /dev/shm. The server opens the file when it is registered and
+knows it by its descriptor from then on, so a client may remove the name at once, and nothing is
+left behind when it dies. Workers map the file and compute from and to the client's own pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
+from convgrad.wire.sentences import shown
+
+__all__ = ["InRegion", "RegionInfo", "RegionPart", "Regions"]
+
+_FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
+# One file's name. Not a semaphore's, whose bytes are their owner's processes' alone.
+_KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
+_MAX_NAME_CHARACTERS = 256
+
+
+class RegionInfo(NamedTuple):
+    """A region as it was registered."""
+
+    name: str
+    key: str
+    offset: int
+    size_bytes: int
+
+
+class RegionPart(NamedTuple):
+    """A part of a region, as a request names it."""
+
+    owner: str
+    name: str
+    offset: int
+    size_bytes: int
+
+
+class InRegion(NamedTuple):
+    """A place in a region's file; ``file`` is the number that the hub gave the region."""
+
+    file: int
+    offset: int
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    info: RegionInfo
+    number: int
+    descriptor: int
+    uses: int = 0
+    leaving: list[asyncio.Future[None]] = field(default_factory=list)
+
+
+class Regions:
+    """All registered regions. For the loop's thread.
+
+    ``forgotten`` are called with the number of each region that nobody will use again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._numbers = 0
+        self._regions: dict[tuple[str, str], _Region] = {}
+        self._by_number: dict[int, _Region] = {}
+        self.forgotten: list[Callable[[int], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def register(self, owner: str, info: RegionInfo) -> None:
+        """Open a region's file.
+
+        Raises
+        ------
+        MalformedRequest
+            The owner has a region of that name, the key is not a file's name, or the file is not
+            there, not ours to open, or smaller than the region.
+        Overloaded
+            There are as many regions as may be.
+        """
+        if not 0 < len(info.name) <= _MAX_NAME_CHARACTERS:
+            raise MalformedRequest(
+                f"a region's name has {len(info.name)} characters; expected 1 to "
+                f"{_MAX_NAME_CHARACTERS}"
+            )
+        if (owner, info.name) in self._regions:
+            raise MalformedRequest(f"the region {shown(info.name)} is registered already")
+        if len(self._regions) >= self._most:
+            raise Overloaded(
+                f"{self._most} regions are registered, the most there may be", retry_after_s=1.0
+            )
+        descriptor = _opened(info)
+        self._numbers += 1
+        region = _Region(info, self._numbers, descriptor)
+        self._regions[owner, info.name] = self._by_number[region.number] = region
+
+    async def unregister(self, owner: str, name: str) -> None:
+        """Close a region, or with no name all of the owner's, once nothing in flight uses it.
+
+        No request can use it from now on. Where nothing of that name is registered, nothing is
+        done: whoever unregisters twice is right the second time too.
+        """
+        waits: list[asyncio.Future[None]] = []
+        for key, region in self._of(owner, name):
+            if not region.uses:
+                self._close(key, region)
+                continue
+            region.leaving.append(asyncio.get_running_loop().create_future())
+            waits.append(region.leaving[-1])
+        if waits:
+            await asyncio.wait(waits)
+
+    def listed(self, owner: str, name: str) -> list[RegionInfo]:
+        """The owner's regions, or the one of that name.
+
+        Raises
+        ------
+        NotFound
+            The owner has no region of that name.
+        """
+        found = [region.info for _, region in self._of(owner, name)]
+        if name and not found:
+            raise _unknown(name)
+        return found
+
+    def use(self, parts: Sequence[RegionPart]) -> tuple[InRegion, ...]:
+        """Where the parts are; their regions stay until `release` is called for each place.
+
+        Raises
+        ------
+        NotFound
+            A region is not registered, or is about to be closed.
+        InvalidProblem
+            A part is not within its region, or the file has become shorter.
+        """
+        found = [(self._used(part), part) for part in parts]
+        for region, _ in found:
+            region.uses += 1
+        return tuple(
+            InRegion(region.number, region.info.offset + part.offset) for region, part in found
+        )
+
+    def release(self, places: Sequence[InRegion]) -> None:
+        """End the use of places that `use` gave."""
+        for place in places:
+            region = self._by_number[place.file]
+            region.uses -= 1
+            if not region.uses and region.leaving:
+                key = next(key for key, each in self._regions.items() if each is region)
+                self._close(key, region)
+
+    def descriptor(self, number: int) -> int:
+        """The file of a region, for a worker to map."""
+        return self._by_number[number].descriptor
+
+    def close(self) -> None:
+        """Close every file."""
+        for key, region in list(self._regions.items()):
+            self._close(key, region)
+
+    def _of(self, owner: str, name: str) -> Iterator[tuple[tuple[str, str], _Region]]:
+        for key, region in list(self._regions.items()):
+            if key[0] == owner and (not name or key[1] == name):
+                yield key, region
+
+    def _used(self, part: RegionPart) -> _Region:
+        region = self._regions.get((part.owner, part.name))
+        if region is None or region.leaving:
+            raise _unknown(part.name)
+        end = part.offset + part.size_bytes
+        if end > region.info.size_bytes:
+            raise InvalidProblem(
+                f"bytes {part.offset:,} to {end:,} of the region {shown(part.name)} were asked "
+                f"for; it has {region.info.size_bytes:,}"
+            )
+        if region.info.offset + end > os.fstat(region.descriptor).st_size:
+            raise InvalidProblem(
+                f"the file of the region {shown(part.name)} is shorter than when it was registered"
+            )
+        return region
+
+    def _close(self, key: tuple[str, str], region: _Region) -> None:
+        del self._regions[key], self._by_number[region.number]
+        os.close(region.descriptor)
+        for forget in self.forgotten:
+            forget(region.number)
+        for future in region.leaving:
+            if not future.done():
+                future.set_result(None)
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"there is no region {shown(name)}")
+
+
+def _opened(info: RegionInfo) -> int:
+    """The file of a region, which holds all of it."""
+    if not _KEY.fullmatch(info.key):
+        raise MalformedRequest(
+            f"the key {shown(info.key)} is not the name of a shared-memory file: expected letters, "
+            "digits, _, - and . after at most one /"
+        )
+    path = _FOLDER / info.key.removeprefix("/")
+    try:
+        # Not through links, which could lead anywhere, and not waiting, as for a pipe.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise MalformedRequest(
+            f"the shared-memory file {shown(info.key)} cannot be opened: {error.strerror}"
+        ) from None
+    found = os.fstat(descriptor)
+    end = info.offset + info.size_bytes
+    if stat.S_ISREG(found.st_mode) and info.size_bytes > 0 and end <= found.st_size:
+        return descriptor
+    os.close(descriptor)
+    raise MalformedRequest(
+        f"the shared-memory file {shown(info.key)} has {found.st_size:,} bytes; a region of "
+        f"{info.size_bytes:,} from {info.offset:,} is not in it"
+    )
