@@ -5,7 +5,8 @@
 //                           x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * w[c, r, s]
 // backward  y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                                       of x[n, p, q, c] * w[c, r, s]
-// rounded once; summed in float32. The backward of stride 1 is the forward with w flipped.
+// then finish() of epilogue.cuh, and one rounding; summed in float32. The backward of stride 1 is the
+// forward with w flipped.
 // GEMM view, for one channel, one row of x and one row of the kernel: M = 16 strips
 // (depthwise_strips.cuh), K = the columns that a strip reads, N = its 8 columns of the result
 // (backward, as many for each phase of the stride); the second factor is the kernel's row, shifted
@@ -28,10 +29,16 @@ namespace convgrad {
 struct DepthwiseMmaArgs {
   const void* x;  // the source: input, or grad_output
   const void* w;
-  void* y;          // the result: output, or grad_input
-  i64 x_stride[3];  // N H W, in elements; a pixel's channels lie side by side
-  i64 w_stride[3];  // C R S
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, or null
+  const void* bias;        // one for each channel, or null
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 w_stride[3];         // C R S
   i64 y_stride[3];
+  i64 accumulate_stride[3];
+  float alpha;
+  float beta;
+  int activation;
   int batch;
   int channels;
   int x_size[2];
@@ -88,6 +95,17 @@ __device__ __forceinline__ int result_unit(int channel, int strip) {
   return strip ^ ((channel >> 3 & (kOctets - 1)) << 1);
 }
 
+// The result of a sum.
+__device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float sum, const T* added,
+                                          int c) {
+#if EPILOGUE
+  const T* const bias = static_cast<const T*>(args.bias);
+  sum = finish<T, float>(sum, args.alpha, args.beta, added, bias == nullptr ? bias : bias + c,
+                         args.activation);
+#endif
+  return sum;
+}
+
 // One result from its valid taps alone.
 __device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int row, int column) {
   const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
@@ -109,7 +127,12 @@ __device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int 
              widen(w[from_r * args.w_stride[1] + from_s * args.w_stride[2]]);
     }
   }
-  return narrow<T>(sum);
+  const T* added = static_cast<const T*>(args.accumulate);
+  if (added != nullptr) {
+    added += n * args.accumulate_stride[0] + row * args.accumulate_stride[1] +
+             column * args.accumulate_stride[2] + c;
+  }
+  return narrow<T>(finished(args, sum, added, c));
 }
 
 }  // namespace
@@ -236,6 +259,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
 
   writes = kept_value(writes);
+#if EPILOGUE
+  // What is added to this lane's sums: of strips g and g + 8, from the first row on.
+  const T* added[2];
+  u32 adds = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const StripAt at = strip_at<kApart>(tiling, tile, g + half * 8, tiling.units);
+    const int column = first_column + at.strip * kColumns + 2 * t;
+    const int c = first_channel + warp * 2;
+    added[half] = static_cast<const T*>(args.accumulate) + at.n * args.accumulate_stride[0] +
+                  result_row * args.accumulate_stride[1] + column * args.accumulate_stride[2] + c;
+#pragma unroll
+    for (int i = 0; i < kPhases * 2; ++i) {
+      const int to = column + i / 2 * kStripColumns + i % 2;
+      const bool there = args.accumulate != nullptr && at.n < args.batch && to >= 0 &&
+                         to < args.y_size[1] && c < args.channels;
+      adds |= static_cast<u32>(there) << (half * kPhases * 2 + i);
+    }
+  }
+#endif
 
   // Writes the rows that `step` finished; they follow one another.
   const auto write = [&](int step) {
@@ -340,7 +383,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             for (int phase = 0; phase < kPhases; ++phase) {
               float(&sum)[4] = sums[channel][slot][phase];
 #pragma unroll
-              for (int i = 0; i < 4; ++i) probe = fmaf(sum[i], 0.0f, probe);
+              for (int i = 0; i < 4; ++i) {
+                probe = fmaf(sum[i], 0.0f, probe);
+#if EPILOGUE
+                const int row = result_row + (step - kFirst) / kStepsApart * kPhases + a;
+                const int c = first_channel + warp * 2 + channel;
+                const bool adding = step >= kFirst && row >= 0 && row < args.y_size[0] &&
+                                    adds >> (i / 2 * kPhases * 2 + phase * 2 + i % 2) & 1;
+                const T* const from = added[i / 2] + channel +
+                                      (phase * kStripColumns + i % 2) * args.accumulate_stride[2];
+                if (c < args.channels) {
+                  sum[i] = finished(args, sum[i], adding ? from : nullptr, c);
+                }
+#endif
+              }
               unsigned char* const to = shared + results + (step & 1) * kResultsBytes +
                                         (a * kPhases + phase) * kResultBytes + own_result +
                                         channel * kResultPitch;
@@ -351,6 +407,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               for (int i = 0; i < 4; ++i) sum[i] = 0;
             }
           }
+#if EPILOGUE
+          if (step >= kFirst) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) added[half] += args.accumulate_stride[1];
+          }
+#endif
         }
       }
     }

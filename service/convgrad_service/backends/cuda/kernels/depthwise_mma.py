@@ -21,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
-from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -66,8 +66,11 @@ class DepthwiseMmaArgs(ctypes.Structure):
     """See ``depthwise_mma.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y")),
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y", "accumulate")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("activation", ctypes.c_int32),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel")),
@@ -95,8 +98,6 @@ class DepthwiseMma:
         reason = why_not_strips(plane, work.dtype)
         if reason is not None:
             return reason
-        if not work.epilogue_free:
-            return "something is done with the sums"
         tile = self._tile(work, plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
@@ -149,13 +150,18 @@ class DepthwiseMma:
         items = strips.tiles * channel_tiles
         if chunk is None:
             reach = ceil_div(tile.kernel_rows, stride) - 1
-            resident = resident_blocks(device, shared_bytes, tile.blocks)
+            blocks = _blocks(tile, not work.epilogue_free)
+            resident = resident_blocks(device, shared_bytes, blocks)
             chunk = rows_of_chunks(rows, reach, items, resident, tile.start)
         chunks = ceil_div(rows, chunk)
 
         args = DepthwiseMmaArgs()
         args.x_stride[:], args.y_stride[:] = plane.strides(source), plane.strides(result)
         args.w_stride[:] = plane.weight_strides(work.w)
+        if work.accumulate is not None:
+            args.accumulate_stride[:] = plane.strides(work.accumulate)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.activation = ACTIVATIONS[work.activation]
         args.batch, args.channels = plane.batch, work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
         args.kernel[:], args.flipped = plane.kernel, flipped
@@ -163,16 +169,21 @@ class DepthwiseMma:
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
         return Launch(
-            _instance(work.dtype, tile),
+            _instance(work.dtype, tile, not work.epilogue_free),
             (items * chunks, 1, 1),
             (tile.warps * 32, 1, 1),
-            pack(args, x=source, w=work.w, y=result),
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             shared_bytes,
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
+        return [
+            _instance(dtype, tile, epilogue)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for epilogue in (False, True)
+        ]
 
     def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
         """The first that holds the kernel."""
@@ -206,7 +217,12 @@ def _shared_bytes(tile: MmaTile, slots: int) -> int:
     return rows + max(2 * line_bytes(slots, channels) + 2 * results, taps)
 
 
-def _instance(dtype: DType, tile: MmaTile) -> Instance:
+def _blocks(tile: MmaTile, epilogue: bool) -> int:
+    """An epilogue takes registers."""
+    return max(1, tile.blocks - epilogue)
+
+
+def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
     apart = 1 if tile.backward else tile.stride
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
@@ -216,9 +232,10 @@ def _instance(dtype: DType, tile: MmaTile) -> Instance:
         "UNITS": tile.units,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
-        "BLOCKS": tile.blocks,
+        "BLOCKS": _blocks(tile, epilogue),
         # Of 16 units each: strips that share none need the most.
         "COPIES": max(tile.units, apart),
+        "EPILOGUE": int(epilogue),
     }
     return Instance(
         "depthwise_mma.cu",
