@@ -1,0 +1,126 @@
+"""Around every call: its id and timings in the trailers, errors as status and code, log, metrics.
+
+A failed call has the gRPC status of the error table, its sentence as details, and the trailers
+``convgrad-code`` and, where it makes sense to come again, ``retry-after`` in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from convgrad.errors import Internal, ServiceError
+from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.records import Record
+from convgrad_service.request_context import RequestContext
+
+__all__ = ["Exchanges", "status_of"]
+
+_log = logging.getLogger("convgrad.grpc")
+_access = logging.getLogger("convgrad.access")
+
+# Asked every few seconds, by machines.
+_QUIET = frozenset({"ServerLive", "ServerReady", "ModelReady"})
+_REQUEST_ID, _SERVER_TIMING = "x-request-id", "server-timing"
+_CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
+
+T = TypeVar("T")
+
+
+def status_of(error: ServiceError) -> grpc.StatusCode:
+    """The status of the error's row; an error that HTTP alone can make would be a fault of ours."""
+    return grpc.StatusCode[error.row.grpc_status or "INTERNAL"]
+
+
+class Exchanges:
+    """Runs the calls of one server."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def run(
+        self, method: str, call: Any, work: Callable[[RequestContext], Awaitable[T]]
+    ) -> T:
+        """The result of ``work``; if it fails, ``call`` (its servicer context) is aborted."""
+        context = self.begin(call)
+        try:
+            result, error = await self.attempt(method, context, work)
+        finally:
+            self.record(method, context)
+        trailers = [
+            (_REQUEST_ID, context.request_id),
+            (_SERVER_TIMING, context.server_timing()),
+        ]
+        if error is None:
+            call.set_trailing_metadata(tuple(trailers))
+            assert result is not None  # noqa: S101 - attempt gives one of the two
+            return result
+        trailers.append((_CODE, error.code))
+        if error.retry_after_s is not None:
+            trailers.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
+        await call.abort(status_of(error), error.detail, tuple(trailers))
+        raise AssertionError("abort raises")
+
+    def begin(self, call: Any) -> RequestContext:
+        """The context of a call, under the id that its metadata gives."""
+        return RequestContext.begin(
+            value
+            for key, value in call.invocation_metadata() or ()
+            if key == _REQUEST_ID and isinstance(value, str)
+        )
+
+    async def attempt(
+        self, method: str, context: RequestContext, work: Callable[[RequestContext], Awaitable[T]]
+    ) -> tuple[T | None, ServiceError | None]:
+        """The result of ``work``, or what it failed with as the caller may know it."""
+        try:
+            return await work(context), None
+        except ServiceError as error:
+            context.code = error.code
+            return None, error
+        except asyncio.CancelledError:
+            # The client went away or its deadline passed: nobody is left to be told.
+            context.code = "cancelled"
+            raise
+        # Whatever went wrong, the caller gets an id and the log gets the rest.
+        except Exception:  # noqa: BLE001
+            _log.exception("request_id=%s %s failed", context.request_id, method)
+            context.code = Internal.code
+            return None, Internal(
+                f"an internal error; the server's log has it under request {context.request_id}"
+            )
+
+    def record(self, method: str, context: RequestContext) -> None:
+        """Log and count a call that has ended."""
+        if context.operation is not None:
+            self._engine.observe(
+                Record(
+                    context.operation,
+                    "grpc",
+                    context.code,
+                    context.timings.total_s,
+                    context.timings.stages_s,
+                    context.received_bytes,
+                    context.sent_bytes,
+                )
+            )
+        quiet = context.code == "ok" and method in _QUIET
+        stages = "".join(
+            f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
+        )
+        _access.log(
+            logging.DEBUG if quiet else logging.INFO,
+            'request_id="%s" method=%s code=%s received_bytes=%d sent_bytes=%d total_s=%.6f%s',
+            context.request_id.replace('"', "'"),
+            method,
+            context.code,
+            context.received_bytes,
+            context.sent_bytes,
+            context.timings.total_s,
+            stages,
+        )

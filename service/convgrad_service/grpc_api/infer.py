@@ -1,0 +1,159 @@
+"""ModelInfer and ModelStreamInfer: a serialized request to a serialized answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from convgrad.contract import Report
+from convgrad.errors import PayloadTooLarge, ProblemTooLarge
+from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
+from convgrad_service.engine.deadline import Deadline
+from convgrad_service.grpc_api.exchange import Exchanges
+from convgrad_service.grpc_api.infer_wire import (
+    encode_response,
+    encode_stream_error,
+    encode_stream_response,
+    read_infer_request,
+    request_names,
+)
+from convgrad_service.oip.answer import answer_names
+from convgrad_service.oip.fields import request_fields, tensor_in
+from convgrad_service.oip.request import InferRequest
+from convgrad_service.oip.shared_memory import refuse_regions
+from convgrad_service.problems import Problem
+from convgrad_service.request_context import RequestContext
+from convgrad_service.settings import Settings
+
+__all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""What protobuf and gRPC put into one message at most."""
+
+# Names, shapes and the report beside an answer's tensors.
+_HEAD_BYTES = 64 * 1024
+# Requests of one stream that are in work at once; the next is not read before.
+_STREAM_AHEAD = 8
+
+T = TypeVar("T")
+Encode = Callable[[InferRequest, Mapping[str, NDArray[Any]], Report], bytes]
+
+
+class InferMethods:
+    """The two methods that compute."""
+
+    def __init__(self, dataplane: Dataplane, settings: Settings, exchanges: Exchanges) -> None:
+        self._dataplane = dataplane
+        self._settings = settings
+        self._exchanges = exchanges
+
+    async def infer(self, body: bytes, call: Any) -> bytes:
+        """ModelInfer."""
+
+        async def work(context: RequestContext) -> bytes:
+            return await self._answer(body, context, call.time_remaining(), encode_response)
+
+        return await self._exchanges.run("ModelInfer", call, work)
+
+    async def stream(self, bodies: AsyncIterator[bytes], call: Any) -> AsyncIterator[bytes]:
+        """ModelStreamInfer: answers in the order of the requests, several in work at once.
+
+        A request that fails gets an answer with ``error_message``, and the stream goes on.
+        """
+        tasks: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_AHEAD)
+        started: set[asyncio.Task[Any]] = set()
+
+        def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+            task = asyncio.create_task(work)
+            started.add(task)
+            task.add_done_callback(started.discard)
+            return task
+
+        async def read() -> None:
+            try:
+                async for body in bodies:
+                    await tasks.put(start(self._one_of_stream(body, call)))
+            finally:
+                await tasks.put(None)
+
+        reading = start(read())
+        try:
+            while (task := await tasks.get()) is not None:
+                yield await task
+            await reading
+        finally:
+            for task in started:
+                task.cancel()
+
+    async def _one_of_stream(self, body: bytes, call: Any) -> bytes:
+        context = self._exchanges.begin(call)
+
+        async def work(context: RequestContext) -> bytes:
+            return await self._answer(body, context, call.time_remaining(), encode_stream_response)
+
+        try:
+            answer, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
+        finally:
+            self._exchanges.record("ModelStreamInfer", context)
+        if error is None:
+            assert answer is not None  # noqa: S101 - attempt gives one of the two
+            return answer
+        return encode_stream_error(*request_names(body), f"{error.detail} ({error.code})")
+
+    async def _answer(
+        self, body: bytes, context: RequestContext, remaining_s: float | None, encode: Encode
+    ) -> bytes:
+        context.received_bytes = len(body)
+        limit = self._settings.max_body_bytes
+        if len(body) > limit:
+            raise PayloadTooLarge(
+                f"the message has {len(body):,} bytes; this server takes at most {limit:,}"
+            )
+        self._dataplane.admit()
+        request = read_infer_request(body)
+        refuse_regions(request)
+        context.operation = request.operation.name
+        allowed_s = min(
+            request.timeout_s or math.inf,
+            math.inf if remaining_s is None else remaining_s,
+            self._settings.max_timeout_s,
+        )
+        call = Call(
+            request.operation,
+            Deadline.after(max(allowed_s, 0.0)),
+            context.timings,
+            refuse=lambda _, problem: _refuse_above_message(request, problem),
+            small=True,  # nothing is copied yet
+        )
+
+        def decode() -> Mapping[str, Any]:
+            return request_fields(request, lambda tensor: tensor_in(body, tensor))
+
+        async with call.deadline.enforced(), self._dataplane.begin(call, decode) as work:
+            with context.timings.stage("decode"):
+                await work.fill(work.request.tensors())
+            result = await work.compute()
+            small = sum(array.nbytes for array in result.outputs.values()) <= SMALL_BYTES
+            with context.timings.stage("encode"):
+                answer = await self._dataplane.in_thread(
+                    lambda: encode(request, result.outputs, result.report),
+                    work.lease,
+                    inline=small,
+                )
+        context.sent_bytes = len(answer)
+        return answer
+
+
+def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
+    size_bytes = sum(
+        problem.outputs[name].size_bytes for name in answer_names(request, problem.outputs)
+    )
+    if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
+        raise ProblemTooLarge(
+            f"the answer has {size_bytes:,} bytes, and a gRPC message holds at most "
+            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory"
+        )

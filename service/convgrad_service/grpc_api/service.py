@@ -1,0 +1,157 @@
+"""The methods that describe the server and its models, and those for shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+
+from convgrad.contract import OPERATIONS
+from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
+from convgrad.wire.sentences import shown
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.grpc_api.messages import message
+from convgrad_service.oip.fields import operation_named
+from convgrad_service.oip.models import (
+    model_config,
+    model_metadata,
+    repository_index,
+    server_metadata,
+)
+from convgrad_service.oip.shared_memory import Registration, SharedMemory
+from convgrad_service.oip.statistics import model_statistics
+
+__all__ = ["DescribingMethods"]
+
+Method = Callable[[Any], Awaitable[Any]]
+
+# Regions belong to whoever registered them; without keys everybody is one anonymous owner.
+_ANONYMOUS = ""
+
+
+class DescribingMethods:
+    """Every method but those that compute: from a parsed request to a message that answers it."""
+
+    def __init__(self, dataplane: Dataplane, shared_memory: SharedMemory) -> None:
+        self._dataplane = dataplane
+        self._memory = shared_memory
+        self.methods: Mapping[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._refuse_control,
+            "RepositoryModelUnload": self._refuse_control,
+            "SystemSharedMemoryStatus": self._system_status,
+            "SystemSharedMemoryRegister": self._system_register,
+            "SystemSharedMemoryUnregister": self._system_unregister,
+            "CudaSharedMemoryStatus": self._cuda_status,
+            "CudaSharedMemoryRegister": self._cuda_register,
+            "CudaSharedMemoryUnregister": self._cuda_unregister,
+        }
+
+    async def _server_live(self, _: Any) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, _: Any) -> Any:
+        return message("ServerReadyResponse")(ready=self._not_ready() is None)
+
+    async def _server_metadata(self, _: Any) -> Any:
+        metadata = server_metadata(self._memory.extensions)
+        return message("ServerMetadataResponse")(**metadata)
+
+    async def _model_ready(self, request: Any) -> Any:
+        # Of a model that is not there the protocol says that it is not ready, and no more.
+        try:
+            operation_named(request.name, request.version)
+        except NotFound:
+            return message("ModelReadyResponse")(ready=False)
+        return message("ModelReadyResponse")(ready=self._not_ready() is None)
+
+    async def _model_metadata(self, request: Any) -> Any:
+        operation = operation_named(request.name, request.version)
+        answer = message("ModelMetadataResponse")()
+        return ParseDict(model_metadata(operation.name).as_json(), answer)
+
+    async def _model_config(self, request: Any) -> Any:
+        operation = operation_named(request.name, request.version)
+        answer = message("ModelConfigResponse")()
+        # Of the JSON's fields those that the message has; the others are empty.
+        ParseDict(model_config(operation.name), answer.config, ignore_unknown_fields=True)
+        return answer
+
+    async def _model_statistics(self, request: Any) -> Any:
+        names = (
+            [operation_named(request.name, request.version).name] if request.name else OPERATIONS
+        )
+        answer = message("ModelStatisticsResponse")()
+        counted = model_statistics(await self._dataplane.engine.statistics(), names)
+        return ParseDict(counted, answer, ignore_unknown_fields=True)
+
+    async def _repository_index(self, request: Any) -> Any:
+        if request.repository_name:
+            raise NotFound(
+                f"there is no repository {shown(request.repository_name)}; the only one has no name"
+            )
+        reason = self._not_ready()
+        index = repository_index(ready=reason is None, reason=reason or "")
+        wanted = [model for model in index if reason is None or not request.ready]
+        return message("RepositoryIndexResponse")(models=wanted)
+
+    async def _refuse_control(self, _: Any) -> Any:
+        raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
+
+    async def _system_status(self, request: Any) -> Any:
+        answer = message("SystemSharedMemoryStatusResponse")()
+        for found in await self._memory.status(_ANONYMOUS, "system", request.name):
+            region = answer.regions[found.name]
+            region.name, region.key = found.name, found.key
+            region.offset, region.byte_size = found.offset, found.size_bytes
+        return answer
+
+    async def _system_register(self, request: Any) -> Any:
+        region = Registration(
+            "system", request.name, request.byte_size, request.offset, key=request.key
+        )
+        await self._memory.register(_ANONYMOUS, region)
+        return message("SystemSharedMemoryRegisterResponse")()
+
+    async def _system_unregister(self, request: Any) -> Any:
+        await self._memory.unregister(_ANONYMOUS, "system", request.name)
+        return message("SystemSharedMemoryUnregisterResponse")()
+
+    async def _cuda_status(self, request: Any) -> Any:
+        answer = message("CudaSharedMemoryStatusResponse")()
+        for found in await self._memory.status(_ANONYMOUS, "cuda", request.name):
+            region = answer.regions[found.name]
+            region.name, region.device_id = found.name, found.device
+            region.byte_size = found.size_bytes
+        return answer
+
+    async def _cuda_register(self, request: Any) -> Any:
+        region = Registration(
+            "cuda",
+            request.name,
+            request.byte_size,
+            handle=request.raw_handle,
+            device=request.device_id,
+        )
+        await self._memory.register(_ANONYMOUS, region)
+        return message("CudaSharedMemoryRegisterResponse")()
+
+    async def _cuda_unregister(self, request: Any) -> Any:
+        await self._memory.unregister(_ANONYMOUS, "cuda", request.name)
+        return message("CudaSharedMemoryUnregisterResponse")()
+
+    def _not_ready(self) -> str | None:
+        """Why no work is taken now, or None."""
+        try:
+            self._dataplane.require_ready()
+        except DeviceUnavailable as error:
+            return error.detail
+        return None
