@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
+from tests.contract.oip_server import serving_oip
 from tests.contract.server import LiveServer, serving
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
+GRPC_ADDRESS = "127.0.0.1:8001"
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +44,24 @@ def test_curl_request(computing: LiveServer) -> None:
 
 
 def test_python_request(computing: LiveServer) -> None:
-    (code,) = _blocks("python")
+    code, _ = _blocks("python")
+    _run(code.replace(ADDRESS, computing.url))
+
+
+def test_request_of_another_client() -> None:
+    _, code = _blocks("python")
+    with serving_oip(CpuBackend()) as server:
+        _run(code.replace(GRPC_ADDRESS, server.grpc))
+
+
+def _run(code: str) -> None:
+    """Run a block and hold what it prints against what it promises to."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code.replace(ADDRESS, computing.url), {})  # noqa: S102 - our own README
+        exec(code, {})  # noqa: S102 - our own README
     promised = re.search(r"print\(.*#\s*(.*)", code)
     assert promised is not None
-    assert printed.getvalue().strip() == promised[1]
+    assert printed.getvalue().strip().splitlines()[-1] == promised[1]
 
 
 def _blocks(language: str) -> list[str]:
