@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request, validate
 from convgrad.dtypes import DType
-from convgrad.errors import DeviceOutOfMemory, MalformedRequest
+from convgrad.errors import DeviceOutOfMemory, InvalidProblem, MalformedRequest
 from convgrad_service.engine.arena import arranged
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import Engine, Running
@@ -31,6 +32,8 @@ from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import Lease
 from convgrad_service.engine.records import Record
+from convgrad_service.engine.regions import InRegion, RegionPart
+from convgrad_service.engine.segments import Place
 from convgrad_service.engine.timing import Timings
 from convgrad_service.problems import Problem, problem_from
 from convgrad_service.problems.base import TensorSpec
@@ -43,6 +46,9 @@ Arrays = Mapping[str, NDArray[Any]]
 Filler = Callable[[NDArray[Any]], None]
 """Writes a tensor to the place that it is called with."""
 Source = NDArray[Any] | Filler
+
+# Elements that say where to write; floating-point ones may be anything.
+_VALIDATED = (DType.INT32, DType.INT64)
 
 SMALL_BYTES = 64 * 1024
 """What is decoded, copied or encoded where it stands: a thread would take longer to be told."""
@@ -76,29 +82,45 @@ class Work:
     """One request that has its place in the arena.
 
     ``inputs`` are writable; `compute` may be called once they hold the request's data. What it
-    returns lies in the arena too, and is valid until the block of `Dataplane.begin` ends.
+    returns lies in the arena too, and is valid until the block of `Dataplane.begin` ends. Inputs
+    in shared memory are not among them, and of outputs there only shape and dtype are returned.
     """
 
     def __init__(
-        self, plane: Dataplane, call: Call, request: Request, problem: Problem, lease: Lease
+        self,
+        plane: Dataplane,
+        call: Call,
+        request: Request,
+        problem: Problem,
+        lease: Lease,
+        shared: Collection[str],
     ) -> None:
         self.request, self.problem, self.lease = request, problem, lease
         self._plane, self._call = plane, call
-        offsets, _ = arranged(_specs(problem))
-        places = [lease.offset + offset for offset in offsets]
+        regions = dict(zip(shared, lease.regions, strict=True))
+        specs = _specs(problem, shared)
+        offsets, _ = arranged(specs.values())
+        places: dict[str, Place] = {**regions}
+        places.update(
+            (name, lease.offset + offset) for name, offset in zip(specs, offsets, strict=True)
+        )
         self._job = Job(
             problem,
-            dict(zip(problem.inputs, places, strict=False)),
-            dict(zip(problem.outputs, places[len(problem.inputs) :], strict=True)),
+            {name: places[name] for name in problem.inputs},
+            {name: places[name] for name in problem.outputs},
+            {name: place for name, place in regions.items() if name in specs},
         )
         arena = plane.engine.arena
         self.inputs = {
-            name: arena.array(offset, problem.inputs[name])
-            for name, offset in self._job.inputs.items()
+            name: arena.array(place, problem.inputs[name])
+            for name, place in self._job.inputs.items()
+            if not isinstance(place, InRegion) and name not in regions
         }
         self._outputs = {
-            name: arena.array(offset, problem.outputs[name])
-            for name, offset in self._job.outputs.items()
+            name: blank(problem.outputs[name].shape, problem.outputs[name].dtype, name=name)
+            if isinstance(place, InRegion)
+            else arena.array(place, problem.outputs[name])
+            for name, place in self._job.outputs.items()
         }
 
     async def fill(self, sources: Mapping[str, Source], *, holds: Lease | None = None) -> None:
@@ -183,11 +205,17 @@ class Dataplane:
 
     @asynccontextmanager
     async def begin(
-        self, call: Call, decode: Callable[[], Fields], *, holds: Lease | None = None
+        self,
+        call: Call,
+        decode: Callable[[], Fields],
+        *,
+        holds: Lease | None = None,
+        regions: Mapping[str, RegionPart] = MappingProxyType({}),
     ) -> AsyncIterator[Work]:
         """Make the problem of the fields that ``decode`` returns, and lease its place.
 
-        ``holds`` is what ``decode`` reads, if that lies in the arena too.
+        ``holds`` is what ``decode`` reads, if that lies in the arena too. ``regions`` are the
+        tensors, inputs and outputs, that lie in shared memory.
 
         Raises
         ------
@@ -200,12 +228,13 @@ class Dataplane:
                     lambda: self._prepare(call, decode), holds, inline=call.small
                 )
             call.timings.accepted = True
-            _, size_bytes = arranged(_specs(problem))
+            shared = _shared(problem, regions)
+            _, size_bytes = arranged(_specs(problem, shared).values())
             started_s = time.monotonic()
-            lease = await self.engine.reserve(size_bytes)
+            lease = await self.engine.reserve(size_bytes, regions=list(shared.values()))
             call.timings.add("queue", time.monotonic() - started_s)
             try:
-                yield Work(self, call, request, problem, lease)
+                yield Work(self, call, request, problem, lease, shared)
             finally:
                 lease.release()
 
@@ -294,9 +323,34 @@ def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
         raise MalformedRequest(f"{name}: shape {shape} is too large") from None
 
 
-def _specs(problem: Problem) -> list[TensorSpec]:
-    """Of all that a request's place holds, in order."""
-    return [*problem.inputs.values(), *problem.outputs.values()]
+def _shared(problem: Problem, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
+    """The parts of regions that a problem needs, each cut to its tensor's size."""
+    parts = {}
+    for name, spec in (*problem.inputs.items(), *problem.outputs.items()):
+        part = regions.get(name)
+        if part is None:
+            continue
+        if part.size_bytes < spec.size_bytes:
+            raise InvalidProblem(
+                f"{name} takes {spec.size_bytes:,} bytes; its part of shared memory has "
+                f"{part.size_bytes:,}"
+            )
+        parts[name] = part._replace(size_bytes=spec.size_bytes)
+    return parts
+
+
+def _specs(problem: Problem, shared: Collection[str]) -> dict[str, TensorSpec]:
+    """Of all that a request's place in the arena holds, in order.
+
+    Of what is in shared memory those are the inputs whose elements are validated: a client may
+    change its memory after that, and the arena it may not.
+    """
+    validated = {
+        name: spec
+        for name, spec in problem.inputs.items()
+        if name not in shared or spec.dtype in _VALIDATED
+    }
+    return validated | {name: spec for name, spec in problem.outputs.items() if name not in shared}
 
 
 def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:

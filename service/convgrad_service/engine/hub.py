@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from convgrad.errors import DeviceUnavailable, Overloaded, ServiceError
@@ -18,6 +18,7 @@ from convgrad_service.engine.memory import Lease, Memory
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.records import Record
+from convgrad_service.engine.regions import RegionInfo, RegionPart, Regions
 from convgrad_service.engine.schedule import Schedule
 from convgrad_service.engine.statistics import OperationStatistics, Statistics
 
@@ -43,6 +44,12 @@ class Status(NamedTuple):
     draining: bool = False
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
+
+    def differs(self, other: Status) -> bool:
+        """Whether it matters which of the two is known; how long a full line takes does not."""
+        return self._replace(overload=None) != other._replace(overload=None) or (
+            (self.overload is None) != (other.overload is None)
+        )
 
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless some device works and the server is to go on."""
@@ -81,10 +88,15 @@ class Engine(Protocol):
     @property
     def status(self) -> Status: ...
 
-    def reserve(self, size_bytes: int, *, text: bool = False) -> asyncio.Future[Lease]:
+    def reserve(
+        self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
+    ) -> asyncio.Future[Lease]:
         """A place in the arena; the caller releases it. ``text``: of the part for JSON bodies.
 
-        Raises, now or through the future, ProblemTooLarge and Overloaded.
+        ``regions`` are found and held as long; their places are the lease's ``regions``.
+
+        Raises, now or through the future, ProblemTooLarge and Overloaded; for a region NotFound
+        and InvalidProblem.
         """
         ...
 
@@ -110,6 +122,18 @@ class Engine(Protocol):
 
     async def statistics(self) -> Mapping[str, OperationStatistics]:
         """What has been computed, by operation."""
+        ...
+
+    async def register_region(self, owner: str, info: RegionInfo) -> None:
+        """See `Regions.register`."""
+        ...
+
+    async def unregister_region(self, owner: str, name: str) -> None:
+        """See `Regions.unregister`."""
+        ...
+
+    async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
+        """See `Regions.listed`."""
         ...
 
 
@@ -139,7 +163,8 @@ class Hub:
         self.counts: Counts | None = None
         self._statistics = Statistics()
         self.fault: Callable[[], str | None] = lambda: None
-        self.on_close: list[Callable[[], None]] = []
+        self.regions = Regions(options.max_regions)
+        self.on_close: list[Callable[[], None]] = [self.regions.close]
         self._wait_s = options.wait_s
 
         def part(start: int, size_bytes: int) -> Memory:
@@ -170,10 +195,42 @@ class Hub:
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
         )
 
-    def reserve(self, size_bytes: int, *, text: bool = False) -> asyncio.Future[Lease]:
+    def reserve(
+        self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
+    ) -> asyncio.Future[Lease]:
         """See `Engine.reserve`."""
         memory = self.texts if text else self.memory
-        return memory.reserve(size_bytes, time.monotonic() + self._wait_s)
+        places = self.regions.use(regions)
+        try:
+            future = memory.reserve(size_bytes, time.monotonic() + self._wait_s)
+        except ServiceError:
+            self.regions.release(places)
+            raise
+
+        def keep(future: asyncio.Future[Lease]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                self.regions.release(places)
+            else:
+                future.result().keep(places, self.regions.release)
+
+        if future.done():
+            keep(future)
+        elif places:
+            # Called before whoever waits for the lease goes on: the first callback it has.
+            future.add_done_callback(keep)
+        return future
+
+    async def register_region(self, owner: str, info: RegionInfo) -> None:
+        """See `Regions.register`."""
+        self.regions.register(owner, info)
+
+    async def unregister_region(self, owner: str, name: str) -> None:
+        """See `Regions.unregister`."""
+        await self.regions.unregister(owner, name)
+
+    async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
+        """See `Regions.listed`."""
+        return self.regions.listed(owner, name)
 
     def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
         """See `Engine.compute`."""

@@ -22,7 +22,7 @@ def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
     schedule = Schedule(options.max_queue, large_s=options.large_s)
     hub = Hub(arena, schedule, options, backend=backend.name)
     hub.fault = lambda: backend.fault
-    worker = ThreadWorker(backend, arena, options.slots, schedule.finished)
+    worker = ThreadWorker(backend, arena, hub.regions, options.slots, schedule.finished)
     schedule.add(worker)
     hub.on_close.append(worker.close)
     return hub

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from convgrad.errors import Overloaded, ProblemTooLarge
 from convgrad_service.engine.places import Places
+from convgrad_service.engine.regions import InRegion
 
 __all__ = ["Lease", "Memory"]
 
@@ -33,8 +34,15 @@ class Lease:
     def __init__(self, offset: int, size_bytes: int, give: Callable[[Lease], None]) -> None:
         self.offset = offset
         self.size_bytes = size_bytes
+        self.regions: Sequence[InRegion] = ()
+        """Places in shared memory that are held with it."""
         self._give = give
+        self._give_regions: Callable[[Sequence[InRegion]], None] | None = None
         self._holders = 1
+
+    def keep(self, regions: Sequence[InRegion], give: Callable[[Sequence[InRegion]], None]) -> None:
+        """Hold these places too; ``give`` is called with them in the end."""
+        self.regions, self._give_regions = regions, give
 
     def retain(self) -> None:
         """Add a holder."""
@@ -44,6 +52,8 @@ class Lease:
         """Remove a holder. (What it ignores lets it be a future's callback.)"""
         self._holders -= 1
         if self._holders == 0:
+            if self._give_regions is not None:
+                self._give_regions(self.regions)
             self._give(self)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,17 +22,26 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Place", "Segments", "array_at", "numbers_of"]
+__all__ = ["Place", "Segments", "array_at"]
 
 Place = int | InRegion
 """Where a tensor lies: an offset in the arena, or a place in a client's region."""
 
 
+# What kernels may rely on for whole vectors.
+_ALIGNMENT_BYTES = 64
+
+
 class _Segment:
     def __init__(self, descriptor: int) -> None:
-        size_bytes = os.fstat(descriptor).st_size
-        self.bytes = np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8)
-        self.guard = Guard(self.bytes.ctypes.data, size_bytes)
+        found = os.fstat(descriptor)
+        self.file = (found.st_dev, found.st_ino)
+        try:
+            memory = mmap.mmap(descriptor, found.st_size)
+        except ValueError:  # it has become empty
+            raise _shortened() from None
+        self.bytes = np.frombuffer(memory, np.uint8)
+        self.guard = Guard(self.bytes.ctypes.data, found.st_size)
         # The mapping goes with the last tensor in it, and the guard just before.
         weakref.finalize(self.bytes, self.guard.remove).atexit = False
 
@@ -41,11 +51,19 @@ class Segments:
 
     def __init__(self) -> None:
         self._segments: dict[int, _Segment] = {}
+        self._opening = threading.Lock()
 
     def open(self, number: int, descriptor: int) -> None:
-        """Map a region's file, unless it is mapped; the caller keeps and closes the descriptor."""
-        if number not in self._segments:
-            self._segments[number] = _Segment(descriptor)
+        """Map a region's file, unless it is mapped; the caller keeps and closes the descriptor.
+
+        Raises
+        ------
+        InvalidProblem
+            The file has become empty.
+        """
+        with self._opening:
+            if number not in self._segments:
+                self._segments[number] = _Segment(descriptor)
 
     def close(self, number: int) -> None:
         """Unmap a region that no job uses any more."""
@@ -65,16 +83,43 @@ class Segments:
             raise _shortened()
         return found.view(spec.dtype.numpy).reshape(spec.shape)
 
-    def check(self, places: Iterable[Place]) -> None:
-        """Call it when a job is done.
+    def apart(
+        self,
+        inputs: Mapping[str, Place],
+        outputs: Mapping[str, Place],
+        arrays: Mapping[str, NDArray[Any]],
+    ) -> set[str]:
+        """The tensors in regions that cannot be computed in place.
+
+        Their address suits no kernel, or an output lies where another tensor lies too.
+        """
+        extents = {
+            name: (
+                self._segments[place.file].file,
+                place.offset,
+                place.offset + arrays[name].nbytes,
+            )
+            for name, place in (*inputs.items(), *outputs.items())
+            if isinstance(place, InRegion)
+        }
+        names = {name for name in extents if arrays[name].ctypes.data % _ALIGNMENT_BYTES}
+        for name in outputs.keys() & extents.keys():
+            file, start, end = extents[name]
+            for other, (other_file, other_start, other_end) in extents.items():
+                if other != name and file == other_file and start < other_end and other_start < end:
+                    names.add(name)
+        return names
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Call it with a job's regions when the job is done.
 
         Raises
         ------
         InvalidProblem
-            Something of the job's regions was missing: what was computed from it is worth nothing.
+            Something of a region was missing: what was computed from it is worth nothing.
         """
-        for place in places:
-            if isinstance(place, InRegion) and self._segments[place.file].guard.lost() is not None:
+        for number in numbers:
+            if self._segments[number].guard.lost() is not None:
                 raise _shortened()
 
 
@@ -83,11 +128,6 @@ def array_at(place: Place, spec: TensorSpec, arena: Arena, segments: Segments) -
     if isinstance(place, InRegion):
         return segments.array(place, spec)
     return arena.array(place, spec)
-
-
-def numbers_of(*places: Mapping[str, Place]) -> set[int]:
-    """The regions that places lie in."""
-    return {place.file for each in places for place in each.values() if isinstance(place, InRegion)}
 
 
 def _shortened() -> InvalidProblem:

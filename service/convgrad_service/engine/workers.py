@@ -13,7 +13,9 @@ from collections.abc import Callable
 from convgrad_service.backends.base import Backend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, run_job
+from convgrad_service.engine.regions import Regions
 from convgrad_service.engine.schedule import Task
+from convgrad_service.engine.segments import Segments
 from convgrad_service.priority import give_way
 
 __all__ = ["ThreadWorker"]
@@ -24,9 +26,13 @@ Report = Callable[[Task, Finished | BaseException], None]
 class ThreadWorker:
     """``slots`` threads; ``finished`` is called in the loop's thread for every task."""
 
-    def __init__(self, backend: Backend, arena: Arena, slots: int, finished: Report) -> None:
+    def __init__(
+        self, backend: Backend, arena: Arena, regions: Regions, slots: int, finished: Report
+    ) -> None:
         self.slots = slots
         self._backend, self._arena, self._finished = backend, arena, finished
+        self._regions, self._segments = regions, Segments()
+        regions.forgotten.append(self._segments.close)
         self._cancelled: dict[Task, threading.Event] = {}
         self._tasks: queue.SimpleQueue[
             tuple[Task, threading.Event, asyncio.AbstractEventLoop] | None
@@ -55,7 +61,9 @@ class ThreadWorker:
             task, cancelled, loop = given
             result: Finished | BaseException
             try:
-                result = run_job(self._backend, self._arena, task.job, cancelled)
+                for number in task.job.regions:
+                    self._segments.open(number, self._regions.descriptor(number))
+                result = run_job(self._backend, self._arena, self._segments, task.job, cancelled)
             # Whatever it was, the request that waits must hear of it.
             except BaseException as error:  # noqa: BLE001
                 result = error
