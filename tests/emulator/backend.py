@@ -155,6 +155,7 @@ class EmulatedBackend:
         problem: Problem,
         tensors: Mapping[str, NDArray[Any]],
         cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         plan = plan_for(problem, H200, self._families)
         arena = arena_of(problem, plan)

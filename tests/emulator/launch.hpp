@@ -67,10 +67,12 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
 // So much more than was asked for must stay as it is.
 static constexpr unsigned kMarginBytes = 4096;
 
-// Shared memory starts as NaNs, whatever the block before left.
+// Shared memory starts as large numbers, whatever the block before left: sums that are not finite
+// would be taken again, and right.
+static constexpr char kSpoiled = 0x4b;
 static void spoil_shared() {
-  memset(dynamic_shared, 0xff, dynamic_bytes + kMarginBytes);
-  memset(__start_convgrad_shared, 0xff, __stop_convgrad_shared - __start_convgrad_shared);
+  memset(dynamic_shared, kSpoiled, dynamic_bytes + kMarginBytes);
+  memset(__start_convgrad_shared, kSpoiled, __stop_convgrad_shared - __start_convgrad_shared);
 }
 
 static const char* run_block(unsigned threads, char* stacks) {
@@ -106,7 +108,7 @@ static const char* run_block(unsigned threads, char* stacks) {
     for (unsigned thread = 0; thread < threads; ++thread) wake(thread);
   }
   for (unsigned i = dynamic_bytes; i < dynamic_bytes + kMarginBytes; ++i) {
-    if (dynamic_shared[i] != '\xff') return "a write past the shared memory that was asked for";
+    if (dynamic_shared[i] != kSpoiled) return "a write past the shared memory that was asked for";
   }
   return nullptr;
 }
