@@ -1,0 +1,379 @@
+// A grouped convolution of few channels a group, forward or the gradient of the input, on tensor
+// cores: M = positions of the result, N = result channels, K = taps x source channels, of one group
+// or of as many groups, merged, as fill whole 16-byte chunks of channels on both sides. The weight
+// of merged groups is block-diagonal. The host's side is grouped_gather.py.
+//
+// Along each dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap
+// j in [0, taps), source position x0 + (m*x_step + j*x_tap)*lattice and weight tap r0 + j*r_step.
+//
+// Block: a box of result positions (up to TILE_POSITIONS of them, over some images) and a slice of
+// neighbouring channels on both sides. The source's box with its halo and the slice's weights are
+// brought to shared memory once; each warp takes units of MF * 16 positions x PACK merges x NF * 8
+// result channels, with all sums in registers, and passes results through 16 rows of its own in
+// shared memory to 16-byte stores.
+// Dynamic shared memory: the box, the weights [merge][tap and one of zeros][out channel][in
+// channel], result offsets and box offsets of positions, offsets of the steps of the reduction, and
+// the warps' rows; grouped_gather.py says where each begins.
+// Relies on its launcher for the grid (slices running fastest, then phases, then boxes) and for
+// tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
+// Deterministic: one order of additions for each result, whatever box it falls in. Positions outside
+// the source and other groups' channels enter as products with zero, which an infinity makes NaN:
+// results that are not finite are summed again, in order, over what belongs to them.
+// Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
+#include "grouped_box.cuh"
+
+using namespace convgrad;
+
+constexpr int kMaxPhases = 16;
+
+struct Phase {
+  int taps, r0, x0, y0, count;
+};
+
+struct GroupedGatherArgs {
+  const void* x;           // the source: input, or grad_output
+  const void* w;
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, or null
+  const void* bias;        // one for each of the result's channels, or null
+  i64 x_group, y_group;    // strides of a group, in elements
+  i64 y_stride[4];         // N D H W, in elements
+  i64 w_stride[6];         // G, out channel, in channel (of the convolution), T R S, in elements
+  BoxStrides x_stride;
+  Box box;                 // of the source
+  float alpha;
+  float beta;
+  int batch;
+  int groups;
+  int x_channels;  // of the source, in one group
+  int y_channels;  // of the result, in one group
+  int merged;      // groups merged
+  int slice;       // merges in a block
+  int slices;
+  int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
+  int w_pitch;   // bytes from one out channel of the weights to the next
+  int activation;
+  int plain;  // the result is the sum itself
+  int tile[4];    // positions: images, D, H, W
+  int tiles[4];   // in the largest phase
+  int x_size[3];
+  int x_step[3];  // in units of the lattice, as x_tap
+  int x_tap[3];
+  int lattice[3];
+  int y_step[3];
+  int r_step[3];
+  int phases[3];
+  int weights_at, results_at, sources_at, steps_at, rows_at;  // in shared memory
+  Phase phase[3][kMaxPhases];
+};
+
+namespace {
+
+constexpr int kWarps = WARPS, kThreads = kWarps * 32;
+constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
+constexpr int kChunk = 16 / kSize;
+constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
+constexpr int kRowPitch = kColumns * kSize + 16;
+
+// Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
+struct Step {
+  int a, b;
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    grouped_gather(const __grid_constant__ GroupedGatherArgs args) {
+  using T = ELEMENT;
+  extern __shared__ uint4 shared[];
+  char* const base = reinterpret_cast<char*>(shared);
+  i64* const result_at = reinterpret_cast<i64*>(base + args.results_at);  // negative: none
+  int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
+  Step* const step_at = reinterpret_cast<Step*>(base + args.steps_at);
+  const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+
+  // The block's slice, phase and box.
+  u32 rest = blockIdx.x;
+  auto digit = [&](int radix) {
+    const u32 above = rest / static_cast<u32>(radix);
+    const int value = rest - above * radix;
+    rest = above;
+    return value;
+  };
+  const int slice = digit(args.slices);
+  const int part2 = digit(args.phases[2]), part1 = digit(args.phases[1]);
+  const int part0 = digit(args.phases[0]);
+  const Phase phase[3] = {args.phase[0][part0], args.phase[1][part1], args.phase[2][part2]};
+  int first[4];  // image and positions in the phase
+  first[3] = digit(args.tiles[3]) * args.tile[3];
+  first[2] = digit(args.tiles[2]) * args.tile[2];
+  first[1] = digit(args.tiles[1]) * args.tile[1];
+  first[0] = rest * args.tile[0];
+  if (first[1] >= phase[0].count || first[2] >= phase[1].count || first[3] >= phase[2].count) return;
+
+  const int first_merge = slice * args.slice;
+  const int first_group = first_merge * args.merged;
+  const int merges = min(args.slice, (args.groups - first_group + args.merged - 1) / args.merged);
+  const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
+  const int x_chunks = x_merge / kChunk;
+  const int taps = phase[0].taps * phase[1].taps * phase[2].taps;
+  const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
+  const T* const w = static_cast<const T*>(args.w) + first_group * args.w_stride[0];
+
+  // The source's box starts at the least position that some tap meets.
+  int from[3], low[3];
+#pragma unroll
+  for (int dim = 0; dim < 3; ++dim) {
+    low[dim] = min(0, (phase[dim].taps - 1) * args.x_tap[dim]);
+    from[dim] =
+        phase[dim].x0 + (first[dim + 1] * args.x_step[dim] + low[dim]) * args.lattice[dim];
+  }
+  if (taps > 0) {
+    const int left = (args.groups - first_group) * args.x_channels / kChunk;
+    copy_box<kThreads>(box_at, args.box, reinterpret_cast<const char*>(x), args.x_stride, first[0],
+                       args.batch, from, args.lattice, args.x_size, left);
+  }
+
+  // Weights as [merge][tap][out channel][in channel], zero between different groups.
+  const int in_channels = ACROSS ? args.y_channels : args.x_channels;
+  const int out_channels = ACROSS ? args.x_channels : args.y_channels;
+  const int w_rows = args.merged * out_channels, w_chunks = args.merged * in_channels / kChunk;
+  const int tap_bytes = w_rows * args.w_pitch, merge_bytes = (taps + 1) * tap_bytes;
+  {
+    // A thread keeps its chunk of a tap, and walks over taps and merges.
+    const int row_chunks = w_rows * w_chunks, lanes = min(row_chunks, kThreads);
+    const int at_once = kThreads / lanes, slot = thread / lanes;
+    const int radix[4] = {max(phase[0].taps, 1), max(phase[1].taps, 1), max(phase[2].taps, 1), 1};
+    const i64 steps[3] = {args.r_step[0] * args.w_stride[3], args.r_step[1] * args.w_stride[4],
+                          args.r_step[2] * args.w_stride[5]};
+    for (int within = thread - slot * lanes; within < row_chunks; within += kThreads) {
+      const int row = static_cast<u32>(within) / static_cast<u32>(w_chunks);
+      const int chunk = within - row * w_chunks;
+      const int mine = static_cast<u32>(row) / static_cast<u32>(out_channels);
+      // The chunk's first channel, counted from this row's own group.
+      const int channel = chunk * kChunk - mine * in_channels;
+      const T* const first = w + mine * args.w_stride[0] +
+                             (row - mine * out_channels) * args.w_stride[1] +
+                             phase[0].r0 * args.w_stride[3] + phase[1].r0 * args.w_stride[4] +
+                             phase[2].r0 * args.w_stride[5];
+      char* to = base + args.weights_at + row * args.w_pitch + chunk * 16;
+      for (int merge = 0; merge < merges; ++merge, to += merge_bytes) {
+        const T* const own = first + merge * args.merged * args.w_stride[0];
+        Walk tap(radix, slot, at_once);
+        for (int i = slot; i <= taps && slot < at_once; i += at_once, tap.next(radix)) {
+          Chunk<T> value;
+          value.raw = make_uint4(0, 0, 0, 0);
+          if (i < taps) {
+            value.load(own + tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2], channel,
+                       in_channels, args.w_vector, args.w_stride[2]);
+          }
+          *reinterpret_cast<uint4*>(to + i * tap_bytes) = value.raw;
+        }
+      }
+    }
+  }
+
+  // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
+  const int chunks = taps * x_chunks, steps = (chunks + 1) / 2;
+  for (int i = thread; i < steps * 2; i += kThreads) {
+    const int tap = i < chunks ? static_cast<u32>(i) / static_cast<u32>(x_chunks) : taps;
+    const int chunk = i < chunks ? i - tap * x_chunks : 0;
+    Step to = {0, tap * tap_bytes + chunk * (ACROSS ? kChunk * args.w_pitch : 16)};
+    if (i < chunks) {
+      const int j01 = static_cast<u32>(tap) / static_cast<u32>(phase[2].taps);
+      const int j0 = static_cast<u32>(j01) / static_cast<u32>(phase[1].taps);
+      const int d = j0 * args.x_tap[0] - low[0];
+      const int h = (j01 - j0 * phase[1].taps) * args.x_tap[1] - low[1];
+      const int v = (tap - j01 * phase[2].taps) * args.x_tap[2] - low[2];
+      to.a = ((d * args.box.extent[2] + h) * args.box.extent[3] + v) * args.box.pitch + chunk * 16;
+    }
+    step_at[i] = to;
+  }
+
+  // Where the box's positions are read and written.
+  const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
+  const int fragments = (positions + 15) / 16;
+  Walk at(args.tile, thread, kThreads);
+  for (int i = thread; i < fragments * 16; i += kThreads, at.next(args.tile)) {
+    const int n = first[0] + at.n, d = first[1] + at.d, h = first[2] + at.h, v = first[3] + at.w;
+    const bool real = i < positions && n < args.batch && d < phase[0].count &&
+                      h < phase[1].count && v < phase[2].count;
+    const int row = (at.n * args.box.extent[1] + at.d * args.x_step[0]) * args.box.extent[2] +
+                    at.h * args.x_step[1];
+    const int source = (row * args.box.extent[3] + at.w * args.x_step[2]) * args.box.pitch;
+    source_at[i] = i < positions ? source : 0;
+    result_at[i] = real ? n * args.y_stride[0] +
+                              (phase[0].y0 + d * args.y_step[0]) * args.y_stride[1] +
+                              (phase[1].y0 + h * args.y_step[1]) * args.y_stride[2] +
+                              (phase[2].y0 + v * args.y_step[2]) * args.y_stride[3]
+                        : -1;
+  }
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+
+  T* const y = static_cast<T*>(args.y) + first_group * args.y_group;
+  const i64 y_merge_stride = args.merged * args.y_group;
+  // A sum that is not finite is taken again; then what follows a sum.
+  auto settle = [&](float value, int position, int merge, int channel) {
+    const i64 at = result_at[position];
+    const int mine = static_cast<u32>(channel) / static_cast<u32>(args.y_channels);
+    const int group = merge * args.merged + mine, k = channel - mine * args.y_channels;
+    if (at < 0 || merge >= merges || mine >= args.merged || first_group + group >= args.groups) {
+      return 0.0f;
+    }
+    if (!is_finite(value)) {
+      value = 0;
+      const Walk p(args.tile, position, 0);
+      const int image = first[0] + p.n;
+      const char* const there =
+          reinterpret_cast<const char*>(x + group * args.x_group) + image * args.x_stride.image;
+      for (int tap = 0; tap < taps; ++tap) {
+        const int j01 = tap / phase[2].taps, j0 = j01 / phase[1].taps;
+        const int j1 = j01 - j0 * phase[1].taps, j2 = tap - j01 * phase[2].taps;
+        const int d = from[0] + (p.d * args.x_step[0] + j0 * args.x_tap[0] - low[0]) * args.lattice[0];
+        const int h = from[1] + (p.h * args.x_step[1] + j1 * args.x_tap[1] - low[1]) * args.lattice[1];
+        const int v = from[2] + (p.w * args.x_step[2] + j2 * args.x_tap[2] - low[2]) * args.lattice[2];
+        if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0]) ||
+            static_cast<u32>(h) >= static_cast<u32>(args.x_size[1]) ||
+            static_cast<u32>(v) >= static_cast<u32>(args.x_size[2])) {
+          continue;
+        }
+        const T* const xs = reinterpret_cast<const T*>(
+            there + static_cast<i64>(d) * args.x_stride.spatial[0] +
+            static_cast<i64>(h) * args.x_stride.spatial[1] +
+            static_cast<i64>(v) * args.x_stride.spatial[2]);
+        const T* const ws = w + group * args.w_stride[0] + k * args.w_stride[ACROSS ? 2 : 1] +
+                            (phase[0].r0 + j0 * args.r_step[0]) * args.w_stride[3] +
+                            (phase[1].r0 + j1 * args.r_step[1]) * args.w_stride[4] +
+                            (phase[2].r0 + j2 * args.r_step[2]) * args.w_stride[5];
+        for (int c = 0; c < args.x_channels; ++c) {
+          value += widen(xs[c]) * widen(ws[c * args.w_stride[ACROSS ? 1 : 2]]);
+        }
+      }
+    }
+    const T* accumulate = static_cast<const T*>(args.accumulate);
+    if (accumulate != nullptr) accumulate += (first_group + group) * args.y_group + at + k;
+    const T* bias = static_cast<const T*>(args.bias);
+    if (bias != nullptr) bias += (first_group + group) * args.y_channels + k;
+    return finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation);
+  };
+
+  const int packs = (merges + PACK - 1) / PACK;
+  const int column_blocks = (y_merge + NF * 8 - 1) / (NF * 8);
+  const int row_blocks = (fragments + MF - 1) / MF;
+  const int units = packs * column_blocks * row_blocks;
+  const int x_merge_bytes = x_chunks * 16;
+  // Bytes between 8 result channels in the weights.
+  const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
+  char* const rows = base + args.rows_at + warp * 16 * kRowPitch;
+#pragma unroll 1
+  for (int unit = warp; unit < units; unit += kWarps) {
+    const u32 row_and_column = static_cast<u32>(unit) / static_cast<u32>(packs);
+    const int merge = (unit - row_and_column * packs) * PACK;
+    const int row_block = row_and_column / static_cast<u32>(column_blocks);
+    const int column_block = row_and_column - row_block * column_blocks;
+    const int fragment = row_block * MF;
+    float sum[PACK][MF][NF][4] = {};
+    u32 from_a[MF];
+#pragma unroll
+    for (int f = 0; f < MF; ++f) {
+      const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
+      from_a[f] = box_at + source_at[row] + merge * x_merge_bytes;
+    }
+    const u32 from_b = weights_at + merge * merge_bytes + column_block * NF * column_bytes;
+    const u32 lane_b =
+        from_b + (lane & 7) * args.w_pitch + (lane >> 4) * (PACK == 2 ? merge_bytes : column_bytes);
+    const u32 word_b = from_b + (lane & 3) * args.w_pitch + (lane >> 2) * 4;
+    const Step* const steps_a = step_at + (lane >> 4);
+    const Step* const steps_b = step_at + (lane >> 3 & 1);
+#pragma unroll 2
+    for (int step = 0; step < steps; ++step) {
+      const int a_offset = steps_a[step * 2].a;
+      u32 b[PACK * NF + 1][2];
+      if constexpr (ACROSS && kSize == 4) {
+        const int near = step_at[step * 2].b, far = step_at[step * 2 + 1].b;
+#pragma unroll
+        for (int s = 0; s < PACK; ++s) {
+#pragma unroll
+          for (int j = 0; j < NF; ++j) {
+            const u32 at = word_b + s * merge_bytes + j * column_bytes;
+            b[s * NF + j][0] = load_word(at + near);
+            b[s * NF + j][1] = load_word(at + far);
+          }
+        }
+      } else {
+        const int b_offset = steps_b[step * 2].b;
+#pragma unroll
+        for (int j = 0; j < PACK * NF; j += 2) {
+          u32 four[4];
+          const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * column_bytes);
+          if constexpr (ACROSS) {
+            load_matrices_transposed(four, at);
+          } else {
+            load_matrices(four, at);
+          }
+          b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
+        }
+      }
+      if constexpr (kSize == 4) {
+#pragma unroll
+        for (int j = 0; j < PACK * NF; ++j) b[j][0] = to_tf32(b[j][0]), b[j][1] = to_tf32(b[j][1]);
+      }
+#pragma unroll
+      for (int f = 0; f < MF; ++f) {
+#pragma unroll
+        for (int s = 0; s < PACK; ++s) {
+          u32 a[4];
+          load_matrices(a, from_a[f] + a_offset + s * x_merge_bytes);
+          if constexpr (kSize == 4) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
+          }
+#pragma unroll
+          for (int j = 0; j < NF; ++j) {
+            mma<T>(sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int f = 0; f < MF; ++f) {
+      if (fragment + f >= fragments) break;
+      const int position = (fragment + f) * 16;
+#pragma unroll
+      for (int s = 0; s < PACK; ++s) {
+#pragma unroll
+        for (int j = 0; j < NF; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = lane / 4 + half * 8, column = j * 8 + lane % 4 * 2;
+            float one = sum[s][f][j][half * 2], two = sum[s][f][j][half * 2 + 1];
+            if (!args.plain || !is_finite(one) || !is_finite(two)) {
+              const int channel = column_block * NF * 8 + column;
+              one = settle(one, position + row, merge + s, channel);
+              two = settle(two, position + row, merge + s, channel + 1);
+            }
+            store_pair(reinterpret_cast<T*>(rows + row * kRowPitch) + s * NF * 8 + column, one, two);
+          }
+        }
+      }
+      __syncwarp();
+      constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
+#pragma unroll
+      for (int i = lane; i < 16 * kLine; i += 32) {
+        const int row = i / kLine, line = i % kLine, s = line / kMergeLine;
+        const int channel = column_block * NF * 8 + (line - s * kMergeLine) * kChunk;
+        const i64 at = result_at[position + row];
+        const int channels = min(y_merge, (args.groups - first_group) * args.y_channels -
+                                              (merge + s) * y_merge);
+        if (at >= 0 && merge + s < merges && channel < channels) {
+          *reinterpret_cast<uint4*>(y + at + (merge + s) * y_merge_stride + channel) =
+              *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
+        }
+      }
+      __syncwarp();
+    }
+  }
+}

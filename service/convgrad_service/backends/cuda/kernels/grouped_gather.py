@@ -1,0 +1,339 @@
+"""A grouped convolution of few channels a group, forward or backward in its input."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.dense_gather import MAX_PHASES
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.grouped_box import (
+    BoxArgs,
+    BoxStrides,
+    LatticeAxis,
+    Size4,
+    images_together,
+    lattice_axis,
+    tile_extents,
+)
+from convgrad_service.backends.cuda.kernels.grouped_merge import (
+    DTYPES,
+    Merge,
+    merge_of,
+    odd_chunks,
+    slices_of,
+    why_not_grouped,
+)
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["Box", "GroupedGather", "Unit"]
+
+# Positions of a box; more take registers and shared memory that other blocks could use.
+MOST_POSITIONS = 512
+RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a warp computes at once: fragments of 16 positions, merges, and 8 channels each."""
+
+    fragments: int
+    merges: int
+    columns: int
+    warps: int
+    blocks: int
+
+    def defines(self, dtype: DType, across: bool) -> tuple[tuple[str, str], ...]:
+        return (
+            ("ACROSS", str(int(across))),
+            ("ELEMENT", CUDA_TYPES[dtype]),
+            ("MF", str(self.fragments)),
+            ("PACK", str(self.merges)),
+            ("NF", str(self.columns)),
+            ("WARPS", str(self.warps)),
+            ("BLOCKS", str(self.blocks)),
+        )
+
+    def row_bytes(self, dtype: DType) -> int:
+        """Of a warp's rows of results."""
+        return 16 * (self.merges * self.columns * 8 * dtype.itemsize + 16)
+
+
+UNITS = {
+    1: Unit(4, 2, 1, 4, 5),
+    2: Unit(4, 1, 2, 4, 5),
+    3: Unit(4, 1, 3, 4, 3),
+    4: Unit(4, 1, 4, 4, 4),
+}
+"""By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
+position are written together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block's positions (images, D, H, W), and how many merges of channels."""
+
+    tile: Size4
+    slice: int
+
+    @property
+    def positions(self) -> int:
+        return prod(self.tile)
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``grouped_gather.cu``."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count"))
+
+
+class GroupedGatherArgs(ctypes.Structure):
+    """See ``grouped_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        ("x_group", ctypes.c_int64),
+        ("y_group", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64 * 4),
+        ("w_stride", ctypes.c_int64 * 6),
+        ("x_stride", BoxStrides),
+        ("box", BoxArgs),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "batch",
+                "groups",
+                "x_channels",
+                "y_channels",
+                "merged",
+                "slice",
+                "slices",
+                "w_vector",
+                "w_pitch",
+                "activation",
+                "plain",
+            )
+        ),
+        ("tile", ctypes.c_int32 * 4),
+        ("tiles", ctypes.c_int32 * 4),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "x_step", "x_tap", "lattice", "y_step", "r_step", "phases")
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at")
+        ),
+        ("phase", (PhaseArgs * MAX_PHASES) * 3),
+    )
+
+
+class GroupedGather:
+    """fwd and bwd_data of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
+    (``precision: high``)."""
+
+    name = "grouped_gather"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_grouped(work, device)
+        if reason is not None:
+            return reason
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
+            return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        box = next(_boxes(work, axes, device), None)
+        if box is None:
+            return "one position's taps and one group's weights do not fit in shared memory"
+        if _grid(work, axes, box) > MAX_BLOCKS:
+            return f"{_grid(work, axes, box)} blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
+        """See `Family.launches`; ``box`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        box = box or choose_box(work, axes, device)
+        merge, unit = merge_of(work), unit_of(work)
+        shape = _Shared(work, axes, merge, unit, box)
+
+        args = GroupedGatherArgs()
+        args.x_group, args.y_group = source.strides[1], result.strides[1]
+        args.y_stride[:] = (result.strides[0], *result.strides[3:])
+        args.w_stride[:] = work.w.strides
+        size = source.dtype.itemsize
+        args.x_stride.image = source.strides[0] * size
+        args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
+        args.box.extent[:] = shape.extent
+        args.box.chunks, args.box.pitch = shape.chunks, shape.pitch
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.groups = work.batch, work.groups
+        channels = work.in_channels, work.out_channels
+        args.x_channels, args.y_channels = channels[::-1] if backward else channels
+        args.merged, args.slice = merge.groups, box.slice
+        args.slices = ceil_div(merge.count, box.slice)
+        args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
+        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        args.tile[:] = box.tile
+        args.tiles[:] = _tiles(work, axes, box)
+        for name in ("x_step", "x_tap", "lattice"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        for name in ("x_size", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis.axis, name) for axis in axes]
+        for dim, axis in enumerate(axes):
+            args.phases[dim] = len(axis.phases)
+            for place, phase in enumerate(axis.phases):
+                args.phase[dim][place] = PhaseArgs(
+                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count
+                )
+        for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at"):
+            setattr(args, name, getattr(shape, name))
+        launch = Launch(
+            _instance(unit, work.dtype, backward),
+            (_grid(work, axes, box), 1, 1),
+            (unit.warps * 32, 1, 1),
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
+            shape.total_bytes,
+        )
+        return Fragment(f"{self.name}_{work.direction}", (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(unit, dtype, across)
+            for unit in UNITS.values()
+            for dtype in DTYPES
+            for across in (False, True)
+        ]
+
+
+def unit_of(work: ConvWork) -> Unit:
+    """As wide as leaves the least of the result's channels empty."""
+    merge = merge_of(work)
+    channels = merge.in_channels if work.direction == "bwd_data" else merge.out_channels
+    columns = ceil_div(channels, 8)
+    return UNITS[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
+
+
+def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
+    """The one that should take the least time. Every box gives the same bits."""
+    return min(_boxes(work, axes, device), key=lambda box: _cost(work, axes, box, device))
+
+
+class _Shared:
+    """Where things lie in a block's shared memory."""
+
+    def __init__(
+        self, work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box
+    ) -> None:
+        backward = work.direction == "bwd_data"
+        x_chunks = merge.out_chunks if backward else merge.in_chunks
+        extents = [axis.extent(size) for axis, size in zip(axes, box.tile[1:], strict=True)]
+        self.extent = (box.tile[0], *extents)
+        self.chunks = x_chunks * box.slice
+        self.pitch = odd_chunks(self.chunks)
+        self.w_pitch = odd_chunks(merge.in_chunks)
+        taps = prod(axis.taps for axis in axes)
+        # Whole packs of merges are read.
+        merges = ceil_div(box.slice, unit.merges) * unit.merges
+        tap_bytes = merge.out_channels * self.w_pitch
+        self.weight_bytes = merges * (taps + 1) * tap_bytes
+        positions = ceil_div(box.positions, 16) * 16
+        self.weights_at = prod(self.extent) * self.pitch
+        self.results_at = self.weights_at + self.weight_bytes
+        self.sources_at = self.results_at + positions * 8
+        self.steps_at = self.sources_at + positions * 4
+        self.rows_at = self.steps_at + ceil_div(taps * x_chunks, 2) * 16
+        end = self.rows_at + unit.warps * unit.row_bytes(work.dtype)
+        # Beyond the last result channel, units read what lies there.
+        beyond = self.results_at + unit.columns * 8 * self.w_pitch
+        self.total_bytes = max(end, beyond)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Chunks of the box, without what pads them."""
+        return prod(self.extent) * self.chunks * 16
+
+
+def _boxes(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
+    """Those that fit in shared memory."""
+    merge, unit = merge_of(work), unit_of(work)
+    together = gather_sides(work)[0].strides[1] == _channels(work)[0]
+    slices = slices_of(merge, together)
+    counts = [axis.count for axis in axes]
+    for slice_, depth, height, width in product(slices, *map(tile_extents, counts)):
+        whole = [depth, height, width] == counts
+        for images in images_together(work.batch) if whole else [1]:
+            box = Box((images, depth, height, width), slice_)
+            if box.positions > MOST_POSITIONS:
+                continue
+            shape = _Shared(work, axes, merge, unit, box)
+            if shape.total_bytes <= device.shared_bytes_per_block:
+                yield box
+
+
+def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
+    """In bytes of L2 traffic: what blocks copy, what they set up, and products of empty rows."""
+    merge, unit = merge_of(work), unit_of(work)
+    shape = _Shared(work, axes, merge, unit, box)
+    backward = work.direction == "bwd_data"
+    y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
+    result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
+    # Arranging a chunk of weights takes some ten times a copy's instructions.
+    per_block = shape.copied_bytes + 4 * shape.weight_bytes + 2 * result + 4096
+    fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
+    resident = max(1, min(unit.blocks, fitting))
+    # Fewer blocks at once hide less of each other's waiting.
+    hidden = 1.0 + 1.0 / resident
+    blocks = _grid(work, axes, box)
+    waves = ceil_div(blocks, device.multiprocessors * resident) * device.multiprocessors * resident
+    return (0.5 * blocks + 0.5 * waves) * per_block * hidden
+
+
+def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
+    spatial = [ceil_div(axis.count, size) for axis, size in zip(axes, box.tile[1:], strict=True)]
+    return (ceil_div(work.batch, box.tile[0]), spatial[0], spatial[1], spatial[2])
+
+
+def _grid(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
+    slices = ceil_div(merge_of(work).count, box.slice)
+    return slices * prod(len(axis.phases) for axis in axes) * prod(_tiles(work, axes, box))
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written, in one group."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _vector(work: ConvWork) -> int:
+    """Weights of one group that one load may take."""
+    chunk = merge_of(work).chunk
+    strides = work.w.strides
+    for vector in (chunk, chunk // 2):
+        others = (*strides[:2], *strides[3:])
+        if (
+            strides[2] == 1
+            and work.in_channels % vector == 0
+            and not any(stride % vector for stride in others)
+        ):
+            return vector
+    return 1
+
+
+def _instance(unit: Unit, dtype: DType, across: bool) -> Instance:
+    return Instance("grouped_gather.cu", "grouped_gather", unit.defines(dtype, across))

@@ -1,0 +1,129 @@
+"""How groups of few channels are merged, so that they fill whole 16-byte chunks of channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = [
+    "DTYPES",
+    "MAX_CHANNELS",
+    "Merge",
+    "merge_of",
+    "odd_chunks",
+    "slices_of",
+    "why_not_grouped",
+]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+MAX_CHANNELS = 64
+"""Of merged groups, on either side."""
+LEAST_BYTES = 64
+MAX_TAPS = 512
+MAX_STRIDE_BYTES = 2**31 - 1
+MAX_EXTENT = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """``groups`` neighbouring groups as one; how many chunks of ``chunk`` channels the input and
+    the output have then, and how many merges there are."""
+
+    groups: int
+    chunk: int
+    in_channels: int
+    out_channels: int
+    count: int
+
+    @property
+    def in_chunks(self) -> int:
+        return self.in_channels // self.chunk
+
+    @property
+    def out_chunks(self) -> int:
+        return self.out_channels // self.chunk
+
+
+def merge_of(work: ConvWork) -> Merge:
+    """The fewest groups whose channels are whole chunks on both sides."""
+    chunk = CHUNK_BYTES // work.dtype.itemsize
+    groups = chunk // gcd(chunk, work.in_channels, work.out_channels)
+    return Merge(
+        groups,
+        chunk,
+        groups * work.in_channels,
+        groups * work.out_channels,
+        ceil_div(work.groups, groups),
+    )
+
+
+def slices_of(merge: Merge, together: bool) -> list[int]:
+    """How many merges a block may take, whose channels lie side by side if ``together``: at least
+    two sectors of memory a pixel, which are brought to the chip as fast as whole lines."""
+    if not together:
+        return [1]
+    chunks = min(merge.in_chunks, merge.out_chunks)
+    few = [n for n in (1, 2, 4, 8, 16) if n < 2 * merge.count]
+    return [n for n in few if n * chunks * CHUNK_BYTES >= LEAST_BYTES] or few[-1:]
+
+
+def odd_chunks(chunks: int) -> int:
+    """Bytes of a row of so many chunks, padded to an odd number: rows fall into other banks."""
+    return (chunks | 1) * CHUNK_BYTES
+
+
+def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
+    """Why the grouped tensor-core kernels cannot take this work, as far as both judge alike.
+
+    Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
+    whole does; only sizes that cannot be counted are refused too.
+    """
+    if work.dtype not in DTYPES:
+        return f"{work.dtype} has no tensor-core product that is used"
+    if work.dtype is DType.FLOAT32 and work.precision != "high":
+        return "TF32 is less than the float32 that was asked for"
+    if device.capability < (8, 0):
+        return f"{device.name} is older than sm_80"
+    if work.groups == 1:
+        return "one group"
+    merge = merge_of(work)
+    if max(merge.in_channels, merge.out_channels) > MAX_CHANNELS:
+        return (
+            f"{work.in_channels} and {work.out_channels} channels a group, {merge.groups} groups "
+            f"merged, are more than {MAX_CHANNELS}"
+        )
+    if work.taps > MAX_TAPS:
+        return f"{work.taps} taps are more than {MAX_TAPS}"
+    for side, operand, channels in (
+        ("input", work.x, work.in_channels),
+        ("output", work.y, work.out_channels),
+    ):
+        reason = _why_not_chunks(operand, channels, work, merge)
+        if reason is not None:
+            return f"the {side}'s {reason}"
+    if max(*work.input, *work.output, work.batch) > MAX_EXTENT:
+        return f"an extent is more than {MAX_EXTENT}"
+    return None
+
+
+def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merge) -> str | None:
+    """Why channels are not side by side in whole chunks."""
+    if operand.strides[2] != 1 and channels > 1:
+        return "channels do not lie side by side"
+    if merge.groups > 1 and operand.strides[1] != channels:
+        return "groups do not lie side by side"
+    if merge.groups > 1 and work.groups * channels % merge.chunk:
+        return f"{work.groups * channels} channels are no multiple of {merge.chunk}"
+    if any(operand.strides[axis] % merge.chunk for axis in (0, 3, 4, 5)) or (
+        merge.groups == 1 and operand.strides[1] % merge.chunk
+    ):
+        return "pixels do not start at multiples of 16 bytes"
+    if max(operand.strides[3:]) * operand.dtype.itemsize > MAX_STRIDE_BYTES:
+        return f"planes lie more than {MAX_STRIDE_BYTES} bytes apart"
+    return None

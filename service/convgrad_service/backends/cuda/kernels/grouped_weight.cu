@@ -1,0 +1,335 @@
+// The gradient of a grouped convolution's weight, few channels a group, on tensor cores: M = taps x
+// input channels, N = output channels, K = pixels of grad_output, of one group or of as many groups,
+// merged, as fill whole 16-byte chunks of channels on both sides (of the products between different
+// groups nothing is kept). The host's side is grouped_weight.py.
+//
+// w[g, k, c, r] = sum over pixels (n, o) of y[n, g, k, o] * x[n, g, c, o*stride + r*dilation - pad].
+// Along each dimension, output y0 + m*y_step (m in [0, count)) of a phase meets, at tap r, input
+// position x0 + (m*x_step + r*x_tap)*lattice.
+//
+// Block: a slice of neighbouring channels on both sides and its share of all boxes of pixels. A box
+// of y, and of x with its halo, is brought to shared memory once, the next one meanwhile (two
+// stages). Each warp has an item, MT * 16 rows x NF * 8 columns of one merge, and every KSPLITth
+// step of its pixels; all its sums stay in registers. In the end the KSPLIT warps of an item add up
+// through shared memory, and the block's sums go to its own part of `partials`, in the order
+// (g, k, t, r, s, c); lane_sum.cu adds the parts up.
+// Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's and of rows;
+// grouped_weight.py says where each begins.
+// Relies on its launcher for the grid (slices running fastest, then groups of items, then splits)
+// and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
+// Deterministic: one order of additions for each result and number of splits. Pixels that a box
+// lacks enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
+// order, over the positions inside.
+// Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
+#include "grouped_box.cuh"
+
+using namespace convgrad;
+
+constexpr int kMaxPhases = 16;
+
+struct Phase {
+  int x0, y0, count;
+};
+
+struct GroupedWeightArgs {
+  const void* x;
+  const void* y;
+  float* partials;
+  i64 x_group, y_group;  // strides of a group, in elements
+  BoxStrides x_stride, y_stride;
+  Box x_box, y_box;
+  int batch;
+  int groups;
+  int in_channels;   // in one group
+  int out_channels;  // in one group
+  int merged;
+  int slice;  // merges in a block
+  int slices;
+  int row_blocks;     // items of one merge: of MT * 16 rows,
+  int column_blocks;  // by NF * 8 columns
+  int items;          // of a block
+  int item_groups;
+  int splits;
+  int kernel[3];
+  int tile[4];   // pixels: images, D, H, W
+  int tiles[4];  // in the largest phase
+  int x_size[3];
+  int y_size[3];
+  int x_step[3];  // in units of the lattice, as x_tap
+  int x_tap[3];
+  int lattice[3];
+  int y_step[3];
+  int phases[3];
+  int y_at, stage_bytes, sources_at, rows_at;  // in shared memory
+  Phase phase[3][kMaxPhases];
+};
+
+namespace {
+
+constexpr int kWarps = WARPS, kThreads = kWarps * 32;
+constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
+constexpr int kChunk = 16 / kSize;
+constexpr int kDepth = 32 / kSize;  // pixels of one product
+constexpr int kSums = MT * NF * 4;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    grouped_weight(const __grid_constant__ GroupedWeightArgs args) {
+  using T = ELEMENT;
+  extern __shared__ uint4 shared[];
+  char* const base = reinterpret_cast<char*>(shared);
+  int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
+  int* const row_at = reinterpret_cast<int*>(base + args.rows_at);
+  const u32 boxes_at = shared_address(base);
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+
+  u32 rest = blockIdx.x;
+  auto digit = [](u32& number, int radix) {
+    const u32 above = number / static_cast<u32>(radix);
+    const int value = number - above * radix;
+    number = above;
+    return value;
+  };
+  const int slice = digit(rest, args.slices);
+  const int item_group = digit(rest, args.item_groups);
+  const int split = rest;
+  const int first_merge = slice * args.slice, first_group = first_merge * args.merged;
+  const int merges = min(args.slice, args.groups / args.merged - first_merge);
+  const int x_merge = args.merged * args.in_channels, y_merge = args.merged * args.out_channels;
+  const int taps = args.kernel[0] * args.kernel[1] * args.kernel[2], rows = taps * x_merge;
+  const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
+  const T* const y = static_cast<const T*>(args.y) + first_group * args.y_group;
+  const int x_chunks = (args.groups - first_group) * args.in_channels / kChunk;
+  const int y_chunks = (args.groups - first_group) * args.out_channels / kChunk;
+
+  // Which boxes.
+  const i64 phases = args.phases[0] * args.phases[1] * args.phases[2];
+  const i64 all = phases * args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
+  const int begin = static_cast<int>(all * split / args.splits);
+  const int end = static_cast<int>(all * (split + 1) / args.splits);
+  struct Place {
+    int image, m[3], part[3];
+  };
+  auto place_of = [&](int index) {
+    u32 number = index;
+    Place at;
+    at.m[2] = digit(number, args.tiles[3]) * args.tile[3];
+    at.m[1] = digit(number, args.tiles[2]) * args.tile[2];
+    at.m[0] = digit(number, args.tiles[1]) * args.tile[1];
+    at.part[2] = digit(number, args.phases[2]);
+    at.part[1] = digit(number, args.phases[1]);
+    at.part[0] = digit(number, args.phases[0]);
+    at.image = number * args.tile[0];
+    return at;
+  };
+  auto x_from = [&](const Place& at, int dim) {
+    return args.phase[dim][at.part[dim]].x0 + at.m[dim] * args.x_step[dim] * args.lattice[dim];
+  };
+  auto y_from = [&](const Place& at, int dim) {
+    return args.phase[dim][at.part[dim]].y0 + at.m[dim] * args.y_step[dim];
+  };
+  auto copy = [&](int index, int stage) {
+    if (index < end) {
+      const Place at = place_of(index);
+      const u32 to = boxes_at + stage * args.stage_bytes;
+      const int x_first[3] = {x_from(at, 0), x_from(at, 1), x_from(at, 2)};
+      const int y_first[3] = {y_from(at, 0), y_from(at, 1), y_from(at, 2)};
+      copy_box<kThreads>(to, args.x_box, reinterpret_cast<const char*>(x), args.x_stride, at.image,
+                         args.batch, x_first, args.lattice, args.x_size, x_chunks);
+      copy_box<kThreads>(to + args.y_at, args.y_box, reinterpret_cast<const char*>(y),
+                         args.y_stride, at.image, args.batch, y_first, args.y_step, args.y_size,
+                         y_chunks);
+    }
+    commit_copies();
+  };
+  copy(begin, 0);
+
+  // Where a pixel lies in x's box at the first tap, and where a row's tap and channel do.
+  const int pixels = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
+  const int steps = (pixels + kDepth - 1) / kDepth;
+  Walk at(args.tile, thread, kThreads);
+  for (int i = thread; i < steps * kDepth; i += kThreads, at.next(args.tile)) {
+    const int row = (at.n * args.x_box.extent[1] + at.d * args.x_step[0]) * args.x_box.extent[2] +
+                    at.h * args.x_step[1];
+    const int source = (row * args.x_box.extent[3] + at.w * args.x_step[2]) * args.x_box.pitch;
+    source_at[i] = i < pixels ? source : 0;
+  }
+  auto tap_of = [&](int tap, int (&at)[3]) {
+    u32 number = tap;
+    at[2] = digit(number, args.kernel[2]);
+    at[1] = digit(number, args.kernel[1]);
+    at[0] = number;
+  };
+  const int all_rows = args.row_blocks * MT * 16;
+  for (int i = thread; i < all_rows; i += kThreads) {
+    const int row = i < rows ? i : 0, tap = row / x_merge;
+    int at[3];
+    tap_of(tap, at);
+    row_at[i] = ((at[0] * args.x_tap[0] * args.x_box.extent[2] + at[1] * args.x_tap[1]) *
+                     args.x_box.extent[3] + at[2] * args.x_tap[2]) * args.x_box.pitch +
+                (row - tap * x_merge) * kSize;
+  }
+  // Pixels beyond the box are read where their number is no whole step: once zeros, always zeros.
+  for (int stage = 0; stage < 2; ++stage) {
+    char* const tail = base + stage * args.stage_bytes + args.y_at + pixels * args.y_box.pitch;
+    const int bytes = (steps * kDepth - pixels) * args.y_box.pitch;
+    for (int i = thread * 16; i < bytes; i += kThreads * 16) {
+      *reinterpret_cast<uint4*>(tail + i) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // This warp's item.
+  const int item = warp % args.items, k_splits = kWarps / args.items, k_split = warp / args.items;
+  u32 number = item_group * args.items + item;
+  const int column_block = digit(number, args.column_blocks);
+  const int row_block = digit(number, args.row_blocks);
+  const int merge = number;
+  const bool busy = merge < merges && k_split < k_splits;
+  __syncthreads();
+  int row_offset[MT][kSize == 4 ? 2 : 1];
+  const int mine = merge * x_merge * kSize;
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+    const int row = (row_block * MT + i) * 16;
+    if constexpr (kSize == 2) {
+      row_offset[i][0] = row_at[row + (lane >> 3 & 1) * 8] + mine;
+    } else {
+      row_offset[i][0] = row_at[row + lane / 4] + mine;
+      row_offset[i][1] = row_at[row + 8 + lane / 4] + mine;
+    }
+  }
+  const int column_offset = (merge * y_merge + column_block * NF * 8) * kSize;
+  // The last column block may hold less: its loads stay within the block's channels.
+  const int columns = y_merge - column_block * NF * 8;
+  float sum[MT][NF][4] = {};
+
+#pragma unroll 1
+  for (int index = begin; index < end; ++index) {
+    const int stage = (index - begin) & 1;
+    copy(index + 1, stage ^ 1);
+    wait_copies<1>();
+    __syncthreads();
+    if (busy) {
+      const u32 x_box = boxes_at + stage * args.stage_bytes;
+      const u32 y_box = x_box + args.y_at + column_offset;
+#pragma unroll 1
+      for (int step = k_split; step < steps; step += k_splits) {
+        const int pixel = step * kDepth;
+        u32 b[NF][2];
+        if constexpr (kSize == 2) {
+          const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_box.pitch;
+#pragma unroll
+          for (int j = 0; j < NF; ++j) {
+            if (j * 8 < columns) load_matrices_transposed(b[j], y_lane + j * 16);
+          }
+        } else {
+          const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_box.pitch + (lane >> 2) * 4;
+#pragma unroll
+          for (int j = 0; j < NF; ++j) {
+            b[j][0] = to_tf32(load_word(y_lane + j * 32));
+            b[j][1] = to_tf32(load_word(y_lane + j * 32 + 4 * args.y_box.pitch));
+          }
+        }
+        u32 x_lane[kSize == 4 ? 2 : 1];
+        if constexpr (kSize == 2) {
+          x_lane[0] = x_box + source_at[pixel + (lane & 7) + (lane >> 4) * 8];
+        } else {
+          x_lane[0] = x_box + source_at[pixel + (lane & 3)];
+          x_lane[1] = x_box + source_at[pixel + (lane & 3) + 4];
+        }
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          u32 a[4];
+          if constexpr (kSize == 2) {
+            load_matrices_transposed(a, x_lane[0] + row_offset[i][0]);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              a[e] = to_tf32(load_word(x_lane[e >> 1] + row_offset[i][e & 1]));
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+  wait_copies<0>();
+
+  // The warps of one item, in order.
+  float* const slab = reinterpret_cast<float*>(base) + (item * 32 + lane) * kSums;
+  for (int turn = k_splits - 1; turn > 0; --turn) {
+    if (turn == k_split && busy) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) slab[i ^ (lane & 3)] = sum[i / 4 / NF][i / 4 % NF][i % 4];
+    }
+    __syncthreads();
+    if (turn - 1 == k_split && busy) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sum[i / 4 / NF][i / 4 % NF][i % 4] += slab[i ^ (lane & 3)];
+    }
+    __syncthreads();
+  }
+  if (!busy || k_split != 0) return;
+
+  // A sum that is not finite is taken again, over this block's pixels.
+  auto again = [&](int group, int k, int c, int tap) {
+    int at[3];
+    tap_of(tap, at);
+    float value = 0;
+    for (int index = begin; index < end; ++index) {
+      const Place place = place_of(index);
+      for (int pixel = 0; pixel < pixels; ++pixel) {
+        u32 digits = pixel;
+        const int m2 = digit(digits, args.tile[3]), m1 = digit(digits, args.tile[2]);
+        const int m0 = digit(digits, args.tile[1]), m[3] = {m0, m1, m2};
+        const int image = place.image + static_cast<int>(digits);
+        bool inside = image < args.batch;
+        i64 x_offset = image * args.x_stride.image, y_offset = image * args.y_stride.image;
+#pragma unroll
+        for (int dim = 0; dim < 3; ++dim) {
+          const int from = x_from(place, dim) +
+                           (m[dim] * args.x_step[dim] + at[dim] * args.x_tap[dim]) * args.lattice[dim];
+          const int to = y_from(place, dim) + m[dim] * args.y_step[dim];
+          inside &= static_cast<u32>(from) < static_cast<u32>(args.x_size[dim]) &&
+                    to < args.y_size[dim];
+          x_offset += static_cast<i64>(from) * args.x_stride.spatial[dim];
+          y_offset += static_cast<i64>(to) * args.y_stride.spatial[dim];
+        }
+        if (!inside) continue;
+        const T* const xs = reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + x_offset);
+        const T* const ys = reinterpret_cast<const T*>(reinterpret_cast<const char*>(y) + y_offset);
+        value += widen(xs[group * args.x_group + c]) * widen(ys[group * args.y_group + k]);
+      }
+    }
+    return value;
+  };
+  const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
+  float* const partials = args.partials + split * results;
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (row_block * MT + i) * 16 + half * 8 + lane / 4;
+      if (row >= rows) continue;
+      const int tap = row / x_merge, channel = row - tap * x_merge;
+      const int x_own = channel / args.in_channels, c = channel - x_own * args.in_channels;
+#pragma unroll
+      for (int j = 0; j < NF; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = (column_block * NF + j) * 8 + lane % 4 * 2 + e;
+          const int y_own = column / args.out_channels, k = column - y_own * args.out_channels;
+          if (column >= y_merge || y_own != x_own) continue;
+          const int group = merge * args.merged + x_own;
+          float value = sum[i][j][half * 2 + e];
+          if (!is_finite(value)) value = again(group, k, c, tap);
+          const i64 result = static_cast<i64>(first_group + group) * args.out_channels + k;
+          partials[(result * taps + tap) * args.in_channels + c] = value;
+        }
+      }
+    }
+  }
+}
