@@ -10,7 +10,8 @@
 // GEMM view, for one channel, one row of x and one row of the kernel: M = 16 strips
 // (depthwise_strips.cuh), K = the columns that a strip reads, N = its 8 columns of the result
 // (backward, as many for each phase of the stride); the second factor is the kernel's row, shifted
-// by one column from column to column. Kernels may have up to KERNEL_H rows, and columns such that a
+// by one column from column to column. A dilated kernel is a larger one, whose other taps are zeros.
+// Kernels may have up to KERNEL_H rows, and columns such that a
 // strip reads no more than UNITS units.
 // A warp owns 2 channels of a tile of strips and a chunk of rows, and walks down the source's rows:
 // a row is added to every row of the result that it reaches, which live in a ring of accumulators.
@@ -44,7 +45,8 @@ struct DepthwiseMmaArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel[2];
+  int kernel[2];    // as far as it reaches, dilated
+  int dilation[2];  // taps are so many rows and columns apart
   int flipped;  // whether w is read from its last row and column on
   StripTiling tiling;
 };
@@ -111,8 +113,8 @@ __device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int 
   const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
   const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
   float sum = 0;
-  for (int r = 0; r < args.kernel[0]; ++r) {
-    for (int s = 0; s < args.kernel[1]; ++s) {
+  for (int r = 0; r < args.kernel[0]; r += args.dilation[0]) {
+    for (int s = 0; s < args.kernel[1]; s += args.dilation[1]) {
 #if BACKWARD
       const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
       if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
@@ -124,7 +126,8 @@ __device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int 
       const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
       const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
       sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
-             widen(w[from_r * args.w_stride[1] + from_s * args.w_stride[2]]);
+             widen(w[from_r / args.dilation[0] * args.w_stride[1] +
+                     from_s / args.dilation[1] * args.w_stride[2]]);
     }
   }
   const T* added = static_cast<const T*>(args.accumulate);
@@ -187,15 +190,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int s = i % kPairs - (kStripColumns - 1) * STRIDE;
     constexpr int next = 1;
 #endif
-    const bool there = r < args.kernel[0] && c < args.channels;
-    const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
+    const bool there = r < args.kernel[0] && r % args.dilation[0] == 0 && c < args.channels;
     const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
+    const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0] +
+                       from_r / args.dilation[0] * args.w_stride[1];
     u32 both = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int tap = s + e * next, from_s = args.flipped ? args.kernel[1] - 1 - tap : tap;
-      if (there && tap >= 0 && tap < args.kernel[1]) {
-        const u32 bits = w[from_r * args.w_stride[1] + from_s * args.w_stride[2]].bits;
+      if (there && tap >= 0 && tap < args.kernel[1] && tap % args.dilation[1] == 0) {
+        const u32 bits = w[from_s / args.dilation[1] * args.w_stride[2]].bits;
         both |= bits << 16 * e;
       }
     }

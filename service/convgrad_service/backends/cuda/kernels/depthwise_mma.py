@@ -73,7 +73,7 @@ class DepthwiseMmaArgs(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel")),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
         ("flipped", ctypes.c_int32),
         ("tiling", StripTiling),
     )
@@ -89,7 +89,7 @@ class DepthwiseMma:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work)
+        reason = why_not_plane(work, dilated=True)
         if reason is not None:
             return reason
         plane = plane_of(work)
@@ -135,7 +135,7 @@ class DepthwiseMma:
         rows, columns = y_size
         flipped = backward and not tile.backward
         if flipped:
-            pad = plane.kernel[0] - 1 - pad[0], plane.kernel[1] - 1 - pad[1]
+            pad = plane.reach[0] - 1 - pad[0], plane.reach[1] - 1 - pad[1]
         if tile.backward:
             # From the last multiple of the stride up to the padding, in units of the stride.
             rows, columns = (
@@ -164,7 +164,7 @@ class DepthwiseMma:
         args.activation = ACTIVATIONS[work.activation]
         args.batch, args.channels = plane.batch, work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
-        args.kernel[:], args.flipped = plane.kernel, flipped
+        args.kernel[:], args.dilation[:], args.flipped = plane.reach, plane.dilation, flipped
         args.tiling = StripTiling(
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
@@ -188,7 +188,7 @@ class DepthwiseMma:
     def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
         """The first that holds the kernel."""
         backward = work.direction == "bwd_data" and plane.stride > 1
-        rows, columns = plane.kernel
+        rows, columns = plane.reach
         for tile in self._tiles:
             if backward:
                 read = STRIP_COLUMNS + (columns - 1) // plane.stride

@@ -40,6 +40,13 @@ class Plane:
     pad: tuple[int, int]
     axes: tuple[int, int | None]
     batch_axis: int | None
+    dilation: tuple[int, int]
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The kernel's extents, dilated."""
+        first, second = (d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True))
+        return first, second
 
     def strides(self, operand: Operand) -> tuple[int, int, int]:
         """Of an activation: N H W."""
@@ -57,7 +64,7 @@ class Plane:
         return operand.strides[3 + first], 0 if second is None else operand.strides[3 + second]
 
 
-def why_not_plane(work: ConvWork) -> str | None:
+def why_not_plane(work: ConvWork, dilated: bool = False) -> str | None:
     """Why a work is no depthwise convolution of channels-last planes in whole chunks."""
     if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
         return "not one input and one output channel a group"
@@ -66,7 +73,9 @@ def why_not_plane(work: ConvWork) -> str | None:
     chunk = CHUNK_BYTES // work.dtype.itemsize
     if work.groups % chunk:
         return f"{work.groups} channels are no multiple of {chunk}"
-    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+    if not dilated and any(
+        d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)
+    ):
         return "dilated"
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
@@ -98,6 +107,7 @@ def plane_of(work: ConvWork) -> Plane | None:
             (work.pad[2], 0),
             (2, None),
             batch_axis,
+            (work.dilation[2], 1),
         )
     if work.stride[1] != work.stride[2]:
         return None
@@ -110,6 +120,7 @@ def plane_of(work: ConvWork) -> Plane | None:
         (work.pad[1], work.pad[2]),
         (1, 2),
         batch_axis,
+        (work.dilation[1], work.dilation[2]),
     )
 
 

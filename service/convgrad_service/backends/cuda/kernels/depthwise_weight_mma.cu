@@ -8,7 +8,7 @@
 // strip's window starts (for stride 2, the even and the odd ones). What lies on a diagonal belongs to
 // one tap; there are at most 8 diagonals, so of two elements 8 rows apart only one is wanted.
 // A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are cut into
-// parts.
+// parts. A dilated kernel is a larger one, not all of whose taps are wanted.
 // A warp owns 2 channels of the block's items, tiles of strips and chunks of rows, and walks down the
 // rows of x; the rows of y that meet them wait in a ring of registers. In one step, between two
 // barriers, the block multiplies a row, turns the next one, and starts a copy of a later one.
@@ -43,7 +43,8 @@ struct DepthwiseWeightMmaArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel[2];
+  int kernel[2];    // as far as it reaches, dilated
+  int dilation[2];  // taps are so many rows and columns apart
   int part[2];  // of the kernel, at most
   int parts_across;
   int blocks;  // of a part and tile of channels
@@ -100,7 +101,11 @@ __device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int bloc
   return sum;
 }
 
+// The gradient of tap (r, s), if there is one.
 __device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
+  if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
+  r /= args.dilation[0];
+  s /= args.dilation[1];
   const R* accumulate = static_cast<const R*>(args.accumulate);
   if (accumulate != nullptr) {
     accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
@@ -273,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     if (!is_finite(sum) && c < args.channels) sum = exact(args, block, c, first_r + r, first_s + s);
     if (!alone) {
       partials[static_cast<i64>(block) * part + i] = sum;
-    } else if (c < args.channels) {
+    } else {
       put(args, c, first_r + r, first_s + s, sum);
     }
   }
@@ -306,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int tap = i / kChannels, c = first_channel + i % kChannels;
     float sum = 0;
     for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
-    if (c >= args.channels) continue;
     put(args, c, first_r + tap / tap_columns, first_s + tap % tap_columns, sum);
   }
 }

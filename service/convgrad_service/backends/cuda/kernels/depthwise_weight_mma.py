@@ -77,7 +77,10 @@ class DepthwiseWeightMmaArgs(ctypes.Structure):
         ("beta", ctypes.c_double),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "part")),
+        *(
+            (name, ctypes.c_int32 * 2)
+            for name in ("x_size", "y_size", "pad", "kernel", "dilation", "part")
+        ),
         ("parts_across", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
         ("tiling", StripTiling),
@@ -94,7 +97,7 @@ class DepthwiseWeightMma:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work)
+        reason = why_not_plane(work, dilated=True)
         if reason is not None:
             return reason
         plane = plane_of(work)
@@ -136,9 +139,9 @@ class DepthwiseWeightMma:
         channel_tiles = ceil_div(work.groups, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         # The kernel in parts of about the same size.
-        down = ceil_div(plane.kernel[0], tile.kernel_rows)
-        across = ceil_div(plane.kernel[1], DIAGONALS * tile.stride)
-        part = ceil_div(plane.kernel[0], down), ceil_div(plane.kernel[1], across)
+        down = ceil_div(plane.reach[0], tile.kernel_rows)
+        across = ceil_div(plane.reach[1], DIAGONALS * tile.stride)
+        part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = channel_tiles * down * across
         resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
         if chunk is None:
@@ -157,7 +160,7 @@ class DepthwiseWeightMma:
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.channels = plane.batch, work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
-        args.kernel[:], args.part[:] = plane.kernel, part
+        args.kernel[:], args.dilation[:], args.part[:] = plane.reach, plane.dilation, part
         args.parts_across, args.blocks = across, blocks
         args.tiling = StripTiling(
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
@@ -203,7 +206,7 @@ class DepthwiseWeightMma:
         """The first that holds the kernel's rows, else the one that holds most of them."""
         tiles = [tile for tile in self._tiles if tile.stride == plane.stride]
         for tile in tiles:
-            if plane.kernel[0] <= tile.kernel_rows:
+            if plane.reach[0] <= tile.kernel_rows:
                 return tile
         return tiles[-1] if tiles else None
 
