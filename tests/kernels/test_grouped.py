@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
@@ -34,14 +35,9 @@ emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(
-        replace(
-            FAMILIES,
-            fwd=[GroupedGather(), GatherDirect()],
-            bwd_data=[GroupedGather(), GatherDirect()],
-            bwd_weight=[GroupedWeight(), WeightDirect()],
-        )
-    )
+    gather = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES), GatherDirect())
+    weight = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES), WeightDirect())
+    return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
 
 
 def gates(backend: Backend, seed: int, case: Case, dtype: str, layouts: list[str | None]) -> None:
@@ -86,8 +82,8 @@ def test_not_finite(backend: Backend, seed: int, case: Case) -> None:
     ids=lambda value: value if isinstance(value, str) else value.id,
 )
 def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
-    last, grouped = (with_layouts(case.ndim, grouped=True)[index] for index in (2, 5))
-    gates(emulated, seed, case, dtype, [last, grouped])
+    layouts = with_layouts(case.ndim, grouped=True)
+    gates(emulated, seed, case, dtype, [layouts[0], layouts[2], layouts[5]])
 
 
 @emulation
