@@ -41,7 +41,9 @@ struct DepthwiseMmaArgs {
   float beta;
   int activation;
   int batch;
-  int channels;
+  int channels;    // of the result
+  int x_channels;  // as many, or forward 1 / multiplier of them
+  int multiplier;  // results of each channel of x, forward
   int x_size[2];
   int y_size[2];
   int pad[2];
@@ -110,7 +112,8 @@ __device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float su
 
 // One result from its valid taps alone.
 __device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int row, int column) {
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
+  const T* const x =
+      static_cast<const T*>(args.x) + n * args.x_stride[0] + c / args.multiplier;
   const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
   float sum = 0;
   for (int r = 0; r < args.kernel[0]; r += args.dilation[0]) {
@@ -152,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int lines = STAGES * stage_bytes, results = lines + 2 * line_bytes;
 
   const int first_channel = blockIdx.x % tiling.channel_tiles * kChannels;
+  const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
   const TileAt tile = tile_at(tiling, blockIdx.x / tiling.channel_tiles);
   // Of the result; backward in units of STRIDE, from the last multiple of STRIDE up to pad.
   int first_row = tile.chunk * tiling.rows;
@@ -171,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int end = strip_at<kApart>(tiling, tile, kTileStrips - 1, tiling.units).slot + UNITS;
   Copier copier(shared_address(shared), static_cast<const T*>(args.x), args.x_stride, args.batch,
                 tile.n, tile.strip * kApart, tiling.units, tiling.slots, end, top, args.x_size[0],
-                left, args.x_size[1], first_channel, args.channels);
+                left, args.x_size[1], sources.first, sources.end);
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
     if (stage < steps) copier.copy(stage * stage_bytes, top + stage);
@@ -232,7 +236,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const Lines turner(tiling.slots, pitch);
   const int own_slot =
       strip_at<kApart>(tiling, tile, lane % 16, tiling.units).slot + lane / 16;
-  const int own_line = kept_value(warp * 2 * pitch + own_slot * 16);
+  const int line = sources.line(first_channel + warp * 2);
+  const int own_line = kept_value(line * pitch + own_slot * 16);
+  const int next_line =
+      kept_value((sources.line(first_channel + warp * 2 + 1) - line) * pitch);
   // Both channels are of one octet, so that their units are permuted alike.
   const int own_result =
       kept_value(warp * 2 * kResultPitch + result_unit(warp * 2, g) * 16 + t * 4);
@@ -346,9 +353,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           u32 columns[2][4], beyond[2][2];
 #pragma unroll
           for (int channel = 0; channel < 2; ++channel) {
-            load_matrices(columns[channel], from + channel * pitch);
+            load_matrices(columns[channel], from + channel * next_line);
             if constexpr (UNITS == 3) {
-              load_matrices(beyond[channel], from + channel * pitch + (2 - lane / 16) * 16);
+              load_matrices(beyond[channel], from + channel * next_line + (2 - lane / 16) * 16);
             }
           }
 #pragma unroll

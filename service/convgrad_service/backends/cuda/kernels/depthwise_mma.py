@@ -73,6 +73,8 @@ class DepthwiseMmaArgs(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
+        ("x_channels", ctypes.c_int32),
+        ("multiplier", ctypes.c_int32),
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
         ("flipped", ctypes.c_int32),
         ("tiling", StripTiling),
@@ -89,9 +91,11 @@ class DepthwiseMma:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work, dilated=True)
+        reason = why_not_plane(work, general=True)
         if reason is not None:
             return reason
+        if work.direction == "bwd_data" and work.out_channels > 1:
+            return f"sums over {work.out_channels} channels"
         plane = plane_of(work)
         if plane is None:
             return f"two strides, {work.stride[1]} and {work.stride[2]}"
@@ -145,7 +149,7 @@ class DepthwiseMma:
         apart = 1 if tile.backward else stride
         strips = Strips(plane.batch, ceil_div(columns, STRIP_COLUMNS), apart, tile.units)
         channels = tile.warps * 2
-        channel_tiles = ceil_div(work.groups, channels)
+        channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         items = strips.tiles * channel_tiles
         if chunk is None:
@@ -162,7 +166,8 @@ class DepthwiseMma:
             args.accumulate_stride[:] = plane.strides(work.accumulate)
         args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
-        args.batch, args.channels = plane.batch, work.groups
+        args.batch, args.channels = plane.batch, work.groups * work.out_channels
+        args.x_channels, args.multiplier = work.groups, work.out_channels
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
         args.kernel[:], args.dilation[:], args.flipped = plane.reach, plane.dilation, flipped
         args.tiling = StripTiling(

@@ -149,6 +149,19 @@ struct Turner {
 // A line's bytes: such that 4 units of one channel and 4 of the next lie in different banks.
 __device__ __forceinline__ int line_pitch(int slots) { return (slots + (slots % 8 == 0 ? 4 : 0)) * 16; }
 
+// The channels of the input that a block's channels of the output are computed from, `multiplier` of
+// them from each: from a multiple of 8 on, and the first that no one needs, of so many.
+struct Sources {
+  int first, end, multiplier;
+
+  __device__ __forceinline__ Sources(int channel, int block_channels, int multiplier, int channels)
+      : first(channel / multiplier / 8 * 8),
+        end(min(channels, (channel + block_channels - 1) / multiplier + 1)),
+        multiplier(multiplier) {}
+  // Where the lines have the input's channel.
+  __device__ __forceinline__ int line(int channel) const { return channel / multiplier - first; }
+};
+
 __device__ __forceinline__ int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((-a + b - 1) / b);
 }

@@ -41,6 +41,7 @@ class Plane:
     axes: tuple[int, int | None]
     batch_axis: int | None
     dilation: tuple[int, int]
+    multiplier: int
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -56,26 +57,33 @@ class Plane:
         return lead, *self._spatial(operand)
 
     def weight_strides(self, operand: Operand) -> tuple[int, int, int]:
-        """Of the weight: C R S."""
-        return operand.strides[0], *self._spatial(operand)
+        """Of the weight: K R S."""
+        return operand.strides[0] // self.multiplier, *self._spatial(operand)
 
     def _spatial(self, operand: Operand) -> tuple[int, int]:
         first, second = self.axes
         return operand.strides[3 + first], 0 if second is None else operand.strides[3 + second]
 
 
-def why_not_plane(work: ConvWork, dilated: bool = False) -> str | None:
-    """Why a work is no depthwise convolution of channels-last planes in whole chunks."""
-    if work.groups == 1 or work.in_channels != 1 or work.out_channels != 1:
+def why_not_plane(work: ConvWork, general: bool = False) -> str | None:
+    """Why a work is no depthwise convolution of channels-last planes in whole chunks.
+
+    ``general`` ones may be dilated, and have several output channels a group.
+    """
+    if work.groups == 1 or work.in_channels != 1 or (work.out_channels != 1 and not general):
         return "not one input and one output channel a group"
-    if work.x.strides[1] != 1 or work.y.strides[1] != 1:
+    multiplier = work.out_channels
+    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
         return "the channels do not lie side by side"
+    if multiplier > 1 and (
+        work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
+    ):
+        return "the channels of a group do not lie side by side"
     chunk = CHUNK_BYTES // work.dtype.itemsize
     if work.groups % chunk:
         return f"{work.groups} channels are no multiple of {chunk}"
-    if not dilated and any(
-        d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)
-    ):
+    dilated = any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True))
+    if dilated and not general:
         return "dilated"
     if work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
         return "three dimensions"
@@ -108,6 +116,7 @@ def plane_of(work: ConvWork) -> Plane | None:
             (2, None),
             batch_axis,
             (work.dilation[2], 1),
+            work.out_channels,
         )
     if work.stride[1] != work.stride[2]:
         return None
@@ -121,6 +130,7 @@ def plane_of(work: ConvWork) -> Plane | None:
         (1, 2),
         batch_axis,
         (work.dilation[1], work.dilation[2]),
+        work.out_channels,
     )
 
 

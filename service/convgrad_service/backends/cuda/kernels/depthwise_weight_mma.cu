@@ -39,7 +39,9 @@ struct DepthwiseWeightMmaArgs {
   double alpha;
   double beta;
   int batch;
-  int channels;
+  int channels;    // of y and w
+  int x_channels;  // 1 / multiplier of them
+  int multiplier;
   int x_size[2];
   int y_size[2];
   int pad[2];
@@ -70,13 +72,14 @@ using CopierY = UnitCopier<T, kOctets, 1, kThreads, 1>;
 using LinesX = Turner<kOctets, WARPS, COPIES * kTileStrips>;
 using LinesY = Turner<kOctets, WARPS, kTileStrips>;
 constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
+constexpr int kFlushTurns = (FLUSH + kTurn - 1) / kTurn;
 // A lane's sums: for both channels, of each two columns of y.
 constexpr int kWarpSums = KERNEL_H * STRIDE * 2 * 2;
 
 // A tap's sum over the items of `block`, from the pairs that exist.
 __device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int block, int c, int r,
                                     int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
+  const T* const x = static_cast<const T*>(args.x) + c / args.multiplier;
   const T* const y = static_cast<const T*>(args.y) + c;
   const StripTiling& tiling = args.tiling;
   const int items = tiling.tiles * tiling.chunks;
@@ -140,6 +143,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int first_r = kernel_part / args.parts_across * args.part[0];
   const int first_s = kernel_part % args.parts_across * args.part[1];
   const int first_channel = channel_tile * kChannels;
+  const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
+  const int line_x = sources.line(first_channel + warp * 2);
+  const int next_line_x = (sources.line(first_channel + warp * 2 + 1) - line_x) * pitch_x;
   const int items = tiling.tiles * tiling.chunks;
   const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
   const LinesX turn_x(tiling.slots, pitch_x);
@@ -160,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int slot =
         strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
     // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
-    const int own_x = kept_value(warp * 2 * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
+    const int own_x = kept_value(line_x * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
     CopierX x(shared_address(shared), static_cast<const T*>(args.x), args.x_stride, args.batch,
               tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
-              first_s - args.pad[1], args.x_size[1], first_channel, args.channels);
+              first_s - args.pad[1], args.x_size[1], sources.first, sources.end);
     CopierY y(shared_address(shared) + stage_x, static_cast<const T*>(args.y), args.y_stride,
               args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
               min(args.y_size[0], first_row + tiling.rows), 0, args.y_size[1], first_channel,
@@ -193,7 +199,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
       for (int i = 0; i < kRing; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
     }
-    int since = 0;  // rows since the products were added up
     for (int turn = 0; turn < steps; turn += kTurn) {
 #pragma unroll
       for (int j = 0; j < kTurn; ++j) {
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
               for (int channel = 0; channel < 2; ++channel) {
                 load_matrices_transposed(columns[channel],
-                                         from + own_x + channel * pitch_x + parity * 16);
+                                         from + own_x + channel * next_line_x + parity * 16);
               }
 #pragma unroll
               for (int r = 0; r < KERNEL_H; ++r) {
@@ -234,9 +239,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
         }
       }
-      since += kTurn;
-      if (since < FLUSH && turn + kTurn < steps) continue;
-      since = 0;
+      if (turn / kTurn % kFlushTurns != kFlushTurns - 1 && turn + kTurn < steps) continue;
 #pragma unroll
       for (int r = 0; r < KERNEL_H; ++r) {
 #pragma unroll

@@ -77,6 +77,8 @@ class DepthwiseWeightMmaArgs(ctypes.Structure):
         ("beta", ctypes.c_double),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
+        ("x_channels", ctypes.c_int32),
+        ("multiplier", ctypes.c_int32),
         *(
             (name, ctypes.c_int32 * 2)
             for name in ("x_size", "y_size", "pad", "kernel", "dilation", "part")
@@ -97,7 +99,7 @@ class DepthwiseWeightMma:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_plane(work, dilated=True)
+        reason = why_not_plane(work, general=True)
         if reason is not None:
             return reason
         plane = plane_of(work)
@@ -136,7 +138,7 @@ class DepthwiseWeightMma:
         """With this tile, and chunks of so many rows."""
         strips = _strips(plane)
         channels = tile.warps * 2
-        channel_tiles = ceil_div(work.groups, channels)
+        channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         # The kernel in parts of about the same size.
         down = ceil_div(plane.reach[0], tile.kernel_rows)
@@ -158,7 +160,8 @@ class DepthwiseWeightMma:
         if work.accumulate is not None:
             args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
         args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.channels = plane.batch, work.groups
+        args.batch, args.channels = plane.batch, work.groups * work.out_channels
+        args.x_channels, args.multiplier = work.groups, work.out_channels
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
         args.kernel[:], args.dilation[:], args.part[:] = plane.reach, plane.dilation, part
         args.parts_across, args.blocks = across, blocks
