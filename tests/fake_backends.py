@@ -19,6 +19,7 @@ class Zeros:
     """Answers every problem with zeros, at once."""
 
     name = "zeros"
+    devices = 1
     fault: str | None = None
 
     def run(

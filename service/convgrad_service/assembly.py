@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.selection import BackendOptions, backend_named
@@ -12,10 +13,21 @@ from convgrad_service.engine.hub import Engine, Hub
 from convgrad_service.engine.inside import hub_inside
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.process import WorkerRecipe
+from convgrad_service.logs import configure_logs
+from convgrad_service.malloc import keep_large_blocks
 from convgrad_service.metrics import Metrics
 from convgrad_service.settings import Settings
 
-__all__ = ["backend_of", "count_in", "dataplane_inside", "dataplane_on", "engine_options"]
+__all__ = [
+    "backend_of",
+    "count_in",
+    "dataplane_inside",
+    "dataplane_on",
+    "engine_options",
+    "prepare_process",
+    "worker_recipe",
+]
 
 # What stays with the server of the memory that its requests have used: enough that a body in a
 # busy server finds its pages, little enough that a small machine gets them back.
@@ -36,17 +48,34 @@ def engine_options(settings: Settings) -> EngineOptions:
         slots=settings.compute_slots,
         max_queue=settings.max_queue,
         large_s=settings.large_problem_s,
+        max_regions=settings.max_shared_regions,
     )
 
 
-def backend_of(settings: Settings) -> Backend:
+def backend_of(settings: Settings, device: int = 0) -> Backend:
     """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
     options = BackendOptions(
         threads=settings.threads,
         workspace_limit_bytes=settings.workspace_bytes,
         kernel_cache=settings.kernel_cache,
+        device=device,
     )
     return backend_named(settings.backend, options)
+
+
+def worker_recipe(settings: Settings) -> WorkerRecipe:
+    """How a worker with that backend is started in a process of its own."""
+    return WorkerRecipe(
+        partial(backend_of, settings), settings.compute_slots, partial(prepare_process, settings)
+    )
+
+
+def prepare_process(settings: Settings) -> None:
+    """What every process of a server does first: logs, and malloc before the heap holds much."""
+    configure_logs(settings.log_level)
+    if settings.malloc_tuning:
+        budget_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
+        keep_large_blocks(min(budget_bytes // 4, _MOST_KEPT_BYTES))
 
 
 def dataplane_on(engine: Engine, settings: Settings) -> Dataplane:

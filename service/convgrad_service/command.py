@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -47,37 +48,50 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, port_file: Path | None) -> int:
-    # Before anything large is on the heap, hence before the imports below.
-    from convgrad_service.engine.arena import default_arena_bytes
-    from convgrad_service.malloc import keep_large_blocks
+    import uvloop
 
-    if settings.malloc_tuning:
-        # A quarter of what requests may hold at all: enough that a body in a busy server finds its
-        # pages, little enough that a small machine gets them back.
-        budget_bytes = settings.max_inflight_bytes or default_arena_bytes()
-        keep_large_blocks(min(budget_bytes // 4, 2**30))
-
-    from convgrad_service.http_api.app import create_app
+    from convgrad.errors import DeviceUnavailable
     from convgrad_service.logs import configure_logs
-    from convgrad_service.server import ConvgradServer, listening_socket
+    from convgrad_service.server import listening_socket
+    from convgrad_service.tree import CannotListen, Tree, run_until_signalled
 
+    configure_logs(settings.log_level)
     try:
         listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
     except OSError as error:
-        print(
-            f"convgrad serve: cannot listen on {settings.http_host}:{settings.http_port}: {error}",
-            file=sys.stderr,
-        )
+        where = f"{settings.http_host}:{settings.http_port}"
+        print(f"convgrad serve: cannot listen on {where}: {error}", file=sys.stderr)
         return 1
-    configure_logs(settings.log_level)
+
+    def started(grpc_port: int) -> None:
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        # For people and for programs; programs may rather wait for the port file.
+        print(
+            f"convgrad listens on http://{shown}:{port}\n"
+            f"convgrad listens on grpc://{shown}:{grpc_port}",
+            flush=True,
+        )
+        if port_file is not None:
+            _write_whole(port_file, f"{port}\n")
+
     with listening:
-        server = ConvgradServer(create_app(settings), settings, port_file=port_file)
         try:
-            server.run(sockets=[listening])
+            uvloop.run(run_until_signalled(Tree(settings, listening), started))
+        except (CannotListen, DeviceUnavailable) as error:
+            print(f"convgrad serve: {error}", file=sys.stderr)
+            return 1
         finally:
             if port_file is not None:
                 port_file.unlink(missing_ok=True)
     return 0
+
+
+def _write_whole(path: Path, text: str) -> None:
+    # Renamed into place, so that whoever waits for the file never reads half a port.
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:

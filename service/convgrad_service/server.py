@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -32,7 +30,13 @@ class ConvgradServer(uvicorn.Server):
     load balancer has time to notice. A second signal ends it at once.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, *, port_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        *,
+        announce: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -53,19 +57,15 @@ class ConvgradServer(uvicorn.Server):
         )
         self._dataplane: Dataplane = app.state.dataplane
         self._grace_s = settings.shutdown_grace_s
-        self._port_file = port_file
+        self._announce = announce
         self._give_up_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and say where."""
+        """Start listening, and say on which port."""
         await super().startup(sockets)
         for listening in sockets or []:
-            host, port = listening.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            # For people and for programs; programs may rather wait for the port file.
-            print(f"convgrad listens on http://{shown}:{port}", flush=True)
-            if self._port_file is not None:
-                _write_whole(self._port_file, f"{port}\n")
+            if self._announce is not None:
+                self._announce(listening.getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: whether to stop listening and end."""
@@ -117,10 +117,3 @@ def listening_socket(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def _write_whole(path: Path, text: str) -> None:
-    # Renamed into place, so that whoever waits for the file never reads half a port.
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)

@@ -51,6 +51,11 @@ class Settings(BaseSettings):
         description="Port to listen on for gRPC, at the same address; 0 lets the system choose a "
         "free one.",
     )
+    http_workers: _Count = Field(
+        default=1,
+        description="Processes that serve HTTP, on the same port; all share the devices, the "
+        "limits and the metrics.",
+    )
     backend: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What computes; auto is the GPU where CuPy finds one that works, else the CPU.",
@@ -75,6 +80,15 @@ class Settings(BaseSettings):
     )
     codec_threads: _Count = Field(
         default=2, description="Threads that decode requests and encode answers."
+    )
+    system_shared_memory: bool = Field(
+        default=False,
+        description="Let clients on this machine name files below /dev/shm that hold their "
+        "tensors. Whoever can send requests can then have the server read and write any such "
+        "file that it may open.",
+    )
+    max_shared_regions: _Count = Field(
+        default=256, description="Regions of shared memory that may be registered."
     )
     max_queue: _Count = Field(
         default=64,

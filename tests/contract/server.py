@@ -123,7 +123,12 @@ def serving_process(directory: Path, environment: Mapping[str, str]) -> Iterator
     code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "--port", "0", "--port-file", str(port_file)],
-        env={**os.environ, "CONVGRAD_LOG_LEVEL": "error", **environment},
+        env={
+            **os.environ,
+            "CONVGRAD_LOG_LEVEL": "error",
+            "CONVGRAD_GRPC_PORT": "0",
+            **environment,
+        },
         stdout=subprocess.DEVNULL,
     )
     try:

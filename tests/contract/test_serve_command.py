@@ -31,7 +31,7 @@ def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CONVGRAD_MAX_QUEUE": "7"},
+        env={**os.environ, "CONVGRAD_MAX_QUEUE": "7", "CONVGRAD_GRPC_PORT": "0"},
     )
     try:
         until = time.monotonic() + 30
@@ -64,7 +64,9 @@ def test_it_serves_until_interrupted(
         out, err = process.communicate(timeout=20)
     assert time.monotonic() - started < 3
     assert process.returncode == 0, err
-    assert out == f"convgrad listens on {url}\n"
+    assert re.fullmatch(
+        f"convgrad listens on {url}\nconvgrad listens on grpc://127.0.0.1:[0-9]+\n", out
+    )
     assert re.search(r"INFO convgrad.access request_id=\w+ method=POST path=/conv_bwd_data", err)
     assert "Traceback" not in err
     assert not port_file.exists()

@@ -68,6 +68,7 @@ def local_server() -> Iterator[Server]:
         log, port_file = Path(folder, "server.log"), Path(folder, "port")
         command = [sys.executable, "-m", "convgrad", "serve"]
         command += ["--host", _HOST, "--port", "0", "--port-file", str(port_file)]
+        command += ["--grpc-port", "0"]  # whatever else listens on this machine
         command += ["--log-level", "warning"]  # not a line for each of thousands of requests
         with log.open("wb") as sink:
             # A session of its own, so that Ctrl-C reaches the demo alone, which then stops it.

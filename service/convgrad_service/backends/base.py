@@ -36,6 +36,8 @@ class Backend(Protocol):
     """Computes problems. Safe to call from several threads at once."""
 
     name: str
+    devices: int
+    """How many devices of this kind there are here, its own included."""
 
     @property
     def fault(self) -> str | None:

@@ -25,12 +25,13 @@ class BackendOptions:
     """What backends are made with; each takes what concerns it.
 
     ``threads`` and ``workspace_limit_bytes`` are the CPU's; ``kernel_cache`` is the folder of
-    compiled GPU kernels, by default one inside the package.
+    compiled GPU kernels, by default one inside the package; ``device`` is the GPU's number.
     """
 
     threads: int | None = None
     workspace_limit_bytes: int = 256 * 2**20
     kernel_cache: Path | None = None
+    device: int = 0
 
 
 def backend_named(name: BackendName, options: BackendOptions) -> Backend:
@@ -47,7 +48,7 @@ def _cpu(options: BackendOptions) -> Backend:
 
 
 def _cuda(options: BackendOptions) -> Backend:
-    return CudaBackend(cache=options.kernel_cache or DEFAULT_CACHE)
+    return CudaBackend(options.device, cache=options.kernel_cache or DEFAULT_CACHE)
 
 
 def _auto(options: BackendOptions) -> Backend:

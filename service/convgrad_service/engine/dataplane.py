@@ -30,7 +30,7 @@ from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import Engine, Running
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.memory import Lease, leased
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import InRegion, RegionPart
 from convgrad_service.engine.segments import Place
@@ -231,7 +231,7 @@ class Dataplane:
             shared = _shared(problem, regions)
             _, size_bytes = arranged(_specs(problem, shared).values())
             started_s = time.monotonic()
-            lease = await self.engine.reserve(size_bytes, regions=list(shared.values()))
+            lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
             call.timings.add("queue", time.monotonic() - started_s)
             try:
                 yield Work(self, call, request, problem, lease, shared)

@@ -165,6 +165,9 @@ class Hub:
         self.fault: Callable[[], str | None] = lambda: None
         self.regions = Regions(options.max_regions)
         self.on_close: list[Callable[[], None]] = [self.regions.close]
+        self.watchers: list[Callable[[Status], None]] = []
+        self._published = Status(backend, ready=False)
+        schedule.changed = self.publish
         self._wait_s = options.wait_s
 
         def part(start: int, size_bytes: int) -> Memory:
@@ -194,6 +197,14 @@ class Hub:
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
         )
+
+    def publish(self) -> None:
+        """Tell the front ends in other processes what has changed, if it concerns them."""
+        status = self.status
+        if status.differs(self._published):
+            self._published = status
+            for watch in self.watchers:
+                watch(status)
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()

@@ -17,7 +17,7 @@ from convgrad.errors import Overloaded, ProblemTooLarge
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.regions import InRegion
 
-__all__ = ["Lease", "Memory"]
+__all__ = ["Lease", "Memory", "leased"]
 
 # When the memory of others will be free again cannot be known; a second is what the SDK's first
 # retries would wait anyway.
@@ -55,6 +55,16 @@ class Lease:
             if self._give_regions is not None:
                 self._give_regions(self.regions)
             self._give(self)
+
+
+async def leased(future: asyncio.Future[Lease]) -> Lease:
+    """What a reservation comes to; a caller that leaves just as it is granted gives it back."""
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            future.result().release()
+        raise
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
@@ -75,11 +76,15 @@ class Worker(Protocol):
 
 
 class Schedule:
-    """The line in front of all workers. For the loop's thread."""
+    """The line in front of all workers. For the loop's thread.
+
+    ``changed`` is called whenever what waits or who computes may have changed.
+    """
 
     def __init__(self, max_waiting: int, *, large_s: float = 1.0, pace: Pace | None = None) -> None:
         self.max_waiting = max_waiting
         self.pace = pace or Pace()
+        self.changed: Callable[[], None] = lambda: None
         self._large_s = large_s
         self._waiting: deque[Task] = deque()
         self._running: dict[Worker, list[Task]] = {}
@@ -183,6 +188,7 @@ class Schedule:
         waiting, self._waiting = self._waiting, deque()
         for task in waiting:
             task.fail(error)
+        self.changed()
 
     def close(self) -> None:
         """Drop what waits, ask what runs to stop, take no more."""
@@ -191,6 +197,11 @@ class Schedule:
             self.cancel(task)
 
     def _dispatch(self) -> None:
+        if self._waiting:
+            self._start_what_may()
+        self.changed()
+
+    def _start_what_may(self) -> None:
         for task in list(self._waiting):
             if time.monotonic() >= task.deadline_s:
                 self._waiting.remove(task)

@@ -16,7 +16,7 @@ from starlette.types import Receive
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.dataplane import SMALL_BYTES
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.memory import Lease, leased
 from convgrad_service.http_api.middleware import ClientGone
 
 __all__ = ["Body", "BodyLimits", "Text"]
@@ -176,7 +176,7 @@ class Body:
 
 
 async def _place(engine: Engine, size: int) -> Text:
-    lease = await engine.reserve(size, text=True)
+    lease = await leased(engine.reserve(size, text=True))
     return Text(engine.arena.view(lease.offset, size), lease)
 
 

@@ -37,6 +37,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    devices = 1
     fault = None
 
     def __init__(

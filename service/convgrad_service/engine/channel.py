@@ -1,0 +1,101 @@
+"""Small messages between two processes of a server, in order, over a pair of sockets.
+
+Messages are pickled: both ends run the same code, and nothing that a client sends is ever read as
+one. Bodies never travel here; they lie in the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+__all__ = ["Channel", "Pipe"]
+
+_LENGTH_BYTES = 4
+
+
+def _framed(message: Any) -> bytes:
+    text = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+class Channel(asyncio.Protocol):
+    """One end on an event loop: ``received`` is called for each message, ``lost`` once."""
+
+    def __init__(self, received: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._transport: asyncio.Transport | None = None
+        self._bytes = b""
+
+    @classmethod
+    async def open(
+        cls, end: socket.socket, received: Callable[[Any], None], lost: Callable[[], None]
+    ) -> Channel:
+        """The channel on a socket, which it closes in the end."""
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(received, lost), sock=end)
+        return channel
+
+    def tell(self, message: Any) -> None:
+        """Send a message; it is dropped if the other end has gone, which ``lost`` says."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_framed(message))
+
+    def close(self) -> None:
+        """Close it once what was sent has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        data = self._bytes + data if self._bytes else data
+        at = 0
+        while len(data) - at >= _LENGTH_BYTES:
+            end = at + _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
+            if end > len(data):
+                break
+            message = pickle.loads(memoryview(data)[at + _LENGTH_BYTES : end])  # noqa: S301
+            at = end
+            self._received(message)
+        self._bytes = data[at:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._lost()
+
+
+class Pipe:
+    """One end for threads that wait: any number may send, one at a time receives."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._reader = self._socket.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a message; raises OSError if the other end has gone."""
+        framed = _framed(message)
+        with self._sending:
+            self._socket.sendall(framed)
+
+    def receive(self) -> Any:
+        """The next message; raises EOFError once the other end has gone."""
+        length = self._read(_LENGTH_BYTES)
+        return pickle.loads(self._read(int.from_bytes(length, "little")))  # noqa: S301
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._reader.read(size)
+        except OSError as error:
+            raise EOFError from error
+        if len(data) < size:
+            raise EOFError
+        return data

@@ -1,0 +1,156 @@
+"""A worker in a process of its own, as the hub sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from convgrad.errors import DeviceUnavailable, ServiceError
+from convgrad_service.backends.base import Backend
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.channel import Channel
+from convgrad_service.engine.child import spawn
+from convgrad_service.engine.jobs import Finished
+from convgrad_service.engine.regions import Regions
+from convgrad_service.engine.schedule import Task
+from convgrad_service.engine.worker import Cancel, Forget, Hello, Start, worker_main
+
+__all__ = ["ProcessWorker", "WorkerRecipe"]
+
+
+class WorkerRecipe(NamedTuple):
+    """How to start a worker: in its process, ``prepare`` is called, then ``make_backend`` with the
+    number of its device. It computes ``slots`` jobs at a time."""
+
+    make_backend: Callable[[int], Backend]
+    slots: int
+    prepare: Callable[[], None] = gc.enable  # which it is already: nothing is to be prepared
+
+
+class ProcessWorker:
+    """See `schedule.Worker`. ``lost`` is set once its process has ended and is gone for good."""
+
+    def __init__(
+        self, recipe: WorkerRecipe, regions: Regions, finished: Callable[..., None]
+    ) -> None:
+        self.slots = recipe.slots
+        self._regions = regions
+        self._sent_regions: set[int] = set()
+        self.backend, self.devices = "", 1
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[int] = loop.create_future()
+        self._greeted: asyncio.Future[Hello] = loop.create_future()
+        self._finished = finished
+        self._numbers = itertools.count()
+        self._tasks: dict[int, Task] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes]
+        self._jobs: Channel
+        self._control: Channel
+        self._files: socket.socket
+
+    @classmethod
+    async def start_process(
+        cls,
+        recipe: WorkerRecipe,
+        device: int,
+        arena: Arena,
+        regions: Regions,
+        finished: Callable[..., None],
+    ) -> ProcessWorker:
+        """A worker that is ready.
+
+        Raises
+        ------
+        DeviceUnavailable
+            Its backend cannot work here, or its process ended before it could say.
+        """
+        worker = cls(recipe, regions, finished)
+        ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+        numbers = [end.fileno() for end in theirs]
+        start = Start(
+            recipe.make_backend, recipe.prepare, device, recipe.slots, arena.descriptor, *numbers
+        )
+        worker._process = spawn(
+            "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *numbers]
+        )
+        for end in theirs:
+            end.close()
+        worker._jobs = await Channel.open(ours[0], worker._answered, worker._gone)
+        worker._control = await Channel.open(ours[1], worker._said, worker._gone)
+        worker._files = ours[2]
+        regions.forgotten.append(worker._forget)
+        try:
+            worker.backend, worker.devices = await worker._greeted
+        except BaseException:
+            worker._gone()
+            raise
+        return worker
+
+    @property
+    def process_id(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def start(self, task: Task) -> None:
+        """See `Worker.start`."""
+        number = next(self._numbers)
+        self._tasks[number] = task
+        new = sorted(task.job.regions - self._sent_regions)
+        for region in new:
+            socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
+        self._sent_regions.update(new)
+        self._jobs.tell((number, task.job, new))
+
+    def cancel(self, task: Task) -> None:
+        """See `Worker.cancel`."""
+        for number, held in self._tasks.items():
+            if held is task:
+                self._control.tell(Cancel(number))
+
+    async def stop(self) -> None:
+        """End its process, whatever it computes."""
+        self._control.close()
+        self._gone()
+        await self.lost
+
+    def _forget(self, region: int) -> None:
+        if region in self._sent_regions:
+            self._sent_regions.remove(region)
+            self._control.tell(Forget(region))
+
+    def _answered(self, message: tuple[int, Finished | BaseException]) -> None:
+        number, result = message
+        self._finished(self._tasks.pop(number), result)
+
+    def _said(self, message: Any) -> None:
+        if self._greeted.done():
+            return
+        if isinstance(message, Hello):
+            self._greeted.set_result(message)
+        else:
+            assert isinstance(message, ServiceError)  # noqa: S101
+            self._greeted.set_exception(message)
+
+    def _gone(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        # Not before it is dead may anybody else use the memory that it was given.
+        self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        self._regions.forgotten.remove(self._forget)
+        self._jobs.close()
+        self._control.close()
+        self._files.close()
+        if not self._greeted.done():
+            self._greeted.set_exception(
+                DeviceUnavailable(f"a worker's process ended as it started (exit code {code})")
+            )
+        self.lost.set_result(code)

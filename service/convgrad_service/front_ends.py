@@ -1,0 +1,84 @@
+"""The front ends' own processes: HTTP and gRPC, each a dataplane on the hub's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import NamedTuple
+
+import uvloop
+
+from convgrad_service.assembly import dataplane_on, prepare_process
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.remote import Listens, RemoteHub
+from convgrad_service.settings import Settings
+
+__all__ = ["FrontStart", "grpc_main", "http_main"]
+
+
+class FrontStart(NamedTuple):
+    """What a front end needs to begin; the numbers are descriptors that it was given."""
+
+    settings: Settings
+    arena: int
+    channel: int
+    listening: int | None
+
+
+def http_main(start: FrontStart) -> None:
+    """Serve HTTP on the socket that all HTTP front ends share, until the hub says otherwise."""
+    prepare_process(start.settings)
+    uvloop.run(_serve_http(start))
+
+
+def grpc_main(start: FrontStart) -> None:
+    """Serve gRPC until the hub says otherwise."""
+    prepare_process(start.settings)
+    uvloop.run(_serve_grpc(start))
+
+
+async def _serve_http(start: FrontStart) -> None:
+    from convgrad_service.http_api.app import app_on
+    from convgrad_service.server import ConvgradServer
+
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    dataplane = dataplane_on(engine, start.settings)
+    server = ConvgradServer(
+        app_on(dataplane, start.settings),
+        start.settings,
+        announce=lambda port: engine.tell(Listens(port)),
+    )
+    listening = socket.socket(fileno=start.listening)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    finishing = asyncio.ensure_future(ended.wait())
+    await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    finishing.cancel()
+    await serving
+
+
+async def _serve_grpc(start: FrontStart) -> None:
+    from convgrad_service.grpc_api.server import GrpcServer
+
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    dataplane = dataplane_on(engine, start.settings)
+    server = GrpcServer(dataplane, start.settings)
+    try:
+        port = await server.start()
+    except OSError as error:
+        engine.tell(Listens(0, str(error)))
+    else:
+        engine.tell(Listens(port))
+    await ended.wait()
+    dataplane.draining = True
+    await server.stop(start.settings.shutdown_grace_s)
+
+
+async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
+    # Without the hub nothing can be answered or even refused.
+    engine = RemoteHub(Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1))
+    await engine.open(socket.socket(fileno=start.channel))
+    return engine

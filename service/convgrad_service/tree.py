@@ -1,0 +1,170 @@
+"""``convgrad serve`` as processes: the hub here, front ends and workers as its children.
+
+    clients ── HTTP front ends (1..N) ──┐             ┌── worker (a device each)
+    clients ── gRPC front end ──────────┴── hub ──────┴── worker
+
+Messages go along the lines; bodies lie in the arena, which all of them map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+
+from convgrad_service.assembly import count_in, engine_options, worker_recipe
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.child import spawn
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.process import WorkerRecipe
+from convgrad_service.engine.remote import FrontEnd, Listens
+from convgrad_service.engine.schedule import Schedule
+from convgrad_service.engine.supervisor import Supervisor
+from convgrad_service.front_ends import FrontStart, grpc_main, http_main
+from convgrad_service.settings import Settings
+
+__all__ = ["CannotListen", "Tree"]
+
+_log = logging.getLogger("convgrad.serve")
+
+_RESTART_PAUSE_S = 0.5
+# What a front end may take beyond its grace before it is ended.
+_PATIENCE_S = 5.0
+
+
+class CannotListen(Exception):
+    """A front end could not be started; the sentence says why."""
+
+
+class Tree:
+    """All processes of one server."""
+
+    def __init__(
+        self, settings: Settings, listening: socket.socket, recipe: WorkerRecipe | None = None
+    ) -> None:
+        self._settings, self._listening = settings, listening
+        options = engine_options(settings)
+        self.hub = Hub(
+            Arena.create(options.arena_bytes),
+            Schedule(options.max_queue, large_s=options.large_s),
+            options,
+            backend="",
+        )
+        self.supervisor = Supervisor(self.hub, recipe or worker_recipe(settings))
+        self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Start everything; the gRPC port.
+
+        Raises
+        ------
+        DeviceUnavailable
+            The backend that the settings name cannot work here.
+        CannotListen
+            A front end cannot listen where it should.
+        """
+        starting = [self._front("convgrad-http", http_main, self._listening)
+                    for _ in range(self._settings.http_workers)]  # fmt: skip
+        starting.append(self._front("convgrad-grpc", grpc_main, None))
+        # Beside the first worker: what each process imports takes longer than anything else here.
+        await asyncio.gather(self.supervisor.start(), *starting)
+        count_in(self.hub)
+        ports = [front.result() for front in starting]
+        return ports[-1]
+
+    async def stop(self) -> None:
+        """Let the front ends finish what they have, then end every process."""
+        self.hub.draining = True
+        self.hub.publish()
+        for front in self._fronts:
+            front.drain()
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=self._settings.shutdown_grace_s + _PATIENCE_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End every process now."""
+        self.hub.draining = True
+        for process in self._fronts.values():
+            process.kill()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        self.hub.close()
+        await self.supervisor.stop()
+
+    def _front(
+        self, name: str, target: Callable[[FrontStart], None], listening: socket.socket | None
+    ) -> asyncio.Future[int]:
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._keeping.append(asyncio.ensure_future(self._keep(name, target, listening, listens)))
+        return listens
+
+    async def _keep(
+        self,
+        name: str,
+        target: Callable[[FrontStart], None],
+        listening: socket.socket | None,
+        listens: asyncio.Future[int],
+    ) -> None:
+        """Keep one front end alive until the server ends."""
+
+        def told(message: Listens) -> None:
+            if listens.done():
+                return
+            if message.failure is None:
+                listens.set_result(message.port)
+            else:
+                listens.set_exception(CannotListen(message.failure))
+
+        while not self.hub.draining:
+            ours, theirs = socket.socketpair()
+            arena, number = self.hub.arena.descriptor, theirs.fileno()
+            shared = None if listening is None else listening.fileno()
+            start = FrontStart(self._settings, arena, number, shared)
+            descriptors = [arena, number, *([] if shared is None else [shared])]
+            process = spawn(name, target, start, descriptors=descriptors)
+            theirs.close()
+            front = FrontEnd(self.hub, listens=told)
+            self._fronts[front] = process
+            await front.serve(ours)
+            del self._fronts[front]
+            process.kill()
+            code = await asyncio.to_thread(process.wait)
+            if not listens.done():
+                listens.set_exception(
+                    CannotListen(f"{name} ended as it started (exit code {code})")
+                )
+            if not self.hub.draining:
+                _log.error("%s (process %d) ended with %d", name, process.pid, code)
+                await asyncio.sleep(_RESTART_PAUSE_S)
+
+
+async def run_until_signalled(tree: Tree, started: Callable[[int], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which lets requests finish; a second one does not.
+
+    ``started`` is called with the gRPC port once everything listens. Raises as `Tree.start`.
+    """
+    signals = asyncio.Queue[None]()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    starting = asyncio.ensure_future(tree.start())
+    asked = asyncio.ensure_future(signals.get())
+    try:
+        await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            started(starting.result())
+            await asked
+            stopping = asyncio.ensure_future(tree.stop())
+            again = asyncio.ensure_future(signals.get())
+            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+            again.cancel()
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await starting
+        await tree.kill()
