@@ -24,7 +24,7 @@ from convgrad_service.grpc_api.infer_wire import (
 from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.fields import request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest
-from convgrad_service.oip.shared_memory import refuse_regions
+from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
@@ -46,8 +46,15 @@ Encode = Callable[[InferRequest, Mapping[str, NDArray[Any]], Report], bytes]
 class InferMethods:
     """The two methods that compute."""
 
-    def __init__(self, dataplane: Dataplane, settings: Settings, exchanges: Exchanges) -> None:
+    def __init__(
+        self,
+        dataplane: Dataplane,
+        settings: Settings,
+        exchanges: Exchanges,
+        shared_memory: SharedMemory,
+    ) -> None:
         self._dataplane = dataplane
+        self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
 
@@ -115,7 +122,7 @@ class InferMethods:
             )
         self._dataplane.admit()
         request = read_infer_request(body)
-        refuse_regions(request)
+        regions = self._memory.parts(ANONYMOUS, request)
         context.operation = request.operation.name
         allowed_s = min(
             request.timeout_s or math.inf,
@@ -133,11 +140,14 @@ class InferMethods:
         def decode() -> Mapping[str, Any]:
             return request_fields(request, lambda tensor: tensor_in(body, tensor))
 
-        async with call.deadline.enforced(), self._dataplane.begin(call, decode) as work:
+        async with (
+            call.deadline.enforced(),
+            self._dataplane.begin(call, decode, regions=regions) as work,
+        ):
             with context.timings.stage("decode"):
                 await work.fill(work.request.tensors())
             result = await work.compute()
-            small = sum(array.nbytes for array in result.outputs.values()) <= SMALL_BYTES
+            small = _sent_bytes(request, result.outputs) <= SMALL_BYTES
             with context.timings.stage("encode"):
                 answer = await self._dataplane.in_thread(
                     lambda: encode(request, result.outputs, result.report),
@@ -148,9 +158,16 @@ class InferMethods:
         return answer
 
 
+def _sent_bytes(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> int:
+    """Bytes of the tensors that an answer holds."""
+    return sum(array.nbytes for name, array in outputs.items() if not request.region_of(name))
+
+
 def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
     size_bytes = sum(
-        problem.outputs[name].size_bytes for name in answer_names(request, problem.outputs)
+        problem.outputs[name].size_bytes
+        for name in answer_names(request, problem.outputs)
+        if request.region_of(name) is None
     )
     if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
         raise ProblemTooLarge(

@@ -25,7 +25,7 @@ from convgrad_service.oip.answer import answer_outputs, report_parameters
 from convgrad_service.oip.datatypes import dtype_named, protocol_name
 from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.parameters import separated
-from convgrad_service.oip.regions import region_of
+from convgrad_service.oip.regions import region_of, region_parameters
 from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
 
 __all__ = [
@@ -183,10 +183,16 @@ def _response_parts(
         _set_parameter(head.parameters[name], value)
     chosen = answer_outputs(request, outputs)
     for name, array in chosen.items():
-        head.outputs.add(name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape)
+        output = head.outputs.add(
+            name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
+        )
+        if region := request.region_of(name):
+            for key, value in region_parameters(region, array.nbytes).items():
+                _set_parameter(output.parameters[key], value)
     yield head.SerializeToString()
-    for array in chosen.values():
-        data = data_view(array)
+    for name, array in chosen.items():
+        # One for each output: of one in shared memory it is empty.
+        data = b"" if request.region_of(name) else data_view(array)
         yield _length_prefix(_RAW_OUTPUT_CONTENTS, len(data))
         yield data
 

@@ -23,7 +23,7 @@ from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import POOL, SERVICE, message
 from convgrad_service.grpc_api.service import DescribingMethods
-from convgrad_service.oip.shared_memory import NoSharedMemory, SharedMemory
+from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
 
@@ -36,17 +36,13 @@ _REFUSED_BYTES = 2**20
 class GrpcServer:
     """Serves a dataplane over gRPC on the running event loop, from `start` to `stop`."""
 
-    def __init__(
-        self,
-        dataplane: Dataplane,
-        settings: Settings,
-        shared_memory: SharedMemory | None = None,
-    ) -> None:
+    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
         self._dataplane = dataplane
         self._settings = settings
         self._exchanges = Exchanges(dataplane.engine)
-        self._infer = InferMethods(dataplane, settings, self._exchanges)
-        self._describing = DescribingMethods(dataplane, shared_memory or NoSharedMemory())
+        memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
+        self._infer = InferMethods(dataplane, settings, self._exchanges, memory)
+        self._describing = DescribingMethods(dataplane, memory)
         self._server: Any = None
         self._health: Any = None
         self._watching: asyncio.Task[None] | None = None

@@ -19,15 +19,12 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import Registration, SharedMemory
+from convgrad_service.oip.shared_memory import ANONYMOUS, Registration, SharedMemory
 from convgrad_service.oip.statistics import model_statistics
 
 __all__ = ["DescribingMethods"]
 
 Method = Callable[[Any], Awaitable[Any]]
-
-# Regions belong to whoever registered them; without keys everybody is one anonymous owner.
-_ANONYMOUS = ""
 
 
 class DescribingMethods:
@@ -108,7 +105,7 @@ class DescribingMethods:
 
     async def _system_status(self, request: Any) -> Any:
         answer = message("SystemSharedMemoryStatusResponse")()
-        for found in await self._memory.status(_ANONYMOUS, "system", request.name):
+        for found in await self._memory.status(ANONYMOUS, "system", request.name):
             region = answer.regions[found.name]
             region.name, region.key = found.name, found.key
             region.offset, region.byte_size = found.offset, found.size_bytes
@@ -118,16 +115,16 @@ class DescribingMethods:
         region = Registration(
             "system", request.name, request.byte_size, request.offset, key=request.key
         )
-        await self._memory.register(_ANONYMOUS, region)
+        await self._memory.register(ANONYMOUS, region)
         return message("SystemSharedMemoryRegisterResponse")()
 
     async def _system_unregister(self, request: Any) -> Any:
-        await self._memory.unregister(_ANONYMOUS, "system", request.name)
+        await self._memory.unregister(ANONYMOUS, "system", request.name)
         return message("SystemSharedMemoryUnregisterResponse")()
 
     async def _cuda_status(self, request: Any) -> Any:
         answer = message("CudaSharedMemoryStatusResponse")()
-        for found in await self._memory.status(_ANONYMOUS, "cuda", request.name):
+        for found in await self._memory.status(ANONYMOUS, "cuda", request.name):
             region = answer.regions[found.name]
             region.name, region.device_id = found.name, found.device
             region.byte_size = found.size_bytes
@@ -141,11 +138,11 @@ class DescribingMethods:
             handle=request.raw_handle,
             device=request.device_id,
         )
-        await self._memory.register(_ANONYMOUS, region)
+        await self._memory.register(ANONYMOUS, region)
         return message("CudaSharedMemoryRegisterResponse")()
 
     async def _cuda_unregister(self, request: Any) -> Any:
-        await self._memory.unregister(_ANONYMOUS, "cuda", request.name)
+        await self._memory.unregister(ANONYMOUS, "cuda", request.name)
         return message("CudaSharedMemoryUnregisterResponse")()
 
     def _not_ready(self) -> str | None:

@@ -34,7 +34,7 @@ from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_i
 from convgrad_service.oip.http_head import read_infer_head
 from convgrad_service.oip.number_list import NumberList
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
-from convgrad_service.oip.shared_memory import refuse_regions
+from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
 from convgrad_service.settings import Settings
 
 __all__ = ["InferEndpoint"]
@@ -47,8 +47,11 @@ _MAX_HEAD_BYTES = 4 * 2**20
 class InferEndpoint:
     """An ASGI application that answers inference requests for the model that its path names."""
 
-    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
+    def __init__(
+        self, dataplane: Dataplane, settings: Settings, shared_memory: SharedMemory
+    ) -> None:
         self._dataplane = dataplane
+        self._memory = shared_memory
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,13 +125,11 @@ class InferEndpoint:
         if header_bytes is not None:
             data_bytes = None if length is None else length - header_bytes
         with call.timings.stage("decode"):
-            request = await self._dataplane.in_thread(
+            return await self._dataplane.in_thread(
                 lambda: read_infer_head(text.data, call.operation, data_bytes),
                 text.lease,
                 inline=len(text.data) <= SMALL_BYTES,
             )
-        refuse_regions(request)
-        return request
 
     @asynccontextmanager
     async def _begin(
@@ -138,8 +139,12 @@ class InferEndpoint:
         body.refuse_over_limit(len(text.data) + sum(_span_bytes(tensor) for tensor in spans))
         call.refuse = lambda _, problem: refuse_in_json(request, problem)
         call.small = True  # shapes and parameters; the elements are filled in below
-        plane = self._dataplane
-        async with plane.begin(call, lambda: request_fields(request, _described)) as work:
+        plane, regions = self._dataplane, self._memory.parts(ANONYMOUS, request)
+
+        def decode() -> Mapping[str, Any]:
+            return request_fields(request, _described)
+
+        async with plane.begin(call, decode, regions=regions) as work:
             with call.timings.stage("decode"):
                 await work.fill(_numbers(request), holds=text.lease)
             if not body.ended or spans:
@@ -195,9 +200,8 @@ def _from_the_start(call: Call, allowed_s: float) -> Deadline:
 
 
 def _described(tensor: InferInput) -> NDArray[Any]:
-    if isinstance(tensor.source, Span | NumberList):
+    if isinstance(tensor.source, Span | NumberList | Region):
         return blank(tensor.shape, tensor.dtype, name=tensor.name)
-    assert not isinstance(tensor.source, Region)  # noqa: S101 - refused before
     return tensor.source
 
 
@@ -222,7 +226,11 @@ def _span_bytes(tensor: InferInput) -> int:
 
 def _is_quick(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> bool:
     """Whether no more than a few numbers are to be spelt out."""
-    spelt = [array.nbytes for name, array in outputs.items() if not request.wants_binary(name)]
+    spelt = [
+        array.nbytes
+        for name, array in outputs.items()
+        if not (request.wants_binary(name) or request.region_of(name))
+    ]
     return sum(spelt) <= SMALL_BYTES
 
 

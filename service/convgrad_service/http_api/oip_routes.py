@@ -23,6 +23,7 @@ from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.http_api.oip_infer import InferEndpoint
+from convgrad_service.http_api.shared_memory import shared_memory_router
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
     model_config,
@@ -30,7 +31,8 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import NoSharedMemory, SharedMemory
+from convgrad_service.oip.registered_memory import shared_memory_of
+from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.oip.statistics import model_statistics
 from convgrad_service.settings import Settings
 
@@ -41,15 +43,12 @@ _VERSION = "/v2/models/{model}/versions/{version}"
 _MAX_INDEX_BYTES = 4096
 
 
-def add_oip(
-    app: FastAPI,
-    dataplane: Dataplane,
-    settings: Settings,
-    shared_memory: SharedMemory | None = None,
-) -> None:
+def add_oip(app: FastAPI, dataplane: Dataplane, settings: Settings) -> None:
     """Add every route of the protocol to ``app`` but those for health, which it has."""
-    app.include_router(_describing(dataplane, shared_memory or NoSharedMemory()))
-    endpoint = InferEndpoint(dataplane, settings)
+    memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
+    app.include_router(_describing(dataplane, memory))
+    app.include_router(shared_memory_router(memory))
+    endpoint = InferEndpoint(dataplane, settings, memory)
     for path in (_MODEL, _VERSION):
         app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
 

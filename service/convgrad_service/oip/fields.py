@@ -13,8 +13,9 @@ from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import MalformedRequest, NotFound
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
+from convgrad_service.engine.dataplane import blank
 from convgrad_service.oip.parameters import parsed
-from convgrad_service.oip.request import InferInput, InferRequest, Span
+from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 
 __all__ = [
     "VERSION",
@@ -91,10 +92,15 @@ def _agree(given: Any, named: Any) -> bool:
 
 
 def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
-    """The array of an input whose bytes lie in ``buffer``: a read-only view, aligned or not."""
+    """The array of an input whose bytes lie in ``buffer``: a read-only view, aligned or not.
+
+    Of one in shared memory, shape and dtype alone.
+    """
     source = tensor.source
+    if isinstance(source, Region):
+        return blank(tensor.shape, tensor.dtype, name=tensor.name)
     if not isinstance(source, Span):
-        assert isinstance(source, np.ndarray)  # noqa: S101 - the caller has refused the others
+        assert isinstance(source, np.ndarray)  # noqa: S101 - no other form is cut from a message
         return source
     count = math.prod(tensor.shape)
     array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)

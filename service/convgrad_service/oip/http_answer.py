@@ -17,6 +17,7 @@ from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
 from convgrad_service.oip.datatypes import IN_JSON, protocol_name
 from convgrad_service.oip.fields import VERSION
+from convgrad_service.oip.regions import region_parameters
 from convgrad_service.oip.request import InferRequest
 from convgrad_service.problems import Problem
 
@@ -50,7 +51,7 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
     """
     for name in answer_names(request, problem.outputs):
         spec = problem.outputs[name]
-        if request.wants_binary(name):
+        if request.wants_binary(name) or request.region_of(name):
             continue
         if spec.dtype not in IN_JSON:
             raise MalformedRequest(
@@ -67,7 +68,10 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
 def encode_answer(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> HttpAnswer:
-    """The answer to ``request``; binary data are views of the arrays."""
+    """The answer to ``request``; binary data are views of the arrays.
+
+    Of an output in shared memory it says where, and its array is not looked into.
+    """
     described: list[dict[str, Any]] = []
     binary: list[memoryview] = []
     numbers: dict[int, NDArray[Any]] = {}
@@ -78,7 +82,9 @@ def encode_answer(
             "datatype": protocol_name(dtype),
             "shape": list(array.shape),
         }
-        if request.wants_binary(name):
+        if region := request.region_of(name):
+            tensor["parameters"] = region_parameters(region, array.nbytes)
+        elif request.wants_binary(name):
             data = data_view(array)
             tensor["parameters"] = {"binary_data_size": len(data)}
             binary.append(data)

@@ -140,7 +140,8 @@ def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:
     if not isinstance(binary, bool):
         raise MalformedRequest(f"{name}: expected binary_data to be a bool, got {shown(binary)}")
     region = region_of(parameters, name, ("binary_data", "classification"))
-    if region is not None and "binary_data" in parameters:
+    # Triton's client says binary_data: false beside a region.
+    if region is not None and parameters.get("binary_data"):
         raise MalformedRequest(f"{name}: expected binary_data or shared_memory_region, got both")
     return InferOutput(name, binary, region)
 

@@ -104,6 +104,13 @@ class InferRequest:
                 return wanted.binary
         return self.binary_by_default
 
+    def region_of(self, output: str) -> Region | None:
+        """Where in shared memory ``output`` shall be written, if there."""
+        for wanted in self.outputs:
+            if wanted.name == output:
+                return wanted.region
+        return None
+
 
 def _check_names(names: list[str], known: tuple[str, ...], what: str, operation: Operation) -> None:
     seen = set()

@@ -6,16 +6,21 @@ A transport holds one `SharedMemory` and asks it; where shared memory is switche
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn, Protocol
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
+from convgrad_service.engine.regions import RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 
-__all__ = ["Kind", "NoSharedMemory", "Registration", "SharedMemory", "refuse_regions"]
+__all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
 
 Kind = Literal["system", "cuda"]
+
+ANONYMOUS = ""
+"""The owner of regions where clients have no keys: everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,10 @@ class SharedMemory(Protocol):
         """The owner's regions of a kind, or the one named; raises NotFound if that is not there."""
         ...
 
+    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
+        """The tensors of a request that lie in shared memory, or shall."""
+        ...
+
 
 class NoSharedMemory:
     """Shared memory switched off."""
@@ -73,20 +82,20 @@ class NoSharedMemory:
         """Refuse."""
         self._refuse(kind)
 
+    def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
+        """Refuse, if there are any."""
+        regions = [
+            *((tensor.name, tensor.source) for tensor in request.inputs),
+            *((output.name, output.region) for output in request.outputs),
+        ]
+        for name, region in regions:
+            if isinstance(region, Region):
+                raise UnsupportedProblem(
+                    f"{name}: the region {shown(region.name)} cannot be used; shared memory is "
+                    "not enabled on this server"
+                )
+        return {}
+
     @staticmethod
     def _refuse(kind: Kind) -> NoReturn:
         raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
-
-
-def refuse_regions(request: InferRequest) -> None:
-    """Raise UnsupportedProblem if a tensor of the request lies in shared memory, or shall."""
-    regions = [
-        *((tensor.name, tensor.source) for tensor in request.inputs),
-        *((output.name, output.region) for output in request.outputs),
-    ]
-    for name, region in regions:
-        if isinstance(region, Region):
-            raise UnsupportedProblem(
-                f"{name}: the region {shown(region.name)} cannot be used; shared memory is not "
-                "enabled on this server"
-            )

@@ -1,0 +1,101 @@
+"""The protocol's extensions for shared memory over HTTP: register, list and drop regions."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from convgrad.errors import MalformedRequest, PayloadTooLarge
+from convgrad.wire import strict_json
+from convgrad.wire.sentences import shown
+from convgrad_service.oip.regions import known_keys, size_of
+from convgrad_service.oip.shared_memory import ANONYMOUS, Kind, Registration, SharedMemory
+
+__all__ = ["shared_memory_router"]
+
+_MAX_BODY_BYTES = 4096
+_PATHS: tuple[tuple[str, Kind], ...] = (
+    ("/v2/systemsharedmemory", "system"),
+    ("/v2/cudasharedmemory", "cuda"),
+)
+
+
+def shared_memory_router(memory: SharedMemory) -> APIRouter:
+    """The routes of both extensions; what is not switched on says so."""
+    router = APIRouter(tags=["open inference protocol"])
+    for path, kind in _PATHS:
+        _add(router, path, kind, memory)
+    return router
+
+
+def _add(router: APIRouter, path: str, kind: Kind, memory: SharedMemory) -> None:
+    region = f"{path}/region/{{name}}"
+
+    @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
+    @router.get(f"{region}/status", include_in_schema=False)
+    async def status(name: str = "") -> JSONResponse:
+        found = await memory.status(ANONYMOUS, kind, name)
+        return JSONResponse([_described(each) for each in found])
+
+    @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
+    async def register(name: str, request: Request) -> JSONResponse:
+        await memory.register(ANONYMOUS, _registration(kind, name, await _fields(request)))
+        return JSONResponse({})
+
+    @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")
+    @router.post(f"{region}/unregister", include_in_schema=False)
+    async def unregister(name: str = "") -> JSONResponse:
+        await memory.unregister(ANONYMOUS, kind, name)
+        return JSONResponse({})
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"the request is longer than {_MAX_BODY_BYTES:,} bytes")
+    return strict_json.loads_object(body, "the request")
+
+
+def _registration(kind: Kind, name: str, fields: dict[str, Any]) -> Registration:
+    size_bytes = size_of(fields.get("byte_size"), "byte_size")
+    if kind == "cuda":
+        known_keys(fields, ("raw_handle", "device_id", "byte_size"), "the request")
+        device = size_of(fields.get("device_id"), "device_id")
+        handle = _handle(fields.get("raw_handle"))
+        return Registration(kind, name, size_bytes, handle=handle, device=device)
+    known_keys(fields, ("key", "offset", "byte_size"), "the request")
+    key = fields.get("key")
+    if not isinstance(key, str):
+        raise MalformedRequest(f"key: expected a string, got {shown(key)}")
+    return Registration(kind, name, size_bytes, size_of(fields.get("offset", 0), "offset"), key=key)
+
+
+def _handle(value: Any) -> bytes:
+    text = value.get("b64") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise MalformedRequest(f'raw_handle: expected {{"b64": "…"}}, got {shown(value)}')
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise MalformedRequest("raw_handle: b64 is not base64") from None
+
+
+def _described(region: Registration) -> dict[str, Any]:
+    if region.kind == "cuda":
+        return {
+            "name": region.name,
+            "device_id": region.device,
+            "byte_size": region.size_bytes,
+        }
+    return {
+        "name": region.name,
+        "key": region.key,
+        "offset": region.offset,
+        "byte_size": region.size_bytes,
+    }
