@@ -49,7 +49,6 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_queue=settings.max_queue,
         large_s=settings.large_problem_s,
         max_regions=settings.max_shared_regions,
-        max_regions=settings.max_shared_regions,
     )
 
 

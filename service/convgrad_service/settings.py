@@ -90,15 +90,6 @@ class Settings(BaseSettings):
     max_shared_regions: _Count = Field(
         default=256, description="Regions of shared memory that may be registered."
     )
-    system_shared_memory: bool = Field(
-        default=False,
-        description="Let clients on this machine name files below /dev/shm that hold their "
-        "tensors. Whoever can send requests can then have the server read and write any such "
-        "file that it may open.",
-    )
-    max_shared_regions: _Count = Field(
-        default=256, description="Regions of shared memory that may be registered."
-    )
     max_queue: _Count = Field(
         default=64,
         description="Problems that may wait for a compute slot; one more is refused with 429.",

@@ -77,7 +77,9 @@ class Segments:
         InvalidProblem
             The file is too short to hold it.
         """
-        segment = self._segments[place.file]
+        segment = self._segments.get(place.file)
+        if segment is None:  # it was empty when it was to be opened
+            raise _shortened()
         found = segment.bytes[place.offset : place.offset + spec.size_bytes]
         if found.size < spec.size_bytes:
             raise _shortened()
