@@ -7,10 +7,11 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import grpc.aio
 from numpy.typing import NDArray
 
 from convgrad.contract import Report
-from convgrad.errors import PayloadTooLarge, ProblemTooLarge
+from convgrad.errors import MalformedRequest, PayloadTooLarge, ProblemTooLarge, ServiceError
 from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.exchange import Exchanges
@@ -22,8 +23,8 @@ from convgrad_service.grpc_api.infer_wire import (
     request_names,
 )
 from convgrad_service.oip.answer import answer_names
-from convgrad_service.oip.fields import request_fields, tensor_in
-from convgrad_service.oip.request import InferRequest
+from convgrad_service.oip.fields import described, request_fields, tensor_in
+from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.request_context import RequestContext
@@ -58,15 +59,28 @@ class InferMethods:
         self._settings = settings
         self._exchanges = exchanges
 
-    async def infer(self, body: bytes, call: Any) -> bytes:
-        """ModelInfer."""
+    async def infer(self, _: Any, call: Any) -> bytes:
+        """ModelInfer.
+
+        It reads its one message itself: not before the queue has room for it, and so that nobody
+        else keeps it while it is computed.
+        """
 
         async def work(context: RequestContext) -> bytes:
-            return await self._answer(body, context, call.time_remaining(), encode_response)
+            self._dataplane.admit()
+            patience = Deadline.after(self._settings.max_timeout_s)
+            with context.timings.stage("receive"):
+                async with patience.enforced():
+                    body = await call.read()
+            if body is grpc.aio.EOF:
+                raise MalformedRequest("the call ended without its message")
+            asked = _Asked(body)
+            del body
+            return await self._answer(asked, context, call.time_remaining(), encode_response)
 
         return await self._exchanges.run("ModelInfer", call, work)
 
-    async def stream(self, bodies: AsyncIterator[bytes], call: Any) -> AsyncIterator[bytes]:
+    async def stream(self, _: Any, call: Any) -> AsyncIterator[bytes]:
         """ModelStreamInfer: answers in the order of the requests, several in work at once.
 
         A request that fails gets an answer with ``error_message``, and the stream goes on.
@@ -82,8 +96,10 @@ class InferMethods:
 
         async def read() -> None:
             try:
-                async for body in bodies:
-                    await tasks.put(start(self._one_of_stream(body, call)))
+                while (body := await call.read()) is not grpc.aio.EOF:
+                    asked = _Asked(body)
+                    del body
+                    await tasks.put(start(self._one_of_stream(asked, call)))
             finally:
                 await tasks.put(None)
 
@@ -96,11 +112,12 @@ class InferMethods:
             for task in started:
                 task.cancel()
 
-    async def _one_of_stream(self, body: bytes, call: Any) -> bytes:
+    async def _one_of_stream(self, asked: _Asked, call: Any) -> bytes:
         context = self._exchanges.begin(call)
 
         async def work(context: RequestContext) -> bytes:
-            return await self._answer(body, context, call.time_remaining(), encode_stream_response)
+            self._dataplane.admit()
+            return await self._answer(asked, context, call.time_remaining(), encode_stream_response)
 
         try:
             answer, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
@@ -109,19 +126,18 @@ class InferMethods:
         if error is None:
             assert answer is not None  # noqa: S101 - attempt gives one of the two
             return answer
-        return encode_stream_error(*request_names(body), f"{error.detail} ({error.code})")
+        return encode_stream_error(asked.model, asked.id, f"{error.detail} ({error.code})")
 
     async def _answer(
-        self, body: bytes, context: RequestContext, remaining_s: float | None, encode: Encode
+        self, asked: _Asked, context: RequestContext, remaining_s: float | None, encode: Encode
     ) -> bytes:
-        context.received_bytes = len(body)
+        context.received_bytes = len(asked.body)
         limit = self._settings.max_body_bytes
-        if len(body) > limit:
+        if len(asked.body) > limit:
             raise PayloadTooLarge(
-                f"the message has {len(body):,} bytes; this server takes at most {limit:,}"
+                f"the message has {len(asked.body):,} bytes; this server takes at most {limit:,}"
             )
-        self._dataplane.admit()
-        request = read_infer_request(body)
+        request = asked.read()
         regions = self._memory.parts(ANONYMOUS, request)
         context.operation = request.operation.name
         allowed_s = min(
@@ -138,14 +154,15 @@ class InferMethods:
         )
 
         def decode() -> Mapping[str, Any]:
-            return request_fields(request, lambda tensor: tensor_in(body, tensor))
+            return request_fields(request, described)
 
         async with (
             call.deadline.enforced(),
             self._dataplane.begin(call, decode, regions=regions) as work,
         ):
             with context.timings.stage("decode"):
-                await work.fill(work.request.tensors())
+                await work.fill(asked.tensors(request))
+                asked.forget()
             result = await work.compute()
             small = _sent_bytes(request, result.outputs) <= SMALL_BYTES
             with context.timings.stage("encode"):
@@ -156,6 +173,36 @@ class InferMethods:
                 )
         context.sent_bytes = len(answer)
         return answer
+
+
+class _Asked:
+    """One serialized request: kept until its tensors have been copied from it, and no longer."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.model = self.id = ""
+
+    def read(self) -> InferRequest:
+        """What it asks; ``model`` and ``id`` are set as far as they can be read."""
+        try:
+            request = read_infer_request(self.body)
+        except ServiceError:
+            self.model, self.id = request_names(self.body)
+            raise
+        self.model, self.id = request.operation.name, request.id
+        return request
+
+    def tensors(self, request: InferRequest) -> dict[str, NDArray[Any]]:
+        """The inputs that came with the message, as views of it."""
+        return {
+            tensor.name: tensor_in(self.body, tensor)
+            for tensor in request.inputs
+            if not isinstance(tensor.source, Region)
+        }
+
+    def forget(self) -> None:
+        """Let go of the bytes."""
+        self.body = b""
 
 
 def _sent_bytes(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> int:

@@ -110,7 +110,8 @@ class GrpcServer:
             name: grpc.unary_unary_rpc_method_handler(self._unary(name, method))
             for name, method in self._describing.methods.items()
         }
-        handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer.infer)
+        # As if of a stream, which is the same on the wire: it reads its message when it wants to.
+        handlers["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._infer.infer)
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._infer.stream)
         return handlers
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.errors import MalformedRequest
 from convgrad.wire.shapes import data_view
-from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane, Filler, Work, blank
+from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane, Filler, Work
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.http_api.answering import (
     connection_of,
@@ -29,7 +29,7 @@ from convgrad_service.http_api.answering import (
 )
 from convgrad_service.http_api.body import Body, BodyLimits, Text
 from convgrad_service.http_api.context import context_of
-from convgrad_service.oip.fields import operation_named, request_fields
+from convgrad_service.oip.fields import described, operation_named, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
 from convgrad_service.oip.http_head import read_infer_head
 from convgrad_service.oip.number_list import NumberList
@@ -142,7 +142,7 @@ class InferEndpoint:
         plane, regions = self._dataplane, self._memory.parts(ANONYMOUS, request)
 
         def decode() -> Mapping[str, Any]:
-            return request_fields(request, _described)
+            return request_fields(request, described)
 
         async with plane.begin(call, decode, regions=regions) as work:
             with call.timings.stage("decode"):
@@ -197,12 +197,6 @@ def _header_bytes(headers: Headers, length: int | None) -> int | None:
 
 def _from_the_start(call: Call, allowed_s: float) -> Deadline:
     return Deadline(call.timings.started_s + allowed_s, allowed_s)
-
-
-def _described(tensor: InferInput) -> NDArray[Any]:
-    if isinstance(tensor.source, Span | NumberList | Region):
-        return blank(tensor.shape, tensor.dtype, name=tensor.name)
-    return tensor.source
 
 
 def _numbers(request: InferRequest) -> dict[str, NDArray[Any] | Filler]:

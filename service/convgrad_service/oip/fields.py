@@ -14,11 +14,13 @@ from convgrad.errors import MalformedRequest, NotFound
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
 from convgrad_service.engine.dataplane import blank
+from convgrad_service.oip.number_list import NumberList
 from convgrad_service.oip.parameters import parsed
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 
 __all__ = [
     "VERSION",
+    "described",
     "operation_named",
     "output_fields",
     "request_fields",
@@ -91,16 +93,19 @@ def _agree(given: Any, named: Any) -> bool:
     return bool(given == named)
 
 
-def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
-    """The array of an input whose bytes lie in ``buffer``: a read-only view, aligned or not.
-
-    Of one in shared memory, shape and dtype alone.
-    """
+def described(tensor: InferInput) -> NDArray[Any]:
+    """An input by shape and dtype alone, or its array where that came spelt out."""
     source = tensor.source
-    if isinstance(source, Region):
+    if isinstance(source, Span | Region | NumberList):
         return blank(tensor.shape, tensor.dtype, name=tensor.name)
+    return source
+
+
+def tensor_in(buffer: Buffer, tensor: InferInput) -> NDArray[Any]:
+    """The array of an input whose bytes came in ``buffer``: a read-only view, aligned or not."""
+    source = tensor.source
     if not isinstance(source, Span):
-        assert isinstance(source, np.ndarray)  # noqa: S101 - no other form is cut from a message
+        assert isinstance(source, np.ndarray)  # noqa: S101 - no other form comes in a message
         return source
     count = math.prod(tensor.shape)
     array: NDArray[Any] = np.frombuffer(buffer, tensor.dtype.numpy, count, source.start)
