@@ -10,10 +10,11 @@ CPU    := service/convgrad_service/backends/cpu
 # PyTorch is measured against, never depended on, so it stays outside the environment.
 PEER   := build/peer
 DEPLOY := build/deploy-tools
+LOAD   := build/load-tools
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        check-deploy bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
+        check-deploy load bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,9 +59,14 @@ check-deploy: $(READY) $(DEPLOY)/.ready ## build the image without a daemon, run
 	tests/deploy/build_image.sh build/image ACCELERATOR=cpu
 	@$(PY) -m pytest -m deploy tests/deploy --image build/image
 
+load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
+	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust
+
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
-	@$(PYTHON) -m venv $(DEPLOY)
-	@$(DEPLOY)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
+$(LOAD)/.ready: deploy/locks/load.txt
+$(DEPLOY)/.ready $(LOAD)/.ready:
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
 fuzz: kernels ## 10,000 malformed bodies against a real server
@@ -105,6 +111,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
+	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build dist demo-output $(CPU)/_native service/convgrad_service/backends/cuda/_cubins .mypy_cache .ruff_cache .pytest_cache .hypothesis
