@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.problems import Problem
 
-__all__ = ["Blocking", "Failing", "Zeros"]
+__all__ = ["Blocking", "Failing", "Sums", "Zeros"]
 
 
 class Zeros:
@@ -36,6 +36,25 @@ class Zeros:
 
     def explain(self, problem: Problem) -> Plan:
         raise NotImplementedError
+
+
+class Sums(Zeros):
+    """Answers with the sum of all inputs in every element, so that each byte of them counts."""
+
+    name = "sums"
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Outcome:
+        outcome = super().run(problem, tensors, cancelled, out)
+        total = sum(float(tensor.sum(dtype=np.float64)) for tensor in tensors.values())
+        for array in outcome.outputs.values():
+            array += array.dtype.type(total)
+        return outcome
 
 
 class Blocking(Zeros):

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from convgrad.errors import MalformedRequest, UnsupportedMediaType
 from convgrad_service.engine.dataplane import SMALL_BYTES
 from convgrad_service.http_api.base64_tensors import EncodedLater
+from convgrad_service.http_api.connection import Connection
 from convgrad_service.http_api.middleware import ClientGone
 from convgrad_service.http_api.problem_details import Headers
 
 __all__ = [
-    "CONNECTION",
     "Chunk",
-    "Connection",
-    "connection_of",
     "refuse_encoded",
     "requested_timeout_s",
     "send_chunks",
@@ -32,20 +29,9 @@ Chunk = bytes | memoryview | EncodedLater
 """A part of an answer, of one byte an item; the last kind is made when it is its turn."""
 T = TypeVar("T")
 
-CONNECTION = "convgrad.connection"
-"""The key of an ASGI scope under which our protocol offers itself as a `Connection`."""
-
 # One write of a large answer: large enough to cost nothing, small enough that the protocol sees
 # within one of them that a client has stopped reading (see protocol.py).
 _SEND_BYTES = 2**20
-
-
-class Connection(Protocol):
-    """What a server offers beyond ASGI; see `protocol.GuardedProtocol`."""
-
-    def unbuffered(self) -> AbstractContextManager[None]:
-        """While it lasts, a write is finished only when its bytes have left."""
-        ...
 
 
 def refuse_encoded(content_encoding: str | None) -> None:
@@ -71,12 +57,6 @@ def requested_timeout_s(header: str | None) -> float | None:
             f"X-Request-Timeout is {header[:64]!r}; expected a number of seconds above zero"
         )
     return seconds
-
-
-def connection_of(scope: Scope) -> Connection | None:
-    """The connection of an exchange, where the server offers one."""
-    connection: Connection | None = scope.get(CONNECTION)
-    return connection
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from starlette.types import Receive
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.dataplane import SMALL_BYTES
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.http_api.connection import Connection, connection_of
+from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.middleware import ClientGone
 
 __all__ = ["Body", "BodyLimits", "Text"]
+
+# Less of a body arrives in one part anyway.
+_LANDING_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,14 @@ class Body:
     - ClientGone: the connection ended before the body did.
     """
 
-    def __init__(self, receive: Receive, content_length: int | None, limits: BodyLimits) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        content_length: int | None,
+        limits: BodyLimits,
+        connection: Connection | None = None,
+        count: Callable[[int], None] | None = None,
+    ) -> None:
         if content_length is not None and content_length > limits.max_bytes:
             raise PayloadTooLarge(
                 f"Content-Length is {content_length:,}; this server takes bodies of at most "
@@ -65,8 +78,21 @@ class Body:
         self.received_bytes = 0
         self.ended = False
         self._receive, self._limits = receive, limits
+        self._connection, self._count = connection, count
         self._ahead = b""  # received, and not yet taken
         self._started_s = time.monotonic()
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive, limits: BodyLimits) -> Body:
+        """The body of an exchange, received straight to its place where the server can."""
+        context = context_of(scope)
+
+        def count(size: int) -> None:
+            context.received_bytes += size
+
+        length = Headers(scope=scope).get("content-length")
+        content_length = None if length is None else int(length)
+        return cls(receive, content_length, limits, connection_of(scope), count)
 
     def refuse_over_limit(self, size: int) -> None:
         """Raise PayloadTooLarge if a body of this size is not taken."""
@@ -94,13 +120,14 @@ class Body:
         """
         left = memoryview(self._ahead)[skip:]
         self._ahead = b""
-        total = 0
-        for target in targets:
+        for index, target in enumerate(targets):
             size = target if isinstance(target, int) else len(target)
-            total += size
             at = 0
             while at < size:
                 if not left:
+                    rest = [_from(target, at), *targets[index + 1 :]]
+                    if await self._landed(rest):
+                        return
                     part = await self._part()
                     if part is None:
                         raise _wrong_length(targets, self.received_bytes - skip)
@@ -143,6 +170,47 @@ class Body:
         text.data = text.data[:size]
         return text
 
+    async def _landed(self, targets: Sequence[memoryview | int]) -> bool:
+        """Receive all that is left straight into ``targets``, if that can be done and is worth it.
+
+        ``ClientGone`` and ``RequestTimeout`` as everywhere.
+        """
+        connection, length = self._connection, self.content_length
+        if connection is None or length is None or self.ended:
+            return False
+        wanted = sum(target if isinstance(target, int) else len(target) for target in targets)
+        if wanted != length - self.received_bytes or wanted < _LANDING_BYTES:
+            return False
+        if connection.body_left_bytes(length) <= 0:
+            return False  # it lies in the server's buffer already
+        before = self.received_bytes
+        landing = connection.land(targets)
+        try:
+            while not landing.landed.done():
+                idle_s = self._limits.idle_timeout_s - (time.monotonic() - landing.last_s)
+                if idle_s <= 0:
+                    raise self._idle()
+                await asyncio.wait([landing.landed], timeout=min(idle_s, 1.0))
+                self.received_bytes = before + landing.received_bytes
+                if not landing.landed.done():
+                    self._refuse_slow()
+        finally:
+            if not landing.landed.done():
+                connection.stop_landing()
+            self.received_bytes = before + landing.received_bytes
+            if self._count is not None:
+                self._count(landing.received_bytes)
+        if not landing.landed.result():
+            raise ClientGone
+        await self._part()  # there is no more, which whoever counts messages is to see
+        return True
+
+    def _idle(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"nothing more of the body came for {self._limits.idle_timeout_s:g} s, after "
+            f"{self.received_bytes:,} bytes"
+        )
+
     async def _part(self) -> bytes | None:
         """The next bytes; None once the body has ended."""
         if self.ended:
@@ -152,10 +220,7 @@ class Body:
             async with asyncio.timeout(limits.idle_timeout_s):
                 message = await self._receive()
         except TimeoutError:
-            raise RequestTimeout(
-                f"nothing more of the body came for {limits.idle_timeout_s:g} s, after "
-                f"{self.received_bytes:,} bytes"
-            ) from None
+            raise self._idle() from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")
@@ -186,6 +251,10 @@ async def _moved(engine: Engine, text: Text, size: int, wanted: int) -> Text:
     larger.data[:size] = text.data[:size]
     text.release()
     return larger
+
+
+def _from(target: memoryview | int, at: int) -> memoryview | int:
+    return target - at if isinstance(target, int) else target[at:]
 
 
 def _wrong_length(targets: Iterable[memoryview | int], found: int) -> MalformedRequest:

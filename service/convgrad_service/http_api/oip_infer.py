@@ -21,13 +21,13 @@ from convgrad.wire.shapes import data_view
 from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane, Filler, Work
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.http_api.answering import (
-    connection_of,
     refuse_encoded,
     requested_timeout_s,
     send_chunks,
     unless_gone,
 )
 from convgrad_service.http_api.body import Body, BodyLimits, Text
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.oip.fields import described, operation_named, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
@@ -69,7 +69,7 @@ class InferEndpoint:
             operation, Deadline.after(min(header_s or math.inf, longest_s)), context.timings
         )
         self._dataplane.admit()
-        body = Body(receive, length, self._limits(header_bytes))
+        body = Body.of(scope, receive, self._limits(header_bytes))
         async with AsyncExitStack() as held:
             async with call.deadline.enforced() if header_s else contextlib.nullcontext():
                 text = await self._text(call, body, header_bytes)

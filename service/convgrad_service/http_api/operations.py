@@ -13,13 +13,13 @@ from convgrad.contract import Operation
 from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.http_api.answering import (
-    connection_of,
     refuse_encoded,
     requested_timeout_s,
     send_chunks,
     unless_gone,
 )
 from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.wires import MEDIA_TYPES, WIRES, Wire
@@ -45,8 +45,7 @@ class OperationEndpoint:
         longest_s = self.settings.max_timeout_s
         deadline = Deadline.after(min(allowed_s or math.inf, longest_s))
         self.dataplane.admit()
-        length = headers.get("content-length")
-        body = Body(receive, None if length is None else int(length), self._limits(wire_in))
+        body = Body.of(scope, receive, self._limits(wire_in))
         call = Call(self.operation, deadline, context.timings, wire_out.refuse)
         async with AsyncExitStack() as held:
             # Only a client that set a deadline counts its own sending towards it.

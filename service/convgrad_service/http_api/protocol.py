@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -22,7 +22,8 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
-from convgrad_service.http_api.answering import CONNECTION
+from convgrad_service.http_api.connection import CONNECTION
+from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.settings import Settings
 
@@ -48,7 +49,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _parsed_head_bytes = 0
     _parts = 0
-    _parts_bytes = 0
+    parts_bytes = 0
     _refusal: ServiceError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -108,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._begin_head()
-        self._parts = self._parts_bytes = 0
+        self._parts = self.parts_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         if self._repeating_head:
@@ -128,18 +129,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         _stop(self._head_timer)
         # For what ASGI has no word for, see answering.Connection.
-        cast(dict[str, Any], self.scope)[CONNECTION] = self
+        exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be made ready here.
             raise ValueError("too many requests sent ahead")
         super().on_headers_complete()
+        exchange.cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
-        self._parts_bytes += len(body)
-        if self._parts > _MANY_PARTS and self._parts_bytes < self._parts * _SMALL_PART_BYTES:
+        self.parts_bytes += len(body)
+        if self._parts > _MANY_PARTS and self.parts_bytes < self._parts * _SMALL_PART_BYTES:
             self._refusal = MalformedRequest(
-                f"the body came in {self._parts:,} parts of {self._parts_bytes / self._parts:.0f} "
+                f"the body came in {self._parts:,} parts of {self.parts_bytes / self._parts:.0f} "
                 f"bytes on average; expected {_SMALL_PART_BYTES} or more"
             )
             raise ValueError(self._refusal.detail)
@@ -161,14 +163,22 @@ class GuardedProtocol(HttpToolsProtocol):
         _stop(self._write_timer)
         super().resume_writing()
 
-    @contextmanager
-    def unbuffered(self) -> Iterator[None]:
-        """While it lasts, a write is finished only when its bytes have left."""
-        self.transport.set_write_buffer_limits(high=0)
-        try:
-            yield
-        finally:
-            self.transport.set_write_buffer_limits()
+    def begin_again(self) -> None:
+        """Parse a new request, although the parser has not seen the end of the last one's body."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+        self.turn_to(self)
+
+    def turn_to(self, protocol: asyncio.BaseProtocol) -> None:
+        """Have what the connection receives go to a protocol."""
+        if self.transport.is_closing():
+            return
+        # Which kind of reading it is that a protocol wants is looked at when reading starts.
+        self.transport.pause_reading()
+        self.transport.set_protocol(protocol)
+        self.transport.resume_reading()
+        self.flow.read_paused = False
 
     def send_400_response(self, msg: str) -> None:
         """Answer what could not be parsed, in the form of every other error."""
@@ -221,6 +231,39 @@ class GuardedProtocol(HttpToolsProtocol):
         lines = b"".join(b"%s: %s\r\n" % header for header in headers)
         self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
         self.transport.close()
+
+
+class _Exchange:
+    """One exchange on a connection; see `connection.Connection`."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        self._protocol = protocol
+        self.cycle: RequestResponseCycle | None = None
+
+    def body_left_bytes(self, content_length: int) -> int:
+        # The next request may have begun: then this one's body has long been read.
+        protocol = self._protocol
+        return content_length - protocol.parts_bytes if protocol.cycle is self.cycle else 0
+
+    def land(self, targets: Sequence[memoryview | int]) -> Landing:
+        protocol, cycle = self._protocol, self._protocol.cycle
+        landing = Landing(targets, protocol, protocol.begin_again)
+        ahead, cycle.body = cycle.body, bytearray()
+        protocol.turn_to(landing)
+        landing.take(ahead)
+        return landing
+
+    def stop_landing(self) -> None:
+        self._protocol.turn_to(self._protocol)
+
+    @contextmanager
+    def unbuffered(self) -> Iterator[None]:
+        transport = self._protocol.transport
+        transport.set_write_buffer_limits(high=0)
+        try:
+            yield
+        finally:
+            transport.set_write_buffer_limits()
 
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:

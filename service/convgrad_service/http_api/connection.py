@@ -1,0 +1,45 @@
+"""What our HTTP protocol offers an endpoint beyond ASGI: to receive into memory and send from it.
+
+Behind another server there is none of it, and bodies and answers are copied part by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from starlette.types import Scope
+
+from convgrad_service.http_api.landing import Landing
+
+__all__ = ["CONNECTION", "Connection", "connection_of"]
+
+CONNECTION = "convgrad.connection"
+"""The key of an ASGI scope under which our protocol offers itself."""
+
+
+class Connection(Protocol):
+    """See `protocol.GuardedProtocol`."""
+
+    def body_left_bytes(self, content_length: int) -> int:
+        """Of the body that is being received, what the parser has not seen."""
+        ...
+
+    def land(self, targets: Sequence[memoryview | int]) -> Landing:
+        """Receive the rest of the present body, whose length is known, into ``targets``."""
+        ...
+
+    def stop_landing(self) -> None:
+        """Write no more to what `land` was given. The connection is of no further use."""
+        ...
+
+    def unbuffered(self) -> AbstractContextManager[None]:
+        """While it lasts, a write is finished only when its bytes have left."""
+        ...
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection of an exchange, where the server offers one."""
+    connection: Connection | None = scope.get(CONNECTION)
+    return connection
