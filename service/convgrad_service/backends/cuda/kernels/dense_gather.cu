@@ -21,6 +21,7 @@
 // over the positions inside.
 // Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
 #include "dense_mma.cuh"
+#include "vectors.cuh"
 
 using namespace convgrad;
 
@@ -54,7 +55,8 @@ struct DenseGatherArgs {
   int out_channels;  // of the result, in one group
   int activation;
   int wide_stores;  // the result's channels are side by side in whole, aligned 16-byte chunks
-  int plain;        // the result is the sum itself
+  int runs_of_pixels;  // most runs of four pixels lie side by side in the result, aligned
+  int plain;           // the result is the sum itself
   int may_skip;     // some tile may lie wholly outside some tap
   int x_size[3];
   int x_step[3];
@@ -77,15 +79,6 @@ constexpr int kThreads = (BM / WM) * (BN / WN) * 32;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(ELEMENT));
 constexpr int kRowChunks = BK / kChunk;
 constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
-
-template <bool kYes, class A, class B>
-struct Choose {
-  using type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using type = B;
-};
 
 using TileA = Tile<ELEMENT, BM, BK, false>;
 using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
@@ -319,52 +312,82 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  constexpr int kSlabRows = BM / WM * 16, kSlabPitch = BN + 8;
-  static_assert(kSlabRows * kSlabPitch * 4 <= kRingBytes, "the sums pass through the ring");
+  // Any other results pass through the ring as sums, and are finished in runs of neighbours: of
+  // channels or of pixels, whichever lie side by side in the result.
+  constexpr int kSlabPitch = BM * (BN + 8) * 4 <= kRingBytes ? BN + 8 : BN;
+  static_assert(BM * kSlabPitch * 4 <= kRingBytes, "the sums pass through the ring");
   float* const slab = reinterpret_cast<float*>(base);
-  const T* const accumulate = static_cast<const T*>(args.accumulate);
-  const T* const bias = static_cast<const T*>(args.bias);
 #pragma unroll
-  for (int part = 0; part < kRowFragments; ++part) {
+  for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumnPairs * 2; ++j) {
-      float* const to = slab + (warp_row / WM * 16 + lane / 4) * kSlabPitch + warp_column + j * 8 +
+      float* const to = slab + (warp_row + i * 16 + lane / 4) * kSlabPitch + warp_column + j * 8 +
                         lane % 4 * 2;
-      store_two(to, sum[part][j][0], sum[part][j][1]);
-      store_two(to + 8 * kSlabPitch, sum[part][j][2], sum[part][j][3]);
+      store_two(to, sum[i][j][0], sum[i][j][1]);
+      store_two(to + 8 * kSlabPitch, sum[i][j][2], sum[i][j][3]);
     }
-    __syncthreads();
-    // Slab row r holds pixel r / 16 * WM + part * 16 + r % 16 of the tile. Neighbouring threads
-    // take what lies side by side in the result.
-    const bool pixels_side_by_side = args.y_stride[2] != 1;
+  }
+  __syncthreads();
+  // One result from its valid taps alone.
+  auto again = [&](int pixel, int channel_at) {
+    float value = 0;
+    for (int t = 0; t < taps; ++t) {
+      const Tap by = tap_at[t];
+      if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
+      const T* const xs = x + by.x + source_at[pixel];
+      const T* const ws = w + by.w + channel_at * w_result;
+      for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
+    }
+    return value;
+  };
+  const T* const accumulate =
+      args.accumulate == nullptr
+          ? nullptr
+          : static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
+  const T* const bias = args.bias == nullptr
+                            ? nullptr
+                            : static_cast<const T*>(args.bias) + group * args.out_channels;
+  auto finish_runs = [&](auto run, bool of_pixels) {
+    constexpr int kRun = decltype(run)::kCount;
+    using Neighbours = Vector<T, kRun>;
+    const int along = of_pixels ? BM / kRun : BN / kRun;
 #pragma unroll 1
-    for (int i = thread; i < kSlabRows * BN; i += kThreads) {
-      const int row = pixels_side_by_side ? i % kSlabRows : i / BN;
-      const int column = pixels_side_by_side ? i / kSlabRows : i % BN;
-      const int pixel = row / 16 * WM + part * 16 + row % 16;
+    for (int i = thread; i < BM * BN / kRun; i += kThreads) {
+      const int beside = i % along * kRun, across = i / along;
+      const int pixel = of_pixels ? beside : across, column = of_pixels ? across : beside;
       const int channel_at = first_channel + column;
-      i64 at = result_at[pixel];
-      if (at < 0 || channel_at >= args.out_channels) continue;
-      float value = slab[row * kSlabPitch + column];
-      if (!is_finite(value)) {
-        value = 0;
-        for (int t = 0; t < taps; ++t) {
-          const Tap by = tap_at[t];
-          if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
-          const T* const xs = x + by.x + source_at[pixel];
-          const T* const ws = w + by.w + channel_at * w_result;
-          for (int c = 0; c < args.in_channels; ++c) {
-            value += widen(xs[c]) * widen(ws[c * w_source]);
-          }
+      if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
+      const i64 at = result_at[pixel] + channel_at * args.y_stride[2];
+      // Pixels may go on in another row.
+      const bool whole =
+          kRun == 1 || !of_pixels ||
+          (result_at[pixel + kRun - 1] - result_at[pixel] == kRun - 1 &&
+           reinterpret_cast<u64>(y + at) % sizeof(Neighbours) == 0);
+      Neighbours before = {}, done;
+      if (whole && accumulate != nullptr) before = Neighbours::load(accumulate + at);
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        const int pixel_e = pixel + (of_pixels ? e : 0), column_e = column + (of_pixels ? 0 : e);
+        float value = slab[pixel_e * kSlabPitch + column_e];
+        if (!whole && result_at[pixel_e] < 0) continue;
+        if (!is_finite(value)) value = again(pixel_e, first_channel + column_e);
+        const i64 at_e = result_at[pixel_e] + channel_at * args.y_stride[2];
+        value *= args.alpha;
+        if (accumulate != nullptr) {
+          value += args.beta * widen(whole ? before.at[e] : accumulate[at_e]);
         }
+        if (bias != nullptr) value += widen(bias[first_channel + column_e]);
+        done.at[e] = narrow<T>(activate(value, args.activation));
+        if (!whole) y[at_e] = done.at[e];
       }
-      at += channel_at * args.y_stride[2];
-      y[at] = narrow<T>(finish<T, float>(
-          value, args.alpha, args.beta,
-          accumulate == nullptr ? nullptr : accumulate + group * args.y_stride[1] + at,
-          bias == nullptr ? nullptr : bias + group * args.out_channels + channel_at,
-          args.activation));
+      if (whole) done.store(y + at);
     }
-    __syncthreads();
+  };
+  if (args.wide_stores) {
+    finish_runs(Run<kChunk>(), false);
+  } else if (args.runs_of_pixels) {
+    finish_runs(Run<4>(), true);
+  } else {
+    finish_runs(Run<1>(), args.y_stride[2] != 1);
   }
 }

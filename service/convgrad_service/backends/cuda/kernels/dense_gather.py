@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
-from math import gcd, prod
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -14,6 +13,14 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     in_whole_chunks,
     prepare_activation,
     prepare_weight,
+)
+from convgrad_service.backends.cuda.kernels.dense_axes import (
+    MAX_PHASES,
+    Axis,
+    Phase,
+    axis_of,
+    divider,
+    may_skip,
 )
 from convgrad_service.backends.cuda.kernels.dense_tiles import DenseTile, few_terms, splits_factors
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
@@ -26,7 +33,6 @@ __all__ = ["MAX_PHASES", "Axis", "DenseGather", "Phase", "axis_of"]
 
 # Channels of one group on either side, where there are groups; the product of both otherwise.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
-MAX_PHASES = 16
 MAX_TAPS = 1024
 MAX_EXTENT = 2**28
 MAX_INDEX = 2**31 - 1
@@ -61,6 +67,7 @@ class DenseGatherArgs(ctypes.Structure):
                 "out_channels",
                 "activation",
                 "wide_stores",
+                "runs_of_pixels",
                 "plain",
                 "may_skip",
             )
@@ -71,65 +78,6 @@ class DenseGatherArgs(ctypes.Structure):
         ),
         ("phase", (PhaseArgs * MAX_PHASES) * 3),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Result positions y0 + m*y_step, m below ``count``, and the taps that meet them: position
-    m's j-th tap is r0 + j*r_step, and meets the source at x0 + m*x_step + j*x_tap."""
-
-    taps: int
-    r0: int
-    x0: int
-    y0: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One dimension of a gather: its phases, the most taps first."""
-
-    x_size: int
-    x_step: int
-    x_tap: int
-    y_step: int
-    r_step: int
-    phases: tuple[Phase, ...]
-
-
-def axis_of(work: ConvWork, dim: int) -> Axis:
-    """Forward one phase; backward one for each residue of the stride, without inserted zeros."""
-    stride, dilation, pad = work.stride[dim], work.dilation[dim], work.pad[dim]
-    kernel, size_in, size_out = work.kernel[dim], work.input[dim], work.output[dim]
-    if work.direction == "fwd":
-        return Axis(size_in, stride, dilation, 1, 1, (Phase(kernel, 0, -pad, 0, size_out),))
-    turn = gcd(stride, dilation)
-    r_step = stride // turn
-    phases = []
-    for residue in range(min(stride, size_in)):
-        meets = (
-            r for r in range(min(r_step, kernel)) if (residue + pad - r * dilation) % stride == 0
-        )
-        r0 = next(meets, None)
-        count = ceil_div(size_in - residue, stride)
-        if r0 is None:
-            phases.append(Phase(0, 0, 0, residue, count))
-        else:
-            x0 = (residue + pad - r0 * dilation) // stride
-            phases.append(Phase(ceil_div(kernel - r0, r_step), r0, x0, residue, count))
-    phases.sort(key=lambda phase: -phase.taps)
-    return Axis(size_out, 1, -(dilation // turn), stride, r_step, tuple(phases))
-
-
-def divider(count: int) -> tuple[int, int]:
-    """(f, s) such that n // count == (n * f >> 32) >> s for all n below 2**31; count > 1.
-
-    With 2**l >= count, f = ceil(2**(31 + l) / count) errs by less than 2**l / 2**(31 + l) of n.
-    """
-    if count == 1:
-        return 0, 0
-    log = (count - 1).bit_length()
-    return ceil_div(2 ** (31 + log), count), log - 1
 
 
 class DenseGather:
@@ -236,8 +184,9 @@ class DenseGather:
         size = work.input if backward else work.output
         extents = (work.batch, work.groups, written, *size)
         args.wide_stores = in_whole_chunks(result, extents, 2)
+        args.runs_of_pixels = _runs_of_pixels(result, axes, size)
         args.plain = work.epilogue_free
-        args.may_skip = _may_skip(axes, tile.m)
+        args.may_skip = may_skip(axes, tile.m)
         for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
             getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
         for dim, axis in enumerate(axes):
@@ -380,18 +329,13 @@ def _margin(operand: Operand, axes: list[Axis]) -> int:
     )
 
 
-def _may_skip(axes: list[Axis], pixels: int) -> bool:
-    """Whether so many neighbouring pixels can lie outside one tap: then tiles look for it."""
-    inner = 1
-    for axis in reversed(axes):
-        for phase in axis.phases:
-            for j in range(phase.taps):
-                first = phase.x0 + j * axis.x_tap
-                before = ceil_div(max(0, -first), axis.x_step)
-                reach = axis.x_size - first
-                inside = max(0, min(phase.count, ceil_div(max(0, reach), axis.x_step)) - before)
-                after = phase.count - before - inside
-                if max(before, after) * inner >= pixels:
-                    return True
-        inner *= max(phase.count for phase in axis.phases)
-    return False
+def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
+    """Whether rows of the result, one after another without a gap, are whole runs of four."""
+    if result.strides[5] != 1 or axes[2].y_step != 1:
+        return False
+    run = 1
+    for axis, stride, extent in zip(axes[::-1], result.strides[:2:-1], size[::-1], strict=True):
+        if extent > 1 and (stride != run or axis.y_step != 1):
+            break
+        run *= extent
+    return run % 4 == 0

@@ -13,6 +13,21 @@
 
 namespace convgrad {
 
+template <bool kYes, class A, class B>
+struct Choose {
+  using type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using type = B;
+};
+
+// So many results side by side.
+template <int kCount_>
+struct Run {
+  static constexpr int kCount = kCount_;
+};
+
 // Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
 // load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
 // transposing load of 32-bit elements reads one by one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import cast
 
 from convgrad_service.backends.cuda.arguments import pack
@@ -17,6 +17,8 @@ from convgrad_service.plans.cuda_works import Copy, CopyAxis
 __all__ = ["RowCopy", "Transpose"]
 
 BLOCK, TILE, CHUNK_BYTES = 256, 64, 16
+# Bytes that a thread moves at once where rows start and end at whole ones.
+SOURCE_CHUNKS, TARGET_CHUNKS = (16, 8), (16,)
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile.
 LEAST_EXTENT = 8
@@ -30,13 +32,14 @@ class TransposeArgs(ctypes.Structure):
     _fields_ = (
         ("source", ctypes.c_uint64),
         ("target", ctypes.c_uint64),
-        *((name, ctypes.c_int64 * OUTER) for name in ("extent", "source_stride", "target_stride")),
+        ("extent", ctypes.c_uint32 * OUTER),
+        *((name, ctypes.c_int64 * OUTER) for name in ("source_stride", "target_stride")),
         *(
             (name, ctypes.c_int64)
             for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
         ),
-        ("wide_source", ctypes.c_int32),
-        ("wide_target", ctypes.c_int32),
+        ("source_chunk", ctypes.c_int32),
+        ("target_chunk", ctypes.c_int32),
     )
 
 
@@ -132,11 +135,11 @@ class Transpose:
         args.x_extent, args.y_extent = x_axis.extent, y_axis.extent
         args.y_limit = y_axis.extent if box.padded is None else box.limit
         args.x_target, args.y_source = x_axis.target, y_axis.source
-        chunk = CHUNK_BYTES // work.dtype.itemsize
+        itemsize = work.dtype.itemsize
         sources = (x_axis.extent, y_axis.source, *(axis.source for axis in outer))
         targets = (y_axis.extent, x_axis.target, *(axis.target for axis in outer))
-        args.wide_source = all(value % chunk == 0 for value in sources)
-        args.wide_target = all(value % chunk == 0 for value in targets)
+        args.source_chunk = _chunk_bytes(itemsize, sources, SOURCE_CHUNKS)
+        args.target_chunk = _chunk_bytes(itemsize, targets, TARGET_CHUNKS)
         launch = Launch(
             _instance(self.name, work.dtype.itemsize),
             (_tiles(box, x, y), 1, 1),
@@ -204,6 +207,12 @@ def _fill_axes(args: TransposeArgs | RowCopyArgs, axes: list[CopyAxis], count: i
     args.extent[:] = [axis.extent for axis in padded]
     args.source_stride[:] = [axis.source for axis in padded]
     args.target_stride[:] = [axis.target for axis in padded]
+
+
+def _chunk_bytes(itemsize: int, elements: Iterable[int], chunks: Iterable[int]) -> int:
+    """The largest chunk of which all these numbers of elements are multiples; 0 where none is."""
+    factor = gcd(*elements) * itemsize
+    return next((chunk for chunk in chunks if factor % chunk == 0), 0)
 
 
 def _tiles(box: _Box, x: int, y: int) -> int:
