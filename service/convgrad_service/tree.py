@@ -58,6 +58,11 @@ class Tree:
         self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
         self._keeping: list[asyncio.Task[None]] = []
 
+    @property
+    def front_processes(self) -> list[subprocess.Popen[bytes]]:
+        """The front ends' processes."""
+        return list(self._fronts.values())
+
     async def start(self) -> int:
         """Start everything; the gRPC port.
 

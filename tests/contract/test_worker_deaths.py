@@ -1,0 +1,216 @@
+"""Faults cost nobody a request: workers, front ends and clients die, and every answer is right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from convgrad import Client
+from convgrad.errors import Internal
+from convgrad_service.backends.base import Outcome
+from convgrad_service.problems import Problem
+from tests.contract.server import SAFETENSORS
+from tests.contract.test_http_body import head
+from tests.contract.tree_server import TreeServer, descriptors, serving_tree, until
+from tests.fake_backends import Sums
+
+POISON = -666.0
+
+
+class Mortal(Sums):
+    """Sums that take a while, and a process that does not survive a tensor full of poison."""
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Outcome:
+        time.sleep(0.005)
+        if tensors["weight"].flat[0] == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(problem, tensors, cancelled, out)
+
+
+def mortal(device: int) -> Mortal:
+    """See `Mortal`."""
+    return Mortal()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TreeServer]:
+    with serving_tree(mortal, http_workers=2, max_inflight_bytes="512MiB") as serving:
+        yield serving
+
+
+class Load:
+    """Threads that ask without a retry of their own, and check every answer."""
+
+    def __init__(self, url: str, threads: int = 4) -> None:
+        self.answered = 0
+        self._url, self._ended = url, threading.Event()
+        self._pool = ThreadPoolExecutor(threads)
+        self._running = [self._pool.submit(self._ask, seed) for seed in range(threads)]
+
+    def _ask(self, seed: int) -> None:
+        rng = random.Random(seed)
+        with Client(self._url, retries=0, timeout=60) as client:
+            while not self._ended.is_set():
+                side = rng.choice((4, 8, 64, 1024))
+                grad = np.full((1, 1, side, side), rng.randrange(4), np.float32)
+                weight = np.full((1, 1, 1, 1), rng.randrange(4), np.float32)
+                wire = "json" if rng.random() < 0.2 else "safetensors"
+                found = client.with_options(wire=wire).conv_bwd_data(grad, weight)
+                assert found.shape == grad.shape
+                assert (found == grad.sum(dtype=np.float64) + weight.sum()).all()
+                self.answered += 1
+
+    def end(self) -> None:
+        """Stop, and raise what went wrong."""
+        self._ended.set()
+        for running in self._running:
+            running.result(60)
+        self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def load(url: str) -> Iterator[Load]:
+    loading = Load(url)
+    try:
+        yield loading
+    finally:
+        loading.end()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_worker_killed_again_and_again_costs_no_request(server: TreeServer, kills: int) -> None:
+    with load(server.url) as warming:
+        until(lambda: warming.answered > 50)
+    until(lambda: server.tree.hub.schedule.running == 0)
+    held, files = server.held_bytes, descriptors(os.getpid())
+    with load(server.url) as loading:
+        for _ in range(kills):
+            before = loading.answered
+            until(lambda: loading.answered > before + 20)  # noqa: B023
+            time.sleep(random.random() * 0.05)
+            server.kill_worker()
+        until(lambda: loading.answered > before + 20)
+    until(lambda: server.held_bytes == held)
+    until(lambda: descriptors(os.getpid()) <= files)
+    assert server.tree.hub.arena.resident_bytes() <= 512 * 2**20
+
+
+def test_what_kills_its_worker_alone_is_internal_and_costs_nobody_else(server: TreeServer) -> None:
+    poisoned = np.full((1, 1, 1, 1), POISON, np.float32)
+    with (
+        load(server.url),
+        Client(server.url, retries=0, timeout=60) as client,
+        pytest.raises(Internal, match="internal error"),
+    ):
+        client.conv_bwd_data(np.ones((1, 1, 4, 4), np.float32), poisoned)
+    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+
+
+def test_ready_is_false_only_while_no_device_works(server: TreeServer) -> None:
+    worker = server.worker_id
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    url = f"{server.url}/v2/health/ready"
+    until(lambda: httpx.get(url).status_code == 503)
+    with Client(server.url, retries=0, timeout=60) as client:  # and still nobody is refused
+        ones = np.ones((1, 1, 1, 1), np.float32)
+        assert client.conv_bwd_data(ones, ones).item() == 2
+    until(lambda: httpx.get(url).status_code == 200)
+
+
+def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:
+    held = server.held_bytes
+    body = 8 * 2**20
+    header = (
+        '{"grad_output":{"dtype":"F32","shape":[1,1,1024,2048],"data_offsets":[4,8388612]},'
+        '"weight":{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}}'
+    )
+    sent = len(header).to_bytes(8, "little") + header.encode()
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        request = head(len(sent) + 4 + body, content_type=SAFETENSORS) + sent + b"0" * 2**20
+        connection.sendall(request)
+        until(lambda: server.held_bytes > held + body)
+    until(lambda: server.held_bytes == held)
+
+
+def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again() -> None:
+    with serving_tree(mortal) as server:
+        held = server.held_bytes
+        with contextlib.suppress(httpx.HTTPError), ThreadPoolExecutor(1) as asking:
+            grad = np.ones((1, 1, 2048, 1024), np.float32)
+            with Client(server.url, retries=0) as client:
+                asked = asking.submit(client.conv_bwd_data, grad, np.ones((1, 1, 1, 1), np.float32))
+                until(lambda: server.held_bytes > held)
+                for process in server.tree.front_processes:
+                    process.kill()
+                assert asked.exception(30) is not None
+        until(lambda: len(server.tree.front_processes) == 2)
+        until(lambda: server.held_bytes == held)
+
+        def works() -> bool:
+            try:
+                return httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        until(works)
+
+
+def test_every_front_end_tells_all_there_is_to_tell(server: TreeServer) -> None:
+    """One answer to /metrics, whatever process is asked."""
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    for _ in range(6):
+        with Client(server.url) as client:
+            client.conv_bwd_data(ones, ones)
+    name = 'convgrad_requests_total{code="ok",operation="conv_bwd_data",transport="http"} '
+    counts = set()
+    for _ in range(12):
+        text = httpx.get(f"{server.url}/metrics").text  # a connection each, so both are asked
+        counts.add(text.partition(name)[2].split("\n")[0])
+    assert len(counts) == 1
+    assert float(counts.pop()) >= 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_server(tmp_path: Path, number: signal.Signals) -> None:
+    port_file = tmp_path / "port"
+    command = "import sys; from convgrad_service.command import serve; sys.exit(serve())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "--port", "0", "--port-file", str(port_file)],
+        env={**os.environ, "CONVGRAD_GRPC_PORT": "0", "CONVGRAD_LOG_LEVEL": "error"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        until(port_file.exists, 30)
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        children = [int(child) for child in listed.split()]
+        assert len(children) == 3  # HTTP, gRPC, one worker
+        process.send_signal(number)
+        assert process.wait(20) == (0 if number is signal.SIGTERM else -number)
+        until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,115 @@
+"""A whole tree of processes, with its hub in the test's own: to look inside, and to kill things."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.engine.process import WorkerRecipe
+from convgrad_service.server import listening_socket
+from convgrad_service.settings import Settings
+from convgrad_service.tree import Tree
+
+__all__ = ["TreeServer", "descriptors", "serving_tree", "until"]
+
+
+@dataclass(frozen=True)
+class TreeServer:
+    """Where it listens, and its inside."""
+
+    url: str
+    tree: Tree
+
+    @property
+    def worker_id(self) -> int | None:
+        """The process of the first worker, while there is one."""
+        worker = self.tree.supervisor.workers.get(0)
+        return None if worker is None else worker.process_id
+
+    @property
+    def held_bytes(self) -> int:
+        """What requests, and the front ends' pockets, hold of the arena."""
+        return self.tree.hub.memory.used_bytes + self.tree.hub.texts.used_bytes
+
+    def kill_worker(self, timeout_s: float = 20) -> None:
+        """Kill the first worker, and wait until another has taken its place."""
+        until(lambda: self.worker_id is not None, timeout_s)
+        killed = self.worker_id
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: self.worker_id not in (None, killed), timeout_s)
+
+    def children(self) -> list[int]:
+        """The processes of the server but the hub's."""
+        workers = [worker.process_id for worker in self.tree.supervisor.workers.values()]
+        return [*workers, *(process.pid for process in self.tree.front_processes)]
+
+
+@contextmanager
+def serving_tree(
+    make_backend: Callable[[int], Backend], *, slots: int = 2, **settings: Any
+) -> Iterator[TreeServer]:
+    """A server of several processes whose workers compute with this backend.
+
+    ``make_backend`` is a function of a module, for it is called in another process.
+    """
+    chosen = Settings(http_port=0, **{"grpc_port": 0, "log_level": "error", **settings})
+    started = threading.Event()
+    ending: list[Callable[[], object]] = []
+    failures: list[BaseException] = []
+    with listening_socket(chosen.http_host, 0) as bound:
+        tree = Tree(chosen, bound, WorkerRecipe(make_backend, slots))
+
+        async def serve() -> None:
+            ended = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            ending.append(lambda: loop.call_soon_threadsafe(ended.set))
+            await tree.start()
+            started.set()
+            await ended.wait()
+            await tree.stop()
+
+        def run() -> None:
+            try:
+                uvloop.run(serve())
+            except BaseException as error:  # noqa: BLE001 - the test is to fail of it
+                failures.append(error)
+                started.set()
+
+        # Its children end with the thread that started them, so it lasts as long as they do.
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert started.wait(30)
+            assert not failures, failures
+            yield TreeServer(f"http://127.0.0.1:{bound.getsockname()[1]}", tree)
+        finally:
+            for end in ending:
+                end()
+            thread.join(30)
+        assert not thread.is_alive()
+        assert not failures, failures
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Return once it is true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+def descriptors(process_id: int) -> int:
+    """How many files a process has open."""
+    return len(list(Path(f"/proc/{process_id}/fd").iterdir()))
