@@ -20,7 +20,7 @@
 // the source and other groups' channels enter as products with zero, which an infinity makes NaN:
 // results that are not finite are summed again, in order, over what belongs to them.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
-#include "grouped_box.cuh"
+#include "grouped_units.cuh"
 
 using namespace convgrad;
 
@@ -70,15 +70,68 @@ struct GroupedGatherArgs {
 namespace {
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
-constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
-constexpr int kChunk = 16 / kSize;
-constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
-constexpr int kRowPitch = kColumns * kSize + 16;
 
-// Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
-struct Step {
-  int a, b;
+// What only results that are not finite, or not the sum itself, need of a block: kept in shared
+// memory, for the registers are full.
+struct Place {
+  Phase phase[3];
+  int from[3], low[3], first_image, first_group;
 };
+
+// The sum for one result: channel k of a group at a position of the box, in order, over what is
+// inside.
+__device__ float sum_again(const GroupedGatherArgs& args, const Place& at, int position, int group,
+                           int k) {
+  using T = ELEMENT;
+  const Walk p(args.tile, position, 0);
+  const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
+                                                      group * args.x_group) +
+                        (at.first_image + p.n) * args.x_stride.image;
+  const T* const w = static_cast<const T*>(args.w) + group * args.w_stride[0] +
+                     k * args.w_stride[ACROSS ? 2 : 1];
+  float value = 0;
+#pragma unroll 1
+  for (int j0 = 0; j0 < at.phase[0].taps; ++j0) {
+    const int d = at.from[0] + (p.d * args.x_step[0] + j0 * args.x_tap[0] - at.low[0]) * args.lattice[0];
+    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0])) continue;
+#pragma unroll 1
+    for (int j1 = 0; j1 < at.phase[1].taps; ++j1) {
+      const int h = at.from[1] + (p.h * args.x_step[1] + j1 * args.x_tap[1] - at.low[1]) * args.lattice[1];
+      if (static_cast<u32>(h) >= static_cast<u32>(args.x_size[1])) continue;
+#pragma unroll 1
+      for (int j2 = 0; j2 < at.phase[2].taps; ++j2) {
+        const int v = at.from[2] + (p.w * args.x_step[2] + j2 * args.x_tap[2] - at.low[2]) * args.lattice[2];
+        if (static_cast<u32>(v) >= static_cast<u32>(args.x_size[2])) continue;
+        const T* const xs = reinterpret_cast<const T*>(
+            x + static_cast<i64>(d) * args.x_stride.spatial[0] +
+            static_cast<i64>(h) * args.x_stride.spatial[1] +
+            static_cast<i64>(v) * args.x_stride.spatial[2]);
+        const T* const ws = w + (at.phase[0].r0 + j0 * args.r_step[0]) * args.w_stride[3] +
+                            (at.phase[1].r0 + j1 * args.r_step[1]) * args.w_stride[4] +
+                            (at.phase[2].r0 + j2 * args.r_step[2]) * args.w_stride[5];
+#pragma unroll 1
+        for (int c = 0; c < args.x_channels; ++c) {
+          value += widen(xs[c]) * widen(ws[c * args.w_stride[ACROSS ? 1 : 2]]);
+        }
+      }
+    }
+  }
+  return value;
+}
+
+// Finishes one sum.
+__device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Place& place,
+                                       float value, i64 at, int position, int group, int k) {
+  using T = ELEMENT;
+  if (!is_finite(value)) value = sum_again(args, place, position, group, k);
+  at += group * args.y_group + k;
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* bias = static_cast<const T*>(args.bias);
+  if (bias != nullptr) bias += group * args.y_channels + k;
+  static_cast<T*>(args.y)[at] = narrow<T>(
+      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+}
 
 }  // namespace
 
@@ -86,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     grouped_gather(const __grid_constant__ GroupedGatherArgs args) {
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
+  __shared__ Place place;
   char* const base = reinterpret_cast<char*>(shared);
   i64* const result_at = reinterpret_cast<i64*>(base + args.results_at);  // negative: none
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
@@ -209,57 +263,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                               (phase[2].y0 + v * args.y_step[2]) * args.y_stride[3]
                         : -1;
   }
+  if (thread == 0) {
+    for (int dim = 0; dim < 3; ++dim) {
+      place.phase[dim] = phase[dim], place.from[dim] = from[dim], place.low[dim] = low[dim];
+    }
+    place.first_image = first[0], place.first_group = first_group;
+  }
   commit_copies();
   wait_copies<0>();
   __syncthreads();
 
   T* const y = static_cast<T*>(args.y) + first_group * args.y_group;
   const i64 y_merge_stride = args.merged * args.y_group;
-  // A sum that is not finite is taken again; then what follows a sum.
-  auto settle = [&](float value, int position, int merge, int channel) {
-    const i64 at = result_at[position];
-    const int mine = static_cast<u32>(channel) / static_cast<u32>(args.y_channels);
-    const int group = merge * args.merged + mine, k = channel - mine * args.y_channels;
-    if (at < 0 || merge >= merges || mine >= args.merged || first_group + group >= args.groups) {
-      return 0.0f;
-    }
-    if (!is_finite(value)) {
-      value = 0;
-      const Walk p(args.tile, position, 0);
-      const int image = first[0] + p.n;
-      const char* const there =
-          reinterpret_cast<const char*>(x + group * args.x_group) + image * args.x_stride.image;
-      for (int tap = 0; tap < taps; ++tap) {
-        const int j01 = tap / phase[2].taps, j0 = j01 / phase[1].taps;
-        const int j1 = j01 - j0 * phase[1].taps, j2 = tap - j01 * phase[2].taps;
-        const int d = from[0] + (p.d * args.x_step[0] + j0 * args.x_tap[0] - low[0]) * args.lattice[0];
-        const int h = from[1] + (p.h * args.x_step[1] + j1 * args.x_tap[1] - low[1]) * args.lattice[1];
-        const int v = from[2] + (p.w * args.x_step[2] + j2 * args.x_tap[2] - low[2]) * args.lattice[2];
-        if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0]) ||
-            static_cast<u32>(h) >= static_cast<u32>(args.x_size[1]) ||
-            static_cast<u32>(v) >= static_cast<u32>(args.x_size[2])) {
-          continue;
-        }
-        const T* const xs = reinterpret_cast<const T*>(
-            there + static_cast<i64>(d) * args.x_stride.spatial[0] +
-            static_cast<i64>(h) * args.x_stride.spatial[1] +
-            static_cast<i64>(v) * args.x_stride.spatial[2]);
-        const T* const ws = w + group * args.w_stride[0] + k * args.w_stride[ACROSS ? 2 : 1] +
-                            (phase[0].r0 + j0 * args.r_step[0]) * args.w_stride[3] +
-                            (phase[1].r0 + j1 * args.r_step[1]) * args.w_stride[4] +
-                            (phase[2].r0 + j2 * args.r_step[2]) * args.w_stride[5];
-        for (int c = 0; c < args.x_channels; ++c) {
-          value += widen(xs[c]) * widen(ws[c * args.w_stride[ACROSS ? 1 : 2]]);
-        }
-      }
-    }
-    const T* accumulate = static_cast<const T*>(args.accumulate);
-    if (accumulate != nullptr) accumulate += (first_group + group) * args.y_group + at + k;
-    const T* bias = static_cast<const T*>(args.bias);
-    if (bias != nullptr) bias += (first_group + group) * args.y_channels + k;
-    return finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation);
-  };
-
   const int packs = (merges + PACK - 1) / PACK;
   const int column_blocks = (y_merge + NF * 8 - 1) / (NF * 8);
   const int row_blocks = (fragments + MF - 1) / MF;
@@ -267,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int x_merge_bytes = x_chunks * 16;
   // Bytes between 8 result channels in the weights.
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
-  char* const rows = base + args.rows_at + warp * 16 * kRowPitch;
+  char* const rows = base + args.rows_at + warp * kRowsBytes;
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += kWarps) {
     const u32 row_and_column = static_cast<u32>(unit) / static_cast<u32>(packs);
@@ -275,103 +290,76 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int row_block = row_and_column / static_cast<u32>(column_blocks);
     const int column_block = row_and_column - row_block * column_blocks;
     const int fragment = row_block * MF;
-    float sum[PACK][MF][NF][4] = {};
-    u32 from_a[MF];
-#pragma unroll
-    for (int f = 0; f < MF; ++f) {
+    const Operands from = {
+        step_at + (lane >> 4), step_at + (lane >> 3 & 1), step_at, steps, x_merge_bytes,
+        merge_bytes, column_bytes, weights_at + merge * merge_bytes + column_block * NF * column_bytes,
+        args.w_pitch};
+    auto a_at = [&](int f) {
       const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
-      from_a[f] = box_at + source_at[row] + merge * x_merge_bytes;
-    }
-    const u32 from_b = weights_at + merge * merge_bytes + column_block * NF * column_bytes;
-    const u32 lane_b =
-        from_b + (lane & 7) * args.w_pitch + (lane >> 4) * (PACK == 2 ? merge_bytes : column_bytes);
-    const u32 word_b = from_b + (lane & 3) * args.w_pitch + (lane >> 2) * 4;
-    const Step* const steps_a = step_at + (lane >> 4);
-    const Step* const steps_b = step_at + (lane >> 3 & 1);
-#pragma unroll 2
-    for (int step = 0; step < steps; ++step) {
-      const int a_offset = steps_a[step * 2].a;
-      u32 b[PACK * NF + 1][2];
-      if constexpr (ACROSS && kSize == 4) {
-        const int near = step_at[step * 2].b, far = step_at[step * 2 + 1].b;
+      return box_at + source_at[row] + merge * x_merge_bytes;
+    };
+    const int first_channel = column_block * NF * 8;
+    if (args.plain) {
+      float sum[PACK][MF][NF][4] = {};
+      u32 from_a[MF];
 #pragma unroll
-        for (int s = 0; s < PACK; ++s) {
-#pragma unroll
-          for (int j = 0; j < NF; ++j) {
-            const u32 at = word_b + s * merge_bytes + j * column_bytes;
-            b[s * NF + j][0] = load_word(at + near);
-            b[s * NF + j][1] = load_word(at + far);
-          }
-        }
-      } else {
-        const int b_offset = steps_b[step * 2].b;
-#pragma unroll
-        for (int j = 0; j < PACK * NF; j += 2) {
-          u32 four[4];
-          const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * column_bytes);
-          if constexpr (ACROSS) {
-            load_matrices_transposed(four, at);
-          } else {
-            load_matrices(four, at);
-          }
-          b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
-        }
-      }
-      if constexpr (kSize == 4) {
-#pragma unroll
-        for (int j = 0; j < PACK * NF; ++j) b[j][0] = to_tf32(b[j][0]), b[j][1] = to_tf32(b[j][1]);
-      }
-#pragma unroll
-      for (int f = 0; f < MF; ++f) {
-#pragma unroll
-        for (int s = 0; s < PACK; ++s) {
-          u32 a[4];
-          load_matrices(a, from_a[f] + a_offset + s * x_merge_bytes);
-          if constexpr (kSize == 4) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
-          }
-#pragma unroll
-          for (int j = 0; j < NF; ++j) {
-            mma<T>(sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int f = 0; f < MF; ++f) {
-      if (fragment + f >= fragments) break;
-      const int position = (fragment + f) * 16;
+      for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
+      multiply(sum, from_a, from);
+      // Most results are sums that only need to be rounded.
+      float finite = 0;
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
 #pragma unroll
-        for (int j = 0; j < NF; ++j) {
+        for (int f = 0; f < MF; ++f) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = lane / 4 + half * 8, column = j * 8 + lane % 4 * 2;
-            float one = sum[s][f][j][half * 2], two = sum[s][f][j][half * 2 + 1];
-            if (!args.plain || !is_finite(one) || !is_finite(two)) {
-              const int channel = column_block * NF * 8 + column;
-              one = settle(one, position + row, merge + s, channel);
-              two = settle(two, position + row, merge + s, channel + 1);
-            }
-            store_pair(reinterpret_cast<T*>(rows + row * kRowPitch) + s * NF * 8 + column, one, two);
+          for (int j = 0; j < NF; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) finite = fmaf(sum[s][f][j][e], 0.0f, finite);
           }
         }
       }
-      __syncwarp();
-      constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
+      if (__all_sync(~0u, finite == 0.0f)) {
 #pragma unroll
-      for (int i = lane; i < 16 * kLine; i += 32) {
-        const int row = i / kLine, line = i % kLine, s = line / kMergeLine;
-        const int channel = column_block * NF * 8 + (line - s * kMergeLine) * kChunk;
-        const i64 at = result_at[position + row];
-        const int channels = min(y_merge, (args.groups - first_group) * args.y_channels -
-                                              (merge + s) * y_merge);
-        if (at >= 0 && merge + s < merges && channel < channels) {
-          *reinterpret_cast<uint4*>(y + at + (merge + s) * y_merge_stride + channel) =
-              *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
+        for (int f = 0; f < MF; ++f) {
+          if (fragment + f >= fragments) break;
+          put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+          __syncwarp();
+          constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
+#pragma unroll
+          for (int i = lane; i < 16 * kLine; i += 32) {
+            const int row = i / kLine, line = i % kLine, s = line / kMergeLine;
+            const int channel = first_channel + (line - s * kMergeLine) * kChunk;
+            const i64 at = result_at[(fragment + f) * 16 + row];
+            if (at >= 0 && merge + s < merges && channel < y_merge) {
+              *reinterpret_cast<uint4*>(y + at + (merge + s) * y_merge_stride + channel) =
+                  *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
+            }
+          }
+          __syncwarp();
         }
+        continue;
+      }
+    }
+    // The others once more, 16 positions at a time, which leaves registers for what follows.
+#pragma unroll 1
+    for (int f = 0; f < MF && fragment + f < fragments; ++f) {
+      float sum[PACK][1][NF][4] = {};
+      const u32 from_a[1] = {a_at(f)};
+      multiply(sum, from_a, from);
+      float* const slab = reinterpret_cast<float*>(rows);
+      put(sum, 0, slab, kColumns + 4);
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < 16 * kColumns; i += 32) {
+        const int row = i / kColumns, column = i % kColumns, s = column / (NF * 8);
+        const int channel = first_channel + column - s * NF * 8;
+        const int position = (fragment + f) * 16 + row;
+        const i64 at = result_at[position];
+        if (at < 0 || merge + s >= merges || channel >= y_merge) continue;
+        const int own = static_cast<u32>(channel) / static_cast<u32>(args.y_channels);
+        settle(args, place, slab[row * (kColumns + 4) + column], at, position,
+               place.first_group + (merge + s) * args.merged + own,
+               channel - own * args.y_channels);
       }
       __syncwarp();
     }

@@ -39,6 +39,8 @@ __all__ = ["Box", "GroupedGather", "Unit"]
 # Positions of a box; more take registers and shared memory that other blocks could use.
 MOST_POSITIONS = 512
 RESERVED_BYTES = 1024
+# In shared memory beside what a launch asks for.
+PLACE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,10 @@ class Unit:
             ("BLOCKS", str(self.blocks)),
         )
 
-    def row_bytes(self, dtype: DType) -> int:
-        """Of a warp's rows of results."""
-        return 16 * (self.merges * self.columns * 8 * dtype.itemsize + 16)
+    @property
+    def rows_bytes(self) -> int:
+        """Of a warp's rows of sums."""
+        return 16 * (self.merges * self.columns * 8 + 4) * 4
 
 
 UNITS = {
@@ -258,10 +261,10 @@ class _Shared:
         self.sources_at = self.results_at + positions * 8
         self.steps_at = self.sources_at + positions * 4
         self.rows_at = self.steps_at + ceil_div(taps * x_chunks, 2) * 16
-        end = self.rows_at + unit.warps * unit.row_bytes(work.dtype)
+        end = self.rows_at + unit.warps * unit.rows_bytes
         # Beyond the last result channel, units read what lies there.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
-        self.total_bytes = max(end, beyond)
+        self.total_bytes = max(end, beyond) + PLACE_BYTES
 
     @property
     def copied_bytes(self) -> int:

@@ -200,8 +200,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
   const int column_offset = (merge * y_merge + column_block * NF * 8) * kSize;
-  // The last column block may hold less: its loads stay within the block's channels.
-  const int columns = y_merge - column_block * NF * 8;
   float sum[MT][NF][4] = {};
 
 #pragma unroll 1
@@ -213,16 +211,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (busy) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
-#pragma unroll 1
+#pragma unroll 2
       for (int step = k_split; step < steps; step += k_splits) {
         const int pixel = step * kDepth;
         u32 b[NF][2];
         if constexpr (kSize == 2) {
           const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_box.pitch;
 #pragma unroll
-          for (int j = 0; j < NF; ++j) {
-            if (j * 8 < columns) load_matrices_transposed(b[j], y_lane + j * 16);
+          for (int j = 0; j < NF - 1; j += 2) {
+            u32 four[4];
+            load_matrices_transposed(four, y_lane + (j + (lane >> 4)) * 16);
+            b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
           }
+          if constexpr (NF % 2 == 1) load_matrices_transposed(b[NF - 1], y_lane + (NF - 1) * 16);
         } else {
           const u32 y_lane = y_box + (pixel + (lane & 3)) * args.y_box.pitch + (lane >> 2) * 4;
 #pragma unroll
@@ -258,17 +259,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   wait_copies<0>();
 
-  // The warps of one item, in order.
-  float* const slab = reinterpret_cast<float*>(base) + (item * 32 + lane) * kSums;
-  for (int turn = k_splits - 1; turn > 0; --turn) {
+  // The warps of one item, in order; in the end the item's sums lie in its slab.
+  float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32;
+  for (int turn = k_splits - 1; turn >= 0; --turn) {
     if (turn == k_split && busy) {
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) slab[i ^ (lane & 3)] = sum[i / 4 / NF][i / 4 % NF][i % 4];
-    }
-    __syncthreads();
-    if (turn - 1 == k_split && busy) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sum[i / 4 / NF][i / 4 % NF][i % 4] += slab[i ^ (lane & 3)];
+      for (int i = 0; i < kSums; ++i) {
+        float* const to = slab + i * 32 + lane;
+        const float mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
+        *to = turn == k_splits - 1 ? mine : mine + *to;
+      }
     }
     __syncthreads();
   }
@@ -308,28 +308,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
   float* const partials = args.partials + split * results;
-#pragma unroll
-  for (int i = 0; i < MT; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = (row_block * MT + i) * 16 + half * 8 + lane / 4;
-      if (row >= rows) continue;
-      const int tap = row / x_merge, channel = row - tap * x_merge;
-      const int x_own = channel / args.in_channels, c = channel - x_own * args.in_channels;
-#pragma unroll
-      for (int j = 0; j < NF; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = (column_block * NF + j) * 8 + lane % 4 * 2 + e;
-          const int y_own = column / args.out_channels, k = column - y_own * args.out_channels;
-          if (column >= y_merge || y_own != x_own) continue;
-          const int group = merge * args.merged + x_own;
-          float value = sum[i][j][half * 2 + e];
-          if (!is_finite(value)) value = again(group, k, c, tap);
-          const i64 result = static_cast<i64>(first_group + group) * args.out_channels + k;
-          partials[(result * taps + tap) * args.in_channels + c] = value;
-        }
-      }
+  // Neighbouring lanes have neighbouring rows: channels, then taps, as partial sums lie.
+#pragma unroll 1
+  for (int row = lane; row < MT * 16; row += 32) {
+    const int row_of_all = row_block * MT * 16 + row;
+    if (row_of_all >= rows) break;
+    const int tap = row_of_all / x_merge, channel = row_of_all - tap * x_merge;
+    const int own = channel / args.in_channels, c = channel - own * args.in_channels;
+    const int group = merge * args.merged + own;
+    // This group's columns, counted from the column block's first.
+    const int first_column = own * args.out_channels - column_block * NF * 8;
+    const i64 first = static_cast<i64>(first_group + group) * args.out_channels;
+    float* to = partials + (first * taps + tap) * args.in_channels + c;
+    const float* const from = slab + (row / 16 * NF * 4 + row / 8 % 2 * 2) * 32 + row % 8 * 4;
+#pragma unroll 1
+    for (int k = 0; k < args.out_channels; ++k, to += taps * args.in_channels) {
+      const int column = first_column + k;
+      if (column < 0 || column >= NF * 8) continue;
+      const float value = from[(column / 8 * 4 + column % 2) * 32 + column % 8 / 2];
+      *to = is_finite(value) ? value : again(group, k, c, tap);
     }
   }
 }

@@ -261,8 +261,7 @@ class _Block:
         self.items = min(items, item.warps)
         self.item_groups = ceil_div(items, self.items)
         sums = self.items * 32 * item.rows * item.columns * 4 * 4
-        together = item.warps // self.items > 1
-        self.sources_at = max(STAGES * self.stage_bytes, sums if together else 0)
+        self.sources_at = max(STAGES * self.stage_bytes, sums)
         self.rows_at = self.sources_at + pixels * 4
         self.total_bytes = self.rows_at + shapes.row_blocks * item.rows * 16 * 4
 

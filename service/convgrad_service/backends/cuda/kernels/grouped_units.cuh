@@ -1,0 +1,109 @@
+// What a warp of grouped_gather.cu computes at once: MF * 16 positions x PACK merges x NF * 8 result
+// channels, from a box of the source and the weights, both in shared memory.
+//
+// A step of the reduction is two chunks, of one tap each. The weights' chunks run along the source's
+// channels (ACROSS 0) or along the result's (ACROSS 1).
+#pragma once
+
+#include "grouped_box.cuh"
+
+namespace convgrad {
+
+constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
+constexpr int kChunk = 16 / kSize;
+constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
+constexpr int kRowPitch = kColumns * kSize + 16;
+constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // of a warp: its sums as they are
+
+// Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
+struct Step {
+  int a, b;
+};
+
+// Where a lane finds a unit's operands.
+struct Operands {
+  const Step *a, *b, *all;
+  int steps;
+  int x_merge_bytes, merge_bytes, column_bytes;  // from one merge, or 8 result channels, to the next
+  u32 weights;
+  int w_pitch;
+};
+
+// Sums of kRows * 16 positions, whose rows of the box are at `from_a`.
+template <int kRows>
+__device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
+                                         const u32 (&from_a)[kRows], const Operands& from) {
+  using T = ELEMENT;
+  const int lane = threadIdx.x & 31;
+  const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
+                     (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
+  const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
+#pragma unroll 2
+  for (int step = 0; step < from.steps; ++step) {
+    const int a_offset = from.a[step * 2].a;
+    u32 b[PACK * NF + 1][2];
+    if constexpr (ACROSS && kSize == 4) {
+      const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
+#pragma unroll
+      for (int s = 0; s < PACK; ++s) {
+#pragma unroll
+        for (int j = 0; j < NF; ++j) {
+          const u32 at = word_b + s * from.merge_bytes + j * from.column_bytes;
+          b[s * NF + j][0] = load_word(at + near);
+          b[s * NF + j][1] = load_word(at + far);
+        }
+      }
+    } else {
+      const int b_offset = from.b[step * 2].b;
+#pragma unroll
+      for (int j = 0; j < PACK * NF; j += 2) {
+        u32 four[4];
+        const u32 at = lane_b + b_offset + (PACK == 2 ? 0 : j * from.column_bytes);
+        if constexpr (ACROSS) {
+          load_matrices_transposed(four, at);
+        } else {
+          load_matrices(four, at);
+        }
+        b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
+      }
+    }
+    if constexpr (kSize == 4) {
+#pragma unroll
+      for (int j = 0; j < PACK * NF; ++j) b[j][0] = to_tf32(b[j][0]), b[j][1] = to_tf32(b[j][1]);
+    }
+#pragma unroll
+    for (int f = 0; f < kRows; ++f) {
+#pragma unroll
+      for (int s = 0; s < PACK; ++s) {
+        u32 a[4];
+        load_matrices(a, from_a[f] + a_offset + s * from.x_merge_bytes);
+        if constexpr (kSize == 4) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
+        }
+#pragma unroll
+        for (int j = 0; j < NF; ++j) {
+          mma<T>(sum[s][f][j], a, b[s * NF + j][0], b[s * NF + j][1]);
+        }
+      }
+    }
+  }
+}
+
+// A fragment's sums, as they are or rounded, to a warp's rows.
+template <int kRows, class To>
+__device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,
+                                    int pitch) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int s = 0; s < PACK; ++s) {
+#pragma unroll
+    for (int j = 0; j < NF; ++j) {
+      To* const at = to + lane / 4 * pitch + (s * NF + j) * 8 + lane % 4 * 2;
+      store_pair(at, sum[s][f][j][0], sum[s][f][j][1]);
+      store_pair(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
+    }
+  }
+}
+
+}  // namespace convgrad
