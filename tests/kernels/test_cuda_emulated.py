@@ -47,7 +47,8 @@ POOLS = [
     case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
 ]
 DTYPE = {"tiles": "float32", "direct": "bfloat16"}
-# The tensor cores' kernels at whole and at odd chunks of channels, in 16 bits and TF32.
+# The tensor cores' kernels at whole and at odd chunks of channels, in 16 bits, in TF32, and in
+# float32 by split factors.
 DENSE = [case for case in CASES if case.operation in FROM_CONV]
 TF32 = 2.0**-10  # what rounding the factors costs
 # What plans choose: kernels for depthwise convolutions and for pooling.
@@ -74,10 +75,12 @@ def test_convolution(
 
 
 @pytest.mark.parametrize("gate", ["exact", "bounded"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", "highest"), ("float32", "high"), ("float32", "highest")]
+)
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
-def test_tensor_cores(seed: int, case: Case, dtype: str, gate: str) -> None:
-    high = dtype == "float32"
+def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: str) -> None:
+    high = precision == "high"
     tensors, wanted = drawn(seed, case, dtype, gate)
     if high:
         case = case.with_params("high", precision="high")

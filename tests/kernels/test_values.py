@@ -108,6 +108,27 @@ def test_subnormals_survive(backend: Backend, seed: int, case: Case, dtype: str)
         assert not reference.value.any() or array.any()
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "both"),
+    [(-148, -90, False), (-80, -50, True), (40, 58, True)],
+    ids=["subnormal_and_small_factors", "subnormal_products", "large"],
+)
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.id)
+def test_float32_of_every_magnitude(
+    backend: Backend, seed: int, case: Case, least: int, most: int, both: bool
+) -> None:
+    """Factors that are split in two, or scaled, lose nothing where their range ends."""
+    rng = rng_for(seed, case.id, str(least))
+    tensors = draw(case, rng, DTYPES["float32"], normals)
+    factors = [name for name in ("grad_output", "input", "weight") if name in tensors]
+    # conv_backward multiplies grad_output with each of the others.
+    for name in factors if both else factors[:1]:
+        powers = rng.integers(least, most, tensors[name].shape).astype(np.float64)
+        tensors[name] = (tensors[name] * np.exp2(powers)).astype(np.float32)
+    wanted = expected(case.operation, tensors, case.params)
+    check(answers(backend, case, tensors), wanted, "bounded", f"seed {seed}, {case.id}")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CONVS)
 def test_adjointness(backend: Backend, seed: int, name: str, dtype: str) -> None:
