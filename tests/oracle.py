@@ -24,6 +24,10 @@ _GEOMETRY = ("stride", "padding", "dilation", "groups")
 _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
+# What rounding both factors of a product to TF32 costs, of the product.
+TF32 = 2.0**-10
+
+
 def _only(params: Params, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: params[name] for name in names if name in params}
 
@@ -135,6 +139,7 @@ def _fused(t: Tensors, params: Params) -> Answer:
         round_intermediate=(lambda a: rounded(a, dtype)) if exact else None,
         u_intermediate=U[dtype.name],
         u_accumulate=u_accumulate,
+        c_factors=TF32 if params.get("precision") == "high" else 0.0,
     )
     return {"output": out}
 

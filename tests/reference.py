@@ -333,12 +333,14 @@ def fused(
     round_intermediate: Callable[[Float], Float] | None = None,
     u_intermediate: float = 0.0,
     u_accumulate: float = 0.0,
+    c_factors: float = 0.0,
 ) -> Reference:
     """activation1(conv1(round(activation0(conv0(input) + bias0))) + bias1).
 
     With `round_intermediate` the intermediate is rounded here too (the exact gate: nothing before
     it rounds, so both round the same number). Without, the error of that rounding, u_intermediate
-    of the value and u_accumulate a term, becomes slack: |weight1| convolved with it.
+    of the value, u_accumulate a term and c_factors for rounded factors, becomes slack: |weight1|
+    convolved with it.
     """
     first = conv_fwd(input, weight0, bias0, **conv0)
     middle = ACTIVATIONS[activation0](first.value)
@@ -346,7 +348,8 @@ def fused(
         middle, error = round_intermediate(middle), np.zeros_like(middle)
     else:
         terms = first.terms + _ACTIVATION_TERMS
-        error = u_intermediate * np.abs(middle) + _SLOPE * u_accumulate * terms * first.magnitude
+        summed = (c_factors + u_accumulate * terms) * first.magnitude
+        error = u_intermediate * np.abs(middle) + _SLOPE * summed
         # An infinity is exact, and so is what an activation makes of it.
         error = np.where(np.isfinite(first.magnitude), error, 0.0)
     second = conv_fwd(middle, weight1, bias1, **conv1)

@@ -71,13 +71,18 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
     started = time.perf_counter()
     backend.run(problem, tensors, cancelled)
     whole_s = time.perf_counter() - started
-    timer = threading.Timer(whole_s / 8, cancelled.set)
-    timer.start()
-    started = time.perf_counter()
-    with pytest.raises(DeadlineExceeded):
-        backend.run(problem, tensors, cancelled)
-    assert time.perf_counter() - started < whole_s
-    timer.join()
+    # Other tests may run beside this one and take their share of the time: three attempts.
+    spent_s = []
+    while len(spent_s) < 3 and not any(one < whole_s for one in spent_s):
+        cancelled.clear()
+        timer = threading.Timer(whole_s / 8, cancelled.set)
+        timer.start()
+        started = time.perf_counter()
+        with pytest.raises(DeadlineExceeded):
+            backend.run(problem, tensors, cancelled)
+        spent_s.append(time.perf_counter() - started)
+        timer.join()
+    assert min(spent_s) < whole_s
 
 
 def test_the_interpreter_stays_free(backend: Backend) -> None:

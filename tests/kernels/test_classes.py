@@ -11,10 +11,7 @@ from tests.arrays import DTYPES, draw, integers, normals, rng_for
 from tests.cases import FROM_CONV, Case
 from tests.classes import CLASSES
 from tests.kernels.harness import answers, check, with_layouts
-from tests.oracle import expected
-
-# Rounding both factors to TF32.
-TF32 = 2.0**-10
+from tests.oracle import TF32, expected
 
 # What networks are trained in comes up most.
 SHARES = {"bfloat16": 4, "float16": 2, "float32": 3, "float64": 1}

@@ -20,6 +20,7 @@ from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda import compile as compiling
 from convgrad_service.problems import Problem, problem_from
 from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.bounds import assert_same_bits
@@ -166,9 +167,13 @@ def test_a_fault_is_told_and_remembered() -> None:
     assert lines[2].startswith("an illegal address")
 
 
-def test_kernels_are_compiled_once(seed: int, tmp_path: Path) -> None:
+def test_kernels_are_compiled_once(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache holds whole cubins, and a second backend reads them."""
     cache = tmp_path / "cubins"
+    # What lies in the package's own folder would not be compiled at all.
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "ahead")
     problem, tensors = stated(CASES[0], seed)
     first = CudaBackend(cache=cache).run(problem, tensors).outputs
     files = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.cubin")}
