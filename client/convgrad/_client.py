@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call
+from convgrad._call import Answer, Call, as_tensor
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._methods import method
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad._transport import HttpxTransport, Transport
+from convgrad.dtypes import DType
 from convgrad.errors import ConvgradError
+
+if TYPE_CHECKING:
+    from convgrad._shared_calls import SharedMemory
 
 __all__ = ["Client"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def _shared_memory(transport: str, complete: Callable[[Target[Any]], Any]) -> SharedMemory | None:
+    if transport == "http":
+        return None
+    if transport != "shm":
+        raise ValueError(f"transport: expected http or shm, got {transport!r}")
+    # Not every system has what it needs, and few programs need it.
+    from convgrad._shared_calls import SharedMemory
+
+    return SharedMemory(complete)
 
 
 class Client:
@@ -51,6 +68,10 @@ class Client:
         "safetensors", or "json" (slower; for servers behind something that reads bodies).
     headers
         Sent with every request: a key, for instance.
+    transport
+        "http", or "shm" for a server on this machine that has CONVGRAD_SYSTEM_SHARED_MEMORY set:
+        tensors then lie in shared memory, and requests only say where. Results stay there while
+        they are used, and sent again they are not copied; see `empty`.
     http_client
         An `httpx.Client` of the caller's own, whose proxies, certificates, limits or transport
         are then used, and which the caller closes. Without one, plain HTTP goes over sockets of
@@ -67,6 +88,7 @@ class Client:
         retries: int = 2,
         wire: str = "safetensors",
         headers: Mapping[str, str] | None = None,
+        transport: str = "http",
         http_client: httpx.Client | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -78,6 +100,7 @@ class Client:
         else:
             self._transport = HttpxTransport(http_client)
         self._sleep = sleep
+        self._shared = _shared_memory(transport, self._complete_own)
 
     conv_bwd_data = method(_calls.conv_bwd_data)
     grouped_conv_bwd_weight = method(_calls.grouped_conv_bwd_weight)
@@ -97,7 +120,21 @@ class Client:
         Raises
             As `conv_bwd_data`.
         """
+        if self._shared is not None:
+            return self._shared.call(call, self._complete_own)
         return self._complete(call_target(call, self._options.wire), self._options)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
+        """An array of any content to be filled and sent; with ``transport="shm"`` it lies in
+        shared memory, from where it is sent without a copy. Results lie there too.
+
+        Raises
+            MalformedRequest for a dtype that no operation takes; ClientError without such memory.
+        """
+        array = as_tensor("empty", np.empty((0,), dtype))
+        if self._shared is None:
+            return np.empty(tuple(shape), array.dtype)
+        return self._shared.empty(tuple(shape), DType(array.dtype.name))
 
     def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
@@ -128,6 +165,8 @@ class Client:
     def close(self) -> None:
         """Close the connections, unless they are an injected client's."""
         if self._owns_transport:
+            if self._shared is not None:
+                self._shared.close()
             self._transport.close()
 
     def __enter__(self) -> Client:
@@ -147,6 +186,9 @@ class Client:
         except ConvgradError:
             return False
         return True
+
+    def _complete_own(self, target: Target[R]) -> R:
+        return self._complete(target, self._options)
 
     def _complete(self, target: Target[R], options: Options) -> R:
         exchange = Exchange(target, options)

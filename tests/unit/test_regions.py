@@ -29,7 +29,7 @@ pytestmark = needs_shm
 @pytest.fixture
 def key() -> Iterator[str]:
     """A file of four pages in /dev/shm."""
-    name = f"convgrad-test-{uuid.uuid4().hex}"
+    name = f"test-regions-{uuid.uuid4().hex}"
     (SHM / name).write_bytes(bytes(4 * PAGE))
     yield f"/{name}"
     (SHM / name).unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def test_a_key_names_one_file_that_is_there(regions: Regions, bad: str, sentence
 
 
 def test_only_plain_files_are_opened(regions: Regions, key: str) -> None:
-    link, pipe, folder = (SHM / f"convgrad-test-{uuid.uuid4().hex}" for _ in range(3))
+    link, pipe, folder = (SHM / f"test-regions-{uuid.uuid4().hex}" for _ in range(3))
     link.symlink_to(SHM / key[1:])
     os.mkfifo(pipe)
     folder.mkdir()

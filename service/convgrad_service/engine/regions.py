@@ -8,6 +8,7 @@ left behind when it dies. Workers map the file and compute from and to the clien
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import stat
@@ -25,6 +26,8 @@ _FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
 # One file's name. Not a semaphore's, whose bytes are their owner's processes' alone.
 _KEY = re.compile(r"/?(?!sem\.)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}")
 _MAX_NAME_CHARACTERS = 256
+_OURS = "convgrad-"
+"""How the names of our own client's files begin."""
 
 
 class RegionInfo(NamedTuple):
@@ -95,6 +98,7 @@ class Regions:
             )
         if (owner, info.name) in self._regions:
             raise MalformedRequest(f"the region {shown(info.name)} is registered already")
+        self._drop_orphans()
         if len(self._regions) >= self._most:
             raise Overloaded(
                 f"{self._most} regions are registered, the most there may be", retry_after_s=1.0
@@ -168,6 +172,13 @@ class Regions:
         for key, region in list(self._regions.items()):
             self._close(key, region)
 
+    def _drop_orphans(self) -> None:
+        """Close what clients of ours have left behind: each locks its files while it lives."""
+        for key, region in list(self._regions.items()):
+            name = region.info.key.removeprefix("/")
+            if name.startswith(_OURS) and not region.uses and _is_unlocked(region.descriptor):
+                self._close(key, region)
+
     def _of(self, owner: str, name: str) -> Iterator[tuple[tuple[str, str], _Region]]:
         for key, region in list(self._regions.items()):
             if key[0] == owner and (not name or key[1] == name):
@@ -197,6 +208,15 @@ class Regions:
         for future in region.leaving:
             if not future.done():
                 future.set_result(None)
+
+
+def _is_unlocked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return True
 
 
 def _unknown(name: str) -> NotFound:

@@ -1,22 +1,31 @@
-"""Our server with `Sums` in it, on the ports of the command line: HTTP, gRPC."""
+"""Our server, all its processes, with `Sums` in its worker; on the ports of the command line."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-from convgrad_service.malloc import keep_large_blocks
+import uvloop
+
+from convgrad_service.assembly import prepare_process
+from convgrad_service.engine.process import WorkerRecipe
+from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
+from convgrad_service.tree import Tree, run_until_signalled
+from tests.perf.serve.backend import sums
 
 
 def main() -> None:
-    settings = Settings(http_port=int(sys.argv[1]), log_level="error")
-    keep_large_blocks(2**30)  # as `convgrad serve` does, and before anything large is imported
-    from convgrad_service.http_api.app import create_app
-    from convgrad_service.server import ConvgradServer, listening_socket
-    from tests.perf.serve.backend import Sums
-
+    settings = Settings(
+        http_port=int(sys.argv[1]),
+        grpc_port=int(sys.argv[2]),
+        system_shared_memory=True,
+        log_level="error",
+    )
+    recipe = WorkerRecipe(sums, settings.compute_slots, partial(prepare_process, settings))
     with listening_socket(settings.http_host, settings.http_port) as listening:
-        ConvgradServer(create_app(settings, Sums()), settings).run(sockets=[listening])
+        tree = Tree(settings, listening, recipe)
+        uvloop.run(run_until_signalled(tree, lambda port: None))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,14 @@ def paths(at: Addresses, size: Size) -> Iterator[tuple[str, Callable[[ExitStack]
         client = stack.enter_context(convgrad.Client(f"http://127.0.0.1:{at.ours_http}", **options))
         return lambda: client.maxpool2d_fwd(array, size.kernel_size).output
 
+    def in_place(stack: ExitStack) -> Path:
+        """The array was made in shared memory, as `Client.empty` makes one."""
+        url = f"http://127.0.0.1:{at.ours_http}"
+        client = stack.enter_context(convgrad.Client(url, transport="shm"))
+        given = client.empty(size.input_shape, "float32")
+        given[...] = array
+        return lambda: client.maxpool2d_fwd(given, size.kernel_size).output
+
     def plain(stack: ExitStack, port: int) -> Path:
         http = stack.enter_context(httpx.Client(timeout=60, trust_env=False))
         return plain_json_path(http, f"http://127.0.0.1:{port}/{OPERATION}", size, array)
@@ -130,6 +138,8 @@ def paths(at: Addresses, size: Size) -> Iterator[tuple[str, Callable[[ExitStack]
 
     yield "ours, binary HTTP, SDK", sdk
     yield "ours, JSON, SDK", partial(sdk, wire="json")
+    yield "ours, shared memory, SDK", in_place
+    yield "ours, shared memory, SDK, with copies", partial(sdk, transport="shm")
     for server, port in (("ours", at.ours_http), ("FastAPI", at.fastapi)):
         yield f"{server}, JSON, httpx", partial(plain, port=port)
     for kind, module, ports in (

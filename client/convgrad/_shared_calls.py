@@ -1,0 +1,254 @@
+"""Calls whose tensors a server on the same machine reads and writes in shared memory.
+
+The request is the Open Inference Protocol's with Triton's shared-memory extension: a few hundred
+bytes over HTTP that say where each tensor lies. How large the outputs of a request are is known
+from the last answer to one like it; the first such answer brings them over the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad._body import Body
+from convgrad._call import Answer, Call
+from convgrad._exchange import Target
+from convgrad._reply import Reply, server_timing_s
+from convgrad._shared_regions import ALIGNMENT_BYTES, Region, RegionPool
+from convgrad.dtypes import DType
+from convgrad.errors import InvalidAnswer, NotFound
+
+__all__ = ["SharedMemory"]
+
+T = TypeVar("T")
+Complete = Callable[[Target[Any]], Any]
+
+_JSON = "application/json"
+_PROTOCOL = {
+    DType.FLOAT16: "FP16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT32: "FP32",
+    DType.FLOAT64: "FP64",
+    DType.INT32: "INT32",
+    DType.INT64: "INT64",
+}
+_FROM_PROTOCOL = {name: dtype for dtype, name in _PROTOCOL.items()}
+# Kinds of calls whose outputs are remembered.
+_MOST_KINDS = 1024
+
+
+@dataclass(frozen=True)
+class _Output:
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SharedMemory:
+    """The regions of one client, and calls through them.
+
+    ``complete`` sends a request and reads its reply, retries included.
+    """
+
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+        self._pool = RegionPool(self._register, self._unregister)
+        self._outputs: dict[Any, tuple[_Output, ...]] = {}
+
+    def call(self, call: Call[T], complete: Complete) -> Answer[T]:
+        """The answer to a Call; ``complete`` has the options of this one.
+
+        Raises
+            As `Client.call`, and ClientError where there is no shared memory to be had.
+        """
+        try:
+            return self._attempt(call, complete)
+        except NotFound:
+            # Another server than the one that regions were registered with: it was restarted.
+            self._pool.forget_all()
+            return self._attempt(call, complete)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+        """An array in shared memory, of any content."""
+        output = _Output("", dtype, shape)
+        return _array(self._pool.lend(self._pool.take(output.size_bytes)), output, 0)
+
+    def close(self) -> None:
+        """Give the regions up; arrays in them stay as they are."""
+        self._pool.close()
+
+    def _attempt(self, call: Call[T], complete: Complete) -> Answer[T]:
+        held: list[Region] = []
+        try:
+            places = self._places(call, held)
+            inputs = list(held)
+            known = None if self._pool.is_full else self._outputs.get(_kind(call))
+            into = None
+            if known is not None:
+                into = self._pool.take(sum(_aligned(output.size_bytes) for output in known))
+                held.append(into)
+            request = _request(call, places, known, into)
+            target = Target(
+                "POST",
+                f"v2/models/{call.operation}/infer",
+                Body(_JSON, [json.dumps(request).encode()]),
+                lambda reply, attempts: self._read(call, reply, attempts, known, into),
+            )
+            answer: Answer[T] = complete(target)
+        except BaseException:
+            # The server may be at work on them still, whatever the caller was told.
+            for region in held:
+                self._pool.drop(region)
+            raise
+        for region in inputs:
+            self._pool.give(region)
+        return answer
+
+    def _places(self, call: Call[Any], held: list[Region]) -> dict[str, tuple[str, int]]:
+        """Where each tensor lies, once those that lie elsewhere have been copied to a region."""
+        places, elsewhere, end = {}, {}, 0
+        for name, array in call.tensors.items():
+            place = self._pool.place_of(array)
+            if place is not None:
+                places[name] = place
+            else:
+                elsewhere[name] = end
+                end = _aligned(end + array.nbytes)
+        if elsewhere:
+            region = self._pool.take(end)
+            held.append(region)
+            for name, start in elsewhere.items():
+                array = call.tensors[name]
+                into = region.bytes[start : start + array.nbytes]
+                np.copyto(into.view(array.dtype).reshape(array.shape), array)
+                places[name] = (region.name, start)
+        return places
+
+    def _read(
+        self,
+        call: Call[T],
+        reply: Reply,
+        attempts: int,
+        known: tuple[_Output, ...] | None,
+        into: Region | None,
+    ) -> Answer[T]:
+        from convgrad.contract import Report
+
+        try:
+            head, data = _split(reply)
+            report = Report.model_validate(head["parameters"])
+            found = tuple(
+                _Output(each["name"], _FROM_PROTOCOL[each["datatype"]], tuple(each["shape"]))
+                for each in head["outputs"]
+            )
+            if into is not None and found != known:
+                raise ValueError("the outputs are others than those of the same request before")
+            arrays, at = {}, 0
+            source = data if into is None else self._pool.lend(into)
+            for output in found:
+                arrays[output.name] = _array(source, output, at)
+                at += output.size_bytes if into is None else _aligned(output.size_bytes)
+        except (ValueError, KeyError, TypeError) as refused:
+            raise InvalidAnswer(
+                f"the answer cannot be read: {refused}", request_id=reply.request_id
+            ) from refused
+        if into is None:
+            self._remember(call, found)
+        return Answer(
+            call.read(arrays), report, reply.request_id, server_timing_s(reply.headers), attempts
+        )
+
+    def _remember(self, call: Call[Any], outputs: tuple[_Output, ...]) -> None:
+        while len(self._outputs) >= _MOST_KINDS:
+            self._outputs.pop(next(iter(self._outputs)), None)
+        self._outputs[_kind(call)] = outputs
+
+    def _register(self, region: Region) -> None:
+        fields = {"key": f"/{region.name}", "offset": 0, "byte_size": region.size_bytes}
+        self._control(region.name, "register", Body(_JSON, [json.dumps(fields).encode()]))
+
+    def _unregister(self, name: str) -> None:
+        self._control(name, "unregister", Body(_JSON, [b"{}"]))
+
+    def _control(self, name: str, what: str, body: Body) -> None:
+        path = f"v2/systemsharedmemory/region/{name}/{what}"
+        self._complete(Target("POST", path, body, lambda reply, attempts: None))
+
+
+def _kind(call: Call[Any]) -> Any:
+    """What the outputs' shapes and dtypes follow from."""
+    tensors = tuple((name, array.shape, array.dtype) for name, array in call.tensors.items())
+    return call.operation, tensors, json.dumps(call.parameters, sort_keys=True)
+
+
+def _request(
+    call: Call[Any],
+    places: Mapping[str, tuple[str, int]],
+    outputs: tuple[_Output, ...] | None,
+    into: Region | None,
+) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "inputs": [
+            {
+                "name": name,
+                "datatype": _PROTOCOL[DType(array.dtype.name)],
+                "shape": array.shape,
+                "parameters": _placed(*places[name], array.nbytes),
+            }
+            for name, array in call.tensors.items()
+        ],
+        "parameters": {
+            name: json.dumps(value) if isinstance(value, list | tuple | dict) else value
+            for name, value in call.parameters.items()
+        },
+    }
+    if outputs is None or into is None:
+        request["parameters"]["binary_data_output"] = True
+        return request
+    request["outputs"], at = [], 0
+    for output in outputs:
+        where = _placed(into.name, at, output.size_bytes)
+        request["outputs"].append({"name": output.name, "parameters": where})
+        at += _aligned(output.size_bytes)
+    return request
+
+
+def _placed(name: str, offset: int, size_bytes: int) -> dict[str, Any]:
+    return {
+        "shared_memory_region": name,
+        "shared_memory_offset": offset,
+        "shared_memory_byte_size": size_bytes,
+    }
+
+
+def _split(reply: Reply) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+    """The JSON of an answer, and the binary data behind it."""
+    length = reply.headers.get("Inference-Header-Content-Length")
+    end = len(reply.content) if length is None else int(length)
+    head = json.loads(reply.content[:end].tobytes())
+    if not isinstance(head, dict):
+        raise TypeError(f"expected a JSON object, got {type(head).__name__}")
+    return head, reply.content[end:]
+
+
+def _array(source: NDArray[np.uint8], output: _Output, offset: int) -> NDArray[Any]:
+    found = source[offset : offset + output.size_bytes]
+    if found.size != output.size_bytes:
+        raise ValueError(f"{output.name} takes {output.size_bytes:,} bytes, got {found.size:,}")
+    array = found.view(output.dtype.numpy).reshape(output.shape)
+    # Behind the text of an answer it may begin at any byte.
+    return array if array.flags.aligned else array.copy()
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,194 @@
+"""Shared memory that a client owns and a server on the same machine reads and writes.
+
+Each region is a file below /dev/shm whose name is removed as soon as the server has opened it, so
+nothing is left there however either of them ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import ClientError, ConvgradError
+
+__all__ = ["ALIGNMENT_BYTES", "Region", "RegionPool"]
+
+ALIGNMENT_BYTES = 64
+"""Tensors begin at multiples of it: the server takes those as they lie."""
+
+_FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
+_STEP_BYTES = 1 << 16
+# Regions that nobody uses at the moment, kept for the next call.
+_MOST_IDLE = 8
+# Regions that results lie in, at most: a server takes no more than so many.
+_MOST_IN_USE = 64
+
+
+class Region:
+    """One file, mapped. ``name`` is what the server knows it by."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.name = f"convgrad-{os.getpid()}-{secrets.token_hex(8)}"
+        self.size_bytes = size_bytes
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+        except OSError as error:
+            raise _no_memory(size_bytes, error) from error
+        try:
+            # Held while this process lives: how a server knows that a region has lost its owner.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Taken now, so that too little of it is an error here and not a signal later.
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            memory = mmap.mmap(descriptor, size_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            self.remove_name()
+            raise _no_memory(size_bytes, error) from error
+        weakref.finalize(self, os.close, descriptor)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.start = int(self.bytes.ctypes.data)
+
+    def remove_name(self) -> None:
+        """Take the file's name away; whoever has opened it keeps it."""
+        (_FOLDER / self.name).unlink(missing_ok=True)
+
+
+class RegionPool:
+    """The regions of one client. Safe to use from any thread.
+
+    ``register`` tells the server of a region, ``unregister`` that one is of no more use.
+    """
+
+    def __init__(
+        self, register: Callable[[Region], None], unregister: Callable[[str], None]
+    ) -> None:
+        self._register, self._unregister = register, unregister
+        self._lock = threading.Lock()
+        self._regions: dict[str, Region] = {}
+        self._by_start: list[tuple[int, str]] = []
+        self._idle: list[Region] = []
+        self._dropped: list[str] = []
+        # Filled by finalizers, which may run in the middle of anything and so take no lock.
+        self._returned: deque[Region] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many regions are in use that results should be copied out of them."""
+        with self._lock:
+            self._collect()
+            return len(self._regions) - len(self._idle) >= _MOST_IN_USE
+
+    def take(self, size_bytes: int) -> Region:
+        """A region of at least that size, for one user.
+
+        Raises
+            ClientError where the system has no such memory, and what registering raises.
+        """
+        with self._lock:
+            self._collect()
+            found = self._fitting(size_bytes)
+            over: list[str] = []
+            if len(self._dropped) > _MOST_IDLE:
+                over, self._dropped = self._dropped, []
+        self._tell(over)
+        return found or self._made(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)
+
+    def give(self, region: Region) -> None:
+        """Take back a region for another user."""
+        self._returned.append(region)
+
+    def drop(self, region: Region) -> None:
+        """Never use a region again: the server may be at work on it still."""
+        with self._lock:
+            self._remove(region)
+
+    def lend(self, region: Region) -> NDArray[np.uint8]:
+        """A region's bytes for a caller to keep: it comes back when their last view is gone."""
+        # Not a view of region.bytes: views of that would outlive this array.
+        owner = np.frombuffer(region.bytes.data, np.uint8)
+        weakref.finalize(owner, self.give, region).atexit = False
+        return owner
+
+    def place_of(self, array: NDArray[Any]) -> tuple[str, int] | None:
+        """The region and the offset at which an array lies, None if it lies elsewhere."""
+        address = int(array.ctypes.data)
+        with self._lock:
+            index = bisect_right(self._by_start, (address, "\U0010ffff")) - 1
+            if index < 0:
+                return None
+            region = self._regions[self._by_start[index][1]]
+        offset = address - region.start
+        return (region.name, offset) if offset + array.nbytes <= region.size_bytes else None
+
+    def forget_all(self) -> None:
+        """The server does not know any region any more; arrays in them stay as they are."""
+        with self._lock:
+            for names in (self._regions, self._by_start, self._idle, self._dropped):
+                names.clear()
+
+    def close(self) -> None:
+        """Tell the server that it is over."""
+        with self._lock:
+            names = [*self._dropped, *self._regions]
+        self.forget_all()
+        self._tell(names)
+
+    def _collect(self) -> None:
+        while self._returned:
+            region = self._returned.popleft()
+            if self._regions.get(region.name) is region:
+                self._idle.append(region)
+        while len(self._idle) > _MOST_IDLE:
+            self._remove(self._idle.pop(0))
+
+    def _fitting(self, size_bytes: int) -> Region | None:
+        # One many times too large is better kept for what needs it.
+        most = 2 * max(size_bytes, _STEP_BYTES)
+        fitting = [each for each in self._idle if size_bytes <= each.size_bytes <= most]
+        best = min(fitting, key=lambda each: each.size_bytes, default=None)
+        if best is not None:
+            self._idle.remove(best)
+        return best
+
+    def _remove(self, region: Region) -> None:
+        if self._regions.pop(region.name, None) is not None:
+            self._by_start.remove((region.start, region.name))
+            self._dropped.append(region.name)
+
+    def _made(self, size_bytes: int) -> Region:
+        region = Region(size_bytes)
+        try:
+            self._register(region)
+        finally:
+            region.remove_name()
+        with self._lock:
+            self._regions[region.name] = region
+            insort(self._by_start, (region.start, region.name))
+        return region
+
+    def _tell(self, names: list[str]) -> None:
+        for name in names:
+            # Whoever cannot be told has forgotten, or will when it ends.
+            with contextlib.suppress(ConvgradError):
+                self._unregister(name)
+
+
+def _no_memory(size_bytes: int, error: OSError) -> ClientError:
+    return ClientError(
+        f"{size_bytes:,} bytes of shared memory cannot be had in {_FOLDER}: {error.strerror}; "
+        'transport="http" needs none'
+    )

@@ -1,0 +1,213 @@
+"""`Client(transport="shm")`: the same answers, from the caller's own memory, and nothing left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import convgrad
+from convgrad._call import make_call
+from convgrad.contract import OPERATIONS
+from convgrad_service.backends.cpu import CpuBackend
+from tests.client.fake import ones
+from tests.client.test_real_server import example
+from tests.contract.server import LiveServer, serving
+from tests.fake_backends import Blocking
+
+SHM = Path("/dev/shm")  # noqa: S108 - what is tested
+pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    with serving(CpuBackend(), system_shared_memory=True, log_level="error") as server:
+        yield server
+
+
+@pytest.fixture
+def client(live: LiveServer) -> Iterator[convgrad.Client]:
+    with convgrad.Client(live.url, transport="shm") as client:
+        yield client
+    assert len(regions(live)) == 0
+    assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
+
+
+def regions(live: LiveServer) -> Any:
+    return live.dataplane.engine.regions  # type: ignore[attr-defined]
+
+
+def in_region(client: convgrad.Client, array: Any) -> bool:
+    assert client._shared is not None
+    return client._shared._pool.place_of(array) is not None
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_answers_as_over_http(
+    name: str, client: convgrad.Client, live: LiveServer
+) -> None:
+    call = make_call(name, example(name), dict)
+    with convgrad.Client(live.url) as plain:
+        expected = plain.call(call)
+    for turn in range(3):
+        answer = client.call(call)
+        assert answer.outputs.keys() == expected.outputs.keys()
+        for output, array in answer.outputs.items():
+            np.testing.assert_array_equal(array, expected.outputs[output])
+            assert array.dtype == expected.outputs[output].dtype
+            assert array.flags.writeable
+            assert array.flags.aligned
+            assert in_region(client, array) == (turn > 0)
+        assert answer.report.kernel == expected.report.kernel
+        assert answer.report.flops == expected.report.flops
+        assert "compute" in answer.server_timing_s
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes_survive(dtype: Any, client: convgrad.Client) -> None:
+    given = np.arange(8).reshape(1, 1, 8).astype(dtype)
+    for _ in range(2):
+        output = client.conv_fwd(given, ones(1, 1, 1, dtype=dtype))
+        np.testing.assert_array_equal(output, given)
+        assert output.dtype == given.dtype
+
+
+def test_results_stay_while_they_are_used(client: convgrad.Client) -> None:
+    x, weight = ones(1, 1, 1000), ones(1, 1, 1)
+    kept = [client.conv_fwd(x * turn, weight)[:, :, ::2] for turn in range(20)]
+    for turn, array in enumerate(kept):
+        assert (array == turn).all()
+    assert all(in_region(client, array) for array in kept[1:])
+
+
+def test_regions_are_used_again(client: convgrad.Client, live: LiveServer) -> None:
+    x, weight = ones(1, 1, 100_000), ones(1, 1, 1)
+    for _ in range(30):
+        client.conv_fwd(x, weight)
+        gc.collect()
+    assert len(regions(live)) <= 3
+
+
+def test_what_lies_in_shared_memory_is_sent_from_there(client: convgrad.Client) -> None:
+    x = client.empty((1, 1, 50), "float32")
+    assert in_region(client, x)
+    x[:] = np.arange(50)
+    weight = ones(1, 1, 1)
+    client.conv_fwd(x, weight)
+    first = client.conv_fwd(x, weight)
+    second = client.conv_fwd(first[:, :, 3:], weight)
+    np.testing.assert_array_equal(second, x[:, :, 3:])
+    with pytest.raises(convgrad.MalformedRequest, match="dtype"):
+        client.empty((3,), np.complex64)
+
+
+def test_more_results_than_regions_are_copied(
+    client: convgrad.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convgrad._shared_regions._MOST_IN_USE", 4)
+    kept = [client.conv_fwd(ones(1, 1, 4) * turn, ones(1, 1, 1)) for turn in range(10)]
+    assert [array.max() for array in kept] == list(range(10))
+    assert sum(in_region(client, array) for array in kept) < 6
+
+
+def test_refusals_are_the_servers(client: convgrad.Client) -> None:
+    for _ in range(3):
+        with pytest.raises(convgrad.InvalidProblem):
+            client.conv_fwd(ones(1, 3, 4), ones(1, 2, 1))
+    assert client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1)).sum() == 4
+
+
+def test_threads_share_a_client(client: convgrad.Client) -> None:
+    def ask(value: int) -> bool:
+        return bool((client.conv_fwd(ones(1, 1, 64) * value, ones(1, 1, 1)) == value).all())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(60)))
+
+
+def test_a_server_that_was_restarted_is_told_anew(live: LiveServer) -> None:
+    x, weight = ones(1, 1, 8), ones(1, 1, 1)
+    with convgrad.Client(live.url, transport="shm") as client:
+        client.conv_fwd(x, weight)
+        kept = client.conv_fwd(x, weight)
+        for key, region in list(regions(live)._regions.items()):  # as a new process would be
+            regions(live)._close(key, region)
+        np.testing.assert_array_equal(client.conv_fwd(kept, weight), x)
+        np.testing.assert_array_equal(client.conv_fwd(x, weight), x)
+
+
+def test_a_region_that_the_server_may_still_write_is_not_used_again() -> None:
+    backend = Blocking()
+    x, weight = ones(1, 1, 8), ones(1, 1, 1)
+    with (
+        serving(backend, system_shared_memory=True, log_level="error") as server,
+        convgrad.Client(server.url, transport="shm", retries=0) as client,
+    ):
+        backend.release.set()
+        client.conv_fwd(x, weight)
+        client.conv_fwd(x, weight)
+        assert client._shared is not None
+        pool = client._shared._pool
+        backend.release.clear()
+        with pytest.raises((convgrad.ClientTimeout, convgrad.DeadlineExceeded)):
+            client.with_options(timeout=0.2).conv_fwd(x, weight)
+        assert len(pool._dropped) == 2
+        backend.release.set()
+        client.conv_fwd(x, weight)
+        assert not set(pool._dropped) & set(pool._regions)
+
+
+def test_a_server_without_it_says_so() -> None:
+    with (
+        serving(Blocking(), log_level="error") as server,
+        convgrad.Client(server.url, transport="shm") as client,
+        pytest.raises(convgrad.UnsupportedProblem, match="not enabled"),
+    ):
+        client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
+    assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
+
+
+def test_a_client_that_is_killed_leaves_nothing(live: LiveServer) -> None:
+    code = f"""
+import os, numpy as np, convgrad
+client = convgrad.Client("{live.url}", transport="shm")
+x = np.ones((1, 1, 8), np.float32)
+results = [client.conv_fwd(x, x[:, :, :1]) for _ in range(3)]
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    left = f"convgrad-{int(done.stdout)}-"
+    assert not list(SHM.glob(f"{left}*"))
+    assert any(name.startswith(left) for _, name in regions(live)._regions)
+    with convgrad.Client(live.url, transport="shm") as client:
+        client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
+        assert not any(name.startswith(left) for _, name in regions(live)._regions)
+
+
+def test_no_memory_is_an_error_and_not_a_signal(
+    client: convgrad.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(convgrad.errors.ClientError, match="No space left"):
+        client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
+
+
+def test_transport_is_http_or_shm() -> None:
+    with pytest.raises(ValueError, match="transport: expected http or shm, got 'rdma'"):
+        convgrad.Client(transport="rdma")
+    with convgrad.Client() as client:
+        assert client.empty((2, 3), "float16").shape == (2, 3)
