@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.base import OnHost, Outcome, Plan
 from convgrad_service.problems import Problem
 
 __all__ = ["Blocking", "Failing", "Sums", "Zeros"]
 
 
-class Zeros:
+class Zeros(OnHost):
     """Answers every problem with zeros, at once."""
 
     name = "zeros"
-    devices = 1
     fault: str | None = None
 
     def run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import Backend, ServingBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.arena import default_arena_bytes
 from convgrad_service.engine.dataplane import Dataplane
@@ -52,7 +52,7 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
-def backend_of(settings: Settings, device: int = 0) -> Backend:
+def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
     """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
     options = BackendOptions(
         threads=settings.threads,

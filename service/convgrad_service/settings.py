@@ -68,10 +68,10 @@ class Settings(BaseSettings):
         default=None,
         description="Threads one problem computes on; unset means one per available core.",
     )
-    compute_slots: _Count = Field(
-        default=2,
-        description="Problems computed at the same time; with two or more, the last free one "
-        "is kept for small problems.",
+    compute_slots: _Count | None = Field(
+        default=None,
+        description="Problems a device computes at the same time; with two or more, the last free "
+        "one is kept for small problems. Unset means 2 on the CPU and 4 on a GPU.",
     )
     large_problem_s: _Seconds = Field(
         default=1.0,

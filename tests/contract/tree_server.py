@@ -15,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
@@ -58,7 +58,7 @@ class TreeServer:
 
 @contextmanager
 def serving_tree(
-    make_backend: Callable[[int], Backend], *, slots: int = 2, **settings: Any
+    make_backend: Callable[[int], ServingBackend], *, slots: int = 2, **settings: Any
 ) -> Iterator[TreeServer]:
     """A server of several processes whose workers compute with this backend.
 

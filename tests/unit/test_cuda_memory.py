@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda import memory
-from convgrad_service.backends.cuda.memory import Lane
+from convgrad_service.backends.cuda import memory, pinned
+from convgrad_service.backends.cuda.memory import Bytes, Lane
+from convgrad_service.backends.cuda.pinned import Pinned
 
 
 class FakeRuntime:
@@ -24,6 +25,8 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, int]] = []
+        self.locked: list[tuple[int, int]] = []
+        self.refuses = False
 
     def memcpyAsync(  # noqa: N802
         self, target: int, source: int, size: int, kind: int, stream: int
@@ -31,6 +34,14 @@ class FakeRuntime:
         assert stream == 7
         self.copies.append((kind, size))
         ctypes.memmove(target, source, size)
+
+    class CUDARuntimeError(Exception):
+        pass
+
+    def hostRegister(self, address: int, size: int, flags: int) -> None:  # noqa: N802
+        if self.refuses:
+            raise self.CUDARuntimeError
+        self.locked.append((address, size))
 
 
 class FakeEvent:
@@ -113,3 +124,72 @@ def test_what_fits_goes_in_one_copy(lane: Lane, runtime: FakeRuntime) -> None:
     back = [(offset, np.empty(array.shape, array.dtype)) for offset, array in tensors()[3:]]
     lane.download(back, device.ctypes.data)
     assert [kind for kind, _ in runtime.copies[1:]] == [runtime.memcpyDeviceToHost]
+
+
+@pytest.fixture
+def adopted(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> tuple[Pinned, Bytes]:
+    """Memory of three granules and a bit, adopted."""
+    monkeypatch.setattr(
+        pinned, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    )
+    monkeypatch.setattr(pinned, "GRANULE_BYTES", 4096)
+    host = np.zeros(3 * 4096 + 100, np.uint8)
+    subject = Pinned()
+    subject.adopt(host.ctypes.data, host.nbytes)
+    return subject, host
+
+
+def test_memory_is_locked_when_it_is_used_and_copies_stay_within_a_piece(
+    adopted: tuple[Pinned, Bytes], runtime: FakeRuntime
+) -> None:
+    subject, host = adopted
+    start = host.ctypes.data
+    assert subject.stretches(host[10:20]) == [(start + 10, 10)]
+    assert runtime.locked == [(start, 4096)]
+    assert subject.stretches(host[4000:12288]) == [
+        (start + 4000, 96),
+        (start + 4096, 4096),
+        (start + 8192, 4096),
+    ]
+    assert subject.stretches(host[12200:]) == [(start + 12200, 88), (start + 12288, 100)]
+    assert runtime.locked == [(start + 4096 * at, 4096) for at in range(3)] + [(start + 12288, 100)]
+
+
+def test_what_lies_elsewhere_or_in_pieces_is_not_copied_directly(
+    adopted: tuple[Pinned, Bytes], runtime: FakeRuntime
+) -> None:
+    subject, host = adopted
+    assert subject.stretches(np.zeros(10)) is None
+    assert subject.stretches(host[::2]) is None
+    assert runtime.locked == []
+    runtime.refuses = True
+    assert subject.stretches(host[:10]) is None
+    runtime.refuses = False
+    assert subject.stretches(host[:10]) is None  # asked once, and never again
+
+
+def test_adopted_memory_goes_there_and_back_without_staging(
+    adopted: tuple[Pinned, Bytes], runtime: FakeRuntime
+) -> None:
+    subject, host = adopted
+    host[:] = np.random.default_rng(0).integers(0, 256, host.size)
+    wanted = host.copy()
+    device = np.zeros(20_000, np.uint8)
+    with ThreadPoolExecutor(memory.COPIERS) as copiers:
+        lane = Lane(copiers, subject)
+        places = [(256, host[:5000]), (8192, host[6000:])]
+        lane.upload(places, device.ctypes.data)
+        np.testing.assert_array_equal(device[256:5256], wanted[:5000])
+        np.testing.assert_array_equal(device[8192 : 8192 + host.size - 6000], wanted[6000:])
+        host[:] = 0
+        elsewhere = np.zeros(100, np.uint8)
+        rest = lane.download_soon([*places, (300, elsewhere)], device.ctypes.data)
+        assert [offset for offset, _ in rest] == [300]
+        np.testing.assert_array_equal(host[:5000], wanted[:5000])
+        np.testing.assert_array_equal(host[6000:], wanted[6000:])
+        lane.download(rest, device.ctypes.data)
+        np.testing.assert_array_equal(elsewhere, wanted[44:144])
+        # One tensor elsewhere, and all go by way of staging, which copies the gaps too.
+        before = len(runtime.copies)
+        lane.upload([*places[:1], (8192, elsewhere)], device.ctypes.data)
+        assert len(runtime.copies) == before + 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from convgrad_service.plans.base import Plan
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Backend", "Outcome", "Plan"]
+__all__ = ["Backend", "OnHost", "Outcome", "Plan", "ServingBackend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,6 @@ class Backend(Protocol):
     """Computes problems. Safe to call from several threads at once."""
 
     name: str
-    devices: int
-    """How many devices of this kind there are here, its own included."""
 
     @property
     def fault(self) -> str | None:
@@ -67,3 +65,32 @@ class Backend(Protocol):
     def explain(self, problem: Problem) -> Plan:
         """Which kernel `run` would use, and why not another; computes nothing."""
         ...
+
+
+class ServingBackend(Backend, Protocol):
+    """A backend that a worker of a server runs."""
+
+    devices: int
+    """How many devices of this kind there are here, its own included."""
+
+    slots: int
+    """How many problems are best computed at a time, where nothing else was asked for."""
+
+    pins: bool
+    """Whether it keeps hold of pages of the memory that it adopts."""
+
+    def adopt(self, address: int, size_bytes: int) -> None:
+        """Know that tensors will lie in this memory, which stays mapped."""
+        ...
+
+
+class OnHost:
+    """What a backend without a device of its own says of itself as a `ServingBackend`."""
+
+    devices = 1
+    # With one, a problem of a millisecond would wait for a stranger's of a minute.
+    slots = 2
+    pins = False
+
+    def adopt(self, address: int, size_bytes: int) -> None:
+        """There is nothing to prepare."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE
@@ -34,7 +34,7 @@ class BackendOptions:
     device: int = 0
 
 
-def backend_named(name: BackendName, options: BackendOptions) -> Backend:
+def backend_named(name: BackendName, options: BackendOptions) -> ServingBackend:
     """``cpu`` or ``cuda``; ``auto`` is ``cuda`` where it works, else ``cpu``, and logs why.
 
     Raises:
@@ -43,15 +43,15 @@ def backend_named(name: BackendName, options: BackendOptions) -> Backend:
     return _MAKERS[name](options)
 
 
-def _cpu(options: BackendOptions) -> Backend:
+def _cpu(options: BackendOptions) -> ServingBackend:
     return CpuBackend(threads=options.threads, workspace_limit_bytes=options.workspace_limit_bytes)
 
 
-def _cuda(options: BackendOptions) -> Backend:
-    return CudaBackend(options.device, cache=options.kernel_cache or DEFAULT_CACHE)
+def _cuda(options: BackendOptions) -> ServingBackend:
+    return CudaBackend(device=options.device, cache=options.kernel_cache or DEFAULT_CACHE)
 
 
-def _auto(options: BackendOptions) -> Backend:
+def _auto(options: BackendOptions) -> ServingBackend:
     try:
         return _cuda(options)
     except DeviceUnavailable as error:
@@ -59,7 +59,7 @@ def _auto(options: BackendOptions) -> Backend:
         return _cpu(options)
 
 
-_MAKERS: Mapping[BackendName, Callable[[BackendOptions], Backend]] = {
+_MAKERS: Mapping[BackendName, Callable[[BackendOptions], ServingBackend]] = {
     "auto": _auto,
     "cpu": _cpu,
     "cuda": _cuda,

@@ -16,13 +16,16 @@ from convgrad_service.engine.workers import ThreadWorker
 __all__ = ["hub_inside"]
 
 
+_SLOTS = 2
+
+
 def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
     """A hub with one worker, which takes no jobs any more once the hub is closed."""
     arena = Arena.create(options.arena_bytes)
     schedule = Schedule(options.max_queue, large_s=options.large_s)
     hub = Hub(arena, schedule, options, backend=backend.name)
     hub.fault = lambda: backend.fault
-    worker = ThreadWorker(backend, arena, hub.regions, options.slots, schedule.finished)
+    worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule.finished)
     schedule.add(worker)
     hub.on_close.append(worker.close)
     return hub

@@ -95,6 +95,10 @@ class Memory:
         self._forget = forget
         self._waiting: deque[_Waiting] = deque()
 
+    def keep_all(self) -> None:
+        """Give nothing back to the system from now on."""
+        self._forget = None
+
     @property
     def limit_bytes(self) -> int:
         """What all leases together may hold."""

@@ -14,15 +14,15 @@ class EngineOptions:
     """``tensor_bytes`` and ``text_bytes`` are the arena's two parts, for tensors and for JSON
     bodies; of each, the first ``keep_bytes`` stay with the server once they were used, the rest
     goes back to the system (None: nothing does). ``wait_s`` is how long a request may wait for its
-    place in it. ``slots`` are the jobs that one worker computes at a time. ``max_regions`` of
-    shared memory may be registered.
+    place in it. ``slots`` are the jobs that one worker computes at a time (None: as many as
+    its backend likes). ``max_regions`` of shared memory may be registered.
     """
 
     tensor_bytes: int
     text_bytes: int
     keep_bytes: int | None = None
     wait_s: float = 5.0
-    slots: int = 2
+    slots: int | None = None
     max_queue: int = 64
     large_s: float = 1.0
     max_regions: int = 256

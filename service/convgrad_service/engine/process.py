@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from convgrad.errors import DeviceUnavailable, ServiceError
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.child import spawn
@@ -25,10 +25,10 @@ __all__ = ["ProcessWorker", "WorkerRecipe"]
 
 class WorkerRecipe(NamedTuple):
     """How to start a worker: in its process, ``prepare`` is called, then ``make_backend`` with the
-    number of its device. It computes ``slots`` jobs at a time."""
+    number of its device. It computes ``slots`` jobs at a time, or as many as its backend likes."""
 
-    make_backend: Callable[[int], Backend]
-    slots: int
+    make_backend: Callable[[int], ServingBackend]
+    slots: int | None = None
     prepare: Callable[[], None] = gc.enable  # which it is already: nothing is to be prepared
 
 
@@ -38,10 +38,10 @@ class ProcessWorker:
     def __init__(
         self, recipe: WorkerRecipe, regions: Regions, finished: Callable[..., None]
     ) -> None:
-        self.slots = recipe.slots
+        self.slots = recipe.slots or 1
         self._regions = regions
         self._sent_regions: set[int] = set()
-        self.backend, self.devices = "", 1
+        self.greeting: Hello
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[int] = loop.create_future()
         self._greeted: asyncio.Future[Hello] = loop.create_future()
@@ -86,10 +86,11 @@ class ProcessWorker:
         worker._files = ours[2]
         regions.forgotten.append(worker._forget)
         try:
-            worker.backend, worker.devices = await worker._greeted
+            worker.greeting = await worker._greeted
         except BaseException:
             worker._gone()
             raise
+        worker.slots = worker.greeting.slots
         return worker
 
     @property

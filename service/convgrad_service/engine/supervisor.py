@@ -45,7 +45,9 @@ class Supervisor:
             A device cannot be used at all; the sentence says why.
         """
         first = await self._started(0)
-        self._hub.backend, self._devices = first.backend, first.devices
+        self._hub.backend, self._devices = first.greeting.backend, first.greeting.devices
+        if first.greeting.pins:
+            self._hub.memory.keep_all()
         others = [self._started(index) for index in range(1, self._devices)]
         for index, worker in enumerate([first, *await asyncio.gather(*others)]):
             self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))
@@ -67,7 +69,9 @@ class Supervisor:
         )
         self.workers[index] = worker
         self._hub.schedule.add(worker)
-        _log.info("worker %d is process %d on %s", index, worker.process_id, worker.backend)
+        _log.info(
+            "worker %d is process %d on %s", index, worker.process_id, worker.greeting.backend
+        )
         return worker
 
     async def _keep(self, index: int, worker: ProcessWorker) -> None:

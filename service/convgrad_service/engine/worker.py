@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from convgrad.errors import ServiceError
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import Backend, ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Pipe
 from convgrad_service.engine.jobs import Finished, run_job
@@ -26,10 +26,10 @@ _log = logging.getLogger("convgrad.worker")
 class Start(NamedTuple):
     """What a worker needs to begin; the last four numbers are descriptors that it was given."""
 
-    make_backend: Callable[[int], Backend]
+    make_backend: Callable[[int], ServingBackend]
     prepare: Callable[[], None]
     device: int
-    slots: int
+    slots: int | None
     arena: int
     jobs: int
     control: int
@@ -37,10 +37,16 @@ class Start(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """A worker is ready to compute; there are so many devices like its own, itself included."""
+    """A worker is ready to compute, so many jobs at a time.
+
+    There are ``devices`` like its own, itself included; ``pins`` says that what it has used of the
+    arena may not be given back to the system.
+    """
 
     backend: str
+    slots: int
     devices: int
+    pins: bool
 
 
 class Cancel(NamedTuple):
@@ -69,10 +75,13 @@ def worker_main(start: Start) -> None:
         control.send(error)
         return
     files = socket.socket(fileno=start.files)
-    worker = _Worker(backend, Arena(start.arena), Pipe(start.jobs), files)
-    for index in range(start.slots):
+    arena = Arena(start.arena)
+    backend.adopt(arena.address, arena.size_bytes)
+    worker = _Worker(backend, arena, Pipe(start.jobs), files)
+    slots = start.slots or backend.slots
+    for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
-    control.send(Hello(backend.name, backend.devices))
+    control.send(Hello(backend.name, slots, backend.devices, backend.pins))
     try:
         while True:
             worker.told(control.receive())

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import DeadlineExceeded, DeviceOutOfMemory, UnsupportedProblem
-from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.base import OnHost, Outcome, Plan
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.backends.cpu.runners import RUNNERS
@@ -25,7 +25,7 @@ __all__ = ["CpuBackend"]
 WATCHED_FLOPS, WATCHED_BYTES = 2_000_000_000, 64 * 1024 * 1024
 
 
-class CpuBackend:
+class CpuBackend(OnHost):
     """Computes every operation on the CPU, deterministically, whatever the number of threads.
 
     Memory beyond inputs and outputs stays below ``workspace_limit_bytes``; a smaller limit means
@@ -37,7 +37,6 @@ class CpuBackend:
     """
 
     name = "cpu"
-    devices = 1
     fault = None
 
     def __init__(

@@ -25,12 +25,18 @@ from convgrad.errors import (
 )
 from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
-from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
+from convgrad_service.backends.cuda.device import (
+    cuda_driver_major,
+    describe,
+    device_count,
+    import_cupy,
+)
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import fatal_fault, is_out_of_memory
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, arena_of
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Families
@@ -70,18 +76,22 @@ class CudaBackend:
     """
 
     name = "cuda"
+    # One uploads, one computes, one downloads, and one is on its way.
+    slots = 4
+    pins = True
 
     def __init__(
         self,
         device: int = 0,
         *,
-        lanes: int = 2,
+        lanes: int = slots,
         memory_limit_bytes: int | None = None,
         cache: Path | None = DEFAULT_CACHE,
         families: Families = FAMILIES,
         poison: bool = False,
     ) -> None:
         self._cuda: Any = import_cupy().cuda
+        self.devices = device_count()
         self.device: CudaDevice = describe(device, memory_limit_bytes)
         self._index, self._poison = device, poison
         self._limited = memory_limit_bytes is not None
@@ -94,10 +104,15 @@ class CudaBackend:
         self._fault: str | None = None
         with self._cuda.Device(device):
             self._kernels = Kernels(compiler)
+            self._pinned = Pinned()
             self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
             for _ in range(lanes):
-                self._lanes.put(Lane(self._copiers))
+                self._lanes.put(Lane(self._copiers, self._pinned))
+
+    def adopt(self, address: int, size_bytes: int) -> None:
+        """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""
+        self._pinned.adopt(address, size_bytes)
 
     @property
     def fault(self) -> str | None:
@@ -105,7 +120,11 @@ class CudaBackend:
         return self._fault
 
     def run(
-        self, problem: Problem, tensors: Tensors, cancelled: threading.Event | None = None
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        cancelled: threading.Event | None = None,
+        out: Tensors | None = None,
     ) -> Outcome:
         """See `Backend.run`.
 
@@ -114,8 +133,9 @@ class CudaBackend:
         spent = _Spent()
 
         def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
+            wanted = out if part is problem else None
             with self._translated(part), self._lane() as lane:
-                return self._compute(part, inputs, lane, spent, cancelled)
+                return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
 
         if self._fault is not None:
             raise DeviceUnavailable(f"{self.device.name} failed before: {self._fault}")
@@ -205,6 +225,7 @@ class CudaBackend:
         self,
         problem: Problem,
         tensors: Tensors,
+        places: Tensors,
         lane: Lane,
         spent: _Spent,
         cancelled: threading.Event | None,
@@ -227,19 +248,25 @@ class CudaBackend:
             begin.record(lane.stream)
             self._kernels.run(plan.steps, addresses, lane.stream)
             end.record(lane.stream)
-            begin.synchronize()
-            uploaded = time.perf_counter()
-            _stop_if(cancelled)
             outputs = {
-                name: np.empty(spec.shape, spec.dtype.numpy)
+                name: places[name] if name in places else np.empty(spec.shape, spec.dtype.numpy)
                 for name, spec in problem.outputs.items()
             }
             found = {check.buffer: np.zeros(1, np.int32) for check in plan.checks}
+            wanted = {**outputs, **found}
+            # What needs no staging follows the kernels at once: the host is not waited for.
+            rest = lane.download_soon(
+                ((arena.offsets[name], wanted[name]) for name in wanted), base
+            )
+            begin.synchronize()
+            uploaded = time.perf_counter()
+            _stop_if(cancelled)
             end.synchronize()
             computed = time.perf_counter()
             _stop_if(cancelled)
-            wanted = {**outputs, **found}
-            lane.download(((arena.offsets[name], wanted[name]) for name in wanted), base)
+            if rest:
+                lane.download(rest, base)
+            lane.stream.synchronize()
         finally:
             # Nothing may still run on memory that goes back to the pool.
             lane.stream.synchronize()

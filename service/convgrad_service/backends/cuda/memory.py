@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.device import import_cupy
+from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, ceil_div
 from convgrad_service.problems.base import Problem
 
@@ -64,10 +65,12 @@ def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
 class Lane:
     """A stream with its staging buffers: what one request at a time computes on.
 
-    ``copiers`` are at least `COPIERS` threads, which several lanes may share.
+    ``copiers`` are at least `COPIERS` threads, which several lanes may share. What lies in
+    ``pinned`` memory is copied from and to where it is, the rest by way of staging buffers.
     """
 
-    def __init__(self, copiers: Executor) -> None:
+    def __init__(self, copiers: Executor, pinned: Pinned | None = None) -> None:
+        self._direct = pinned
         self._cuda: Any = import_cupy().cuda
         self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
@@ -76,7 +79,10 @@ class Lane:
 
     def upload(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
         """Tensors to their offsets from ``base``, in rising order; returns before the copy ends."""
-        places = [(offset, _flat(array)) for offset, array in tensors]
+        given = list(tensors)
+        if not self._copy_directly(given, base, to_host=False):
+            return
+        places = [(offset, _flat(array)) for offset, array in given]
         size = max((offset + data.nbytes for offset, data in places), default=0)
         for turn, start, stop in _windows(size):
             staging = self._staging(turn, stop - start)
@@ -84,6 +90,12 @@ class Lane:
                 self._put(staging[begin:end], data)
             self._copy(base + start, staging.ctypes.data, stop - start, to_host=False)
             self._events[turn].record(self.stream)
+
+    def download_soon(
+        self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int
+    ) -> list[tuple[int, NDArray[Any]]]:
+        """Begin to copy what can be copied straight to its place; the others, for `download`."""
+        return self._copy_directly(list(tensors), base, to_host=True)
 
     def download(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
         """From their offsets from ``base``, in rising order, into contiguous tensors; waits."""
@@ -101,6 +113,24 @@ class Lane:
             waiting = window
         if waiting is not None:
             self._unpack(places, first, *waiting)
+
+    def _copy_directly(
+        self, tensors: list[tuple[int, NDArray[Any]]], base: int, *, to_host: bool
+    ) -> list[tuple[int, NDArray[Any]]]:
+        """Begin copies that need no staging; what does need it (on the way up, all or nothing)."""
+        if self._direct is None:
+            return tensors
+        found = [(item, self._direct.stretches(item[1])) for item in tensors]
+        others = [item for item, stretches in found if stretches is None]
+        if others and not to_host:
+            return tensors  # staging fills the gaps between tensors too
+        for (offset, _), stretches in found:
+            device = base + offset
+            for address, size in stretches or ():
+                target, source = (address, device) if to_host else (device, address)
+                self._copy(target, source, size, to_host=to_host)
+                device += size
+        return others
 
     def _unpack(
         self, places: list[tuple[int, Bytes]], first: int, turn: int, start: int, stop: int
