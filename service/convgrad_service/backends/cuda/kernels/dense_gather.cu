@@ -279,9 +279,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy);
 
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
-  const bool odd = any_odd(sum);
+  const bool some_odd = __syncthreads_or(any_odd(sum));
   // Most results are sums that only need to be rounded: they pass through the ring as such.
-  if (!__syncthreads_or(odd) && args.plain && args.wide_stores) {
+  if (!some_odd && args.plain && args.wide_stores) {
     constexpr int kSize = sizeof(T);
     // Rows a chunk apart meet in fewer banks.
     constexpr int kPitch = BM * (BN + kChunk) * kSize <= kRingBytes ? BN + kChunk : BN;
@@ -328,18 +328,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
   __syncthreads();
-  // One result from its valid taps alone.
-  auto again = [&](int pixel, int channel_at) {
-    float value = 0;
-    for (int t = 0; t < taps; ++t) {
-      const Tap by = tap_at[t];
-      if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
-      const T* const xs = x + by.x + source_at[pixel];
-      const T* const ws = w + by.w + channel_at * w_result;
-      for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
+  // A sum that is not finite is taken again, from its valid taps alone.
+  if (some_odd) {
+#pragma unroll 1
+    for (int i = thread; i < BM * BN; i += kThreads) {
+      const int pixel = i / BN, column = i % BN, channel_at = first_channel + column;
+      if (is_finite(slab[pixel * kSlabPitch + column])) continue;
+      if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
+      float value = 0;
+      for (int t = 0; t < taps; ++t) {
+        const Tap by = tap_at[t];
+        if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
+        const T* const xs = x + by.x + source_at[pixel];
+        const T* const ws = w + by.w + channel_at * w_result;
+        for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
+      }
+      slab[pixel * kSlabPitch + column] = value;
     }
-    return value;
-  };
+    __syncthreads();
+  }
   const T* const accumulate =
       args.accumulate == nullptr
           ? nullptr
@@ -351,7 +358,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     constexpr int kRun = decltype(run)::kCount;
     using Neighbours = Vector<T, kRun>;
     const int along = of_pixels ? BM / kRun : BN / kRun;
-#pragma unroll 1
+    constexpr int kTogether = kRun == 1 ? 8 : 2;
+#pragma unroll kTogether
     for (int i = thread; i < BM * BN / kRun; i += kThreads) {
       const int beside = i % along * kRun, across = i / along;
       const int pixel = of_pixels ? beside : across, column = of_pixels ? across : beside;
@@ -370,7 +378,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int pixel_e = pixel + (of_pixels ? e : 0), column_e = column + (of_pixels ? 0 : e);
         float value = slab[pixel_e * kSlabPitch + column_e];
         if (!whole && result_at[pixel_e] < 0) continue;
-        if (!is_finite(value)) value = again(pixel_e, first_channel + column_e);
         const i64 at_e = result_at[pixel_e] + channel_at * args.y_stride[2];
         value *= args.alpha;
         if (accumulate != nullptr) {

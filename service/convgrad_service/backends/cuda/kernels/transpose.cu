@@ -1,36 +1,21 @@
 // Copies a box of elements between an order in which x runs side by side and one in which y does:
 // target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
 //
-// Block: 256 threads move a tile of 64 x 64 through shared memory. On either side they move chunks:
+// Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory. On either side they move chunks:
 // of 16 bytes, or of 8 from the source, where rows start and end at whole ones, else element by
 // element. Static shared memory: the tile in words, of two neighbours along y where elements have 16
 // bits, so that both sides go by words, and placed so that lanes do not meet in a bank. Where y
 // reaches `y_limit`, the source has no element and the target gets zero.
 // Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
-#include "vectors.cuh"
+#include "transpose_args.cuh"
 
 using namespace convgrad;
-
-struct TransposeArgs {
-  const void* source;
-  void* target;
-  u32 extent[4];  // of the outer axes, leading ones where there are fewer
-  i64 source_stride[4];
-  i64 target_stride[4];
-  i64 x_extent;
-  i64 y_extent;
-  i64 y_limit;
-  i64 x_target;  // x's stride in the target; 1 in the source
-  i64 y_source;  // y's stride in the source; 1 in the target
-  int source_chunk;  // bytes
-  int target_chunk;
-};
 
 namespace {
 
 using T = ELEMENT;
-constexpr int kTile = 64, kThreads = 256;
+constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
 constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
 template <class Element>
 struct WordOf {
@@ -42,11 +27,10 @@ struct WordOf<unsigned short> {
 };
 using Word = WordOf<T>::type;
 
-// Eight (or sixteen) chunks of a row and the rows beside them, and likewise on the other side, lie in
-// 32 different banks.
-constexpr int kSkip = sizeof(T) == 2 ? 4 : sizeof(T) == 4 ? 2 : 0;
-constexpr int kPitch = kTile + kSkip + 1;
-constexpr int kWords = kTile / kPair * kPitch + 2 * kSkip;
+// Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
+constexpr int kRows = kTileY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2;
+constexpr int kPitch = kTileX + kTileX / 32 * kSkip + (sizeof(T) == 4 ? -1 : 1);
+constexpr int kWords = kRows * kPitch + (kTileX + kRows) / 32 * kSkip;
 __device__ __forceinline__ int place(int row, int x) {
   return row * kPitch + x + ((x >> 5) + (row >> 5)) * kSkip;
 }
@@ -62,7 +46,7 @@ __device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
 // In chunks of V elements. Only the first `reals` rows are there.
 template <int V>
 __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int reals) {
-  constexpr int kChunks = kTile / V, kCount = kTile / kPair * kChunks / kThreads;
+  constexpr int kChunks = kTileX / V, kCount = kRows * kChunks / kThreads;
   Vector<T, V> chunks[kCount][2];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -86,7 +70,7 @@ __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, in
 
 template <int V>
 __device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, int xs, int ys) {
-  constexpr int kChunks = kTile / V, kCount = kTile * kChunks / kThreads;
+  constexpr int kChunks = kTileY / V, kCount = kTileX * kChunks / kThreads;
 #pragma unroll 8
   for (int i = 0; i < kCount; ++i) {
     const int at = threadIdx.x + i * kThreads, x = at / kChunks, y = at % kChunks * V;
@@ -106,26 +90,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(const __grid_constant__ TransposeArgs args) {
   __shared__ Word words[kWords];
   u32 rest = blockIdx.x;
-  // What is left of `rest` after one axis of so many positions.
-  const auto next = [&](u32 extent) {
-    if (extent == 1) return 0u;
-    const u32 whole = rest / extent, at = rest - whole * extent;
-    rest = whole;
-    return at;
-  };
-  const i64 x0 = static_cast<i64>(next((args.x_extent + kTile - 1) / kTile)) * kTile;
-  const i64 y0 = static_cast<i64>(next((args.y_extent + kTile - 1) / kTile)) * kTile;
+  const i64 x0 = static_cast<i64>(take(rest, (args.x_extent + kTileX - 1) / kTileX)) * kTileX;
+  const i64 y0 = static_cast<i64>(take(rest, (args.y_extent + kTileY - 1) / kTileY)) * kTileY;
   i64 from = 0, to = 0;
-#pragma unroll
-  for (int axis = 3; axis >= 0; --axis) {
-    const i64 at = next(args.extent[axis]);
-    from += at * args.source_stride[axis];
-    to += at * args.target_stride[axis];
-  }
+  outer_offsets(args, rest, from, to);
   const T* const source = static_cast<const T*>(args.source) + from + y0 * args.y_source + x0;
   T* const target = static_cast<T*>(args.target) + to + x0 * args.x_target + y0;
-  const int xs = min(static_cast<i64>(kTile), args.x_extent - x0);
-  const int ys = min(static_cast<i64>(kTile), args.y_extent - y0);
+  const int xs = min(static_cast<i64>(kTileX), args.x_extent - x0);
+  const int ys = min(static_cast<i64>(kTileY), args.y_extent - y0);
   const int reals = min(static_cast<i64>(ys), args.y_limit - y0);
 
   if (args.source_chunk == 16) {

@@ -16,7 +16,12 @@ from convgrad_service.plans.cuda_works import Copy, CopyAxis
 
 __all__ = ["RowCopy", "Transpose"]
 
-BLOCK, TILE, CHUNK_BYTES = 256, 64, 16
+BLOCK, CHUNK_BYTES = 256, 16
+# Of a tile, along x by the size of an element.
+TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
+PLANES = "transpose_planes"
+# Of a block of transpose_planes; and the extent of x from which on tiles are filled as well.
+PLANES_BYTES, WIDE_EXTENT = 16384, 64
 # Bytes that a thread moves at once where rows start and end at whole ones.
 SOURCE_CHUNKS, TARGET_CHUNKS = (16, 8), (16,)
 OUTER, ROW_AXES = 4, 6
@@ -40,6 +45,7 @@ class TransposeArgs(ctypes.Structure):
         ),
         ("source_chunk", ctypes.c_int32),
         ("target_chunk", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
     )
 
 
@@ -120,8 +126,8 @@ class Transpose:
             return f"{len(box.axes)} axes are more than {OUTER + 2}"
         if min(box.axes[x].extent, box.axes[y].extent) < LEAST_EXTENT:
             return f"one of the inner axes is shorter than {LEAST_EXTENT}"
-        if _tiles(box, x, y) > MAX_BLOCKS:
-            return f"{_tiles(box, x, y)} tiles are more than one grid holds"
+        if _tiles(box, x, y, work.dtype.itemsize) > MAX_BLOCKS:
+            return "its tiles are more than one grid holds"
         return None
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
@@ -140,17 +146,24 @@ class Transpose:
         targets = (y_axis.extent, x_axis.target, *(axis.target for axis in outer))
         args.source_chunk = _chunk_bytes(itemsize, sources, SOURCE_CHUNKS)
         args.target_chunk = _chunk_bytes(itemsize, targets, TARGET_CHUNKS)
+        name = self.name
+        if _rows(x_axis, y_axis, itemsize):
+            name = PLANES
+            # A run of rows starts at a whole chunk if its plane does.
+            starts = [axis.source for axis in outer]
+            args.source_chunk = _chunk_bytes(itemsize, starts, TARGET_CHUNKS)
+            args.rows = _rows(x_axis, y_axis, itemsize)
         launch = Launch(
-            _instance(self.name, work.dtype.itemsize),
-            (_tiles(box, x, y), 1, 1),
+            _instance(name, itemsize),
+            (_tiles(box, x, y, itemsize), 1, 1),
             (BLOCK, 1, 1),
             pack(args, source=work.source, target=work.target),
         )
-        return Fragment(self.name, (launch,))
+        return Fragment(name, (launch,))
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(self.name, itemsize) for itemsize in _TYPES]
+        return [_instance(name, size) for name in (self.name, PLANES) for size in _TYPES]
 
 
 class RowCopy:
@@ -215,8 +228,20 @@ def _chunk_bytes(itemsize: int, elements: Iterable[int], chunks: Iterable[int]) 
     return next((chunk for chunk in chunks if factor % chunk == 0), 0)
 
 
-def _tiles(box: _Box, x: int, y: int) -> int:
-    inner = ceil_div(box.axes[x].extent, TILE) * ceil_div(box.axes[y].extent, TILE)
+def _rows(x_axis: CopyAxis, y_axis: CopyAxis, itemsize: int) -> int:
+    """Rows of x that a block of transpose_planes moves; 0 where rows are long or have gaps."""
+    if x_axis.extent >= WIDE_EXTENT or y_axis.source != x_axis.extent:
+        return 0
+    chunk = CHUNK_BYTES // itemsize
+    return PLANES_BYTES // itemsize // x_axis.extent // chunk * chunk
+
+
+def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
+    x_axis, y_axis = box.axes[x], box.axes[y]
+    if rows := _rows(x_axis, y_axis, itemsize):
+        inner = ceil_div(y_axis.extent, rows)
+    else:
+        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * ceil_div(y_axis.extent, TILE_Y)
     return inner * prod(axis.extent for i, axis in enumerate(box.axes) if i not in (x, y))
 
 

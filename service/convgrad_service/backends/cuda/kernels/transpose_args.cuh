@@ -1,0 +1,43 @@
+// What transpose.cu and transpose_planes.cu are given. The host's side is transpose.py.
+#pragma once
+
+#include "vectors.cuh"
+
+namespace convgrad {
+
+struct TransposeArgs {
+  const void* source;
+  void* target;
+  u32 extent[4];  // of the outer axes, leading ones where there are fewer
+  i64 source_stride[4];
+  i64 target_stride[4];
+  i64 x_extent;
+  i64 y_extent;
+  i64 y_limit;
+  i64 x_target;  // x's stride in the target; 1 in the source
+  i64 y_source;  // y's stride in the source; 1 in the target
+  int source_chunk;  // bytes
+  int target_chunk;
+  int rows;  // of y that a block of transpose_planes moves
+};
+
+// What is left of `rest` after one axis of so many positions: the position.
+__device__ __forceinline__ u32 take(u32& rest, u32 extent) {
+  if (extent == 1) return 0;
+  const u32 whole = rest / extent, at = rest - whole * extent;
+  rest = whole;
+  return at;
+}
+
+// How far into the source and the target `rest` outer positions are.
+__device__ __forceinline__ void outer_offsets(const TransposeArgs& args, u32 rest, i64& from,
+                                              i64& to) {
+#pragma unroll
+  for (int axis = 3; axis >= 0; --axis) {
+    const i64 at = take(rest, args.extent[axis]);
+    from += at * args.source_stride[axis];
+    to += at * args.target_stride[axis];
+  }
+}
+
+}  // namespace convgrad
