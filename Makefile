@@ -11,10 +11,14 @@ CPU    := service/convgrad_service/backends/cpu
 PEER   := build/peer
 DEPLOY := build/deploy-tools
 LOAD   := build/load-tools
+# Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
+# distributions have.
+TRITON := build/triton
+TRITON_PYTHON ?= /usr/bin/python3.11
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        check-deploy load bench-cpu bench-gpu bench-wire readme lock kernels compile-all test-gpu clean
+        check-deploy load bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +101,16 @@ bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and P
 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire
+
+$(TRITON)/.ready: deploy/locks/triton.txt
+	@rm -rf $(TRITON)
+	@$(TRITON_PYTHON) -m venv --without-pip $(TRITON)
+	@$(PY) -m pip --python $(TRITON)/bin/python install --quiet --disable-pip-version-check \
+	    --no-deps --require-hashes -r deploy/locks/triton.txt
+	@touch $@
+
+bench-serve: kernels $(TRITON)/.ready ## the whole way of a request, beside the real Triton server
+	@$(PY) -m tests.perf.bench_serve $(TRITON)
 
 readme: $(READY) ## write the README's tables again from the stored results
 	@$(PY) tests/perf/readme_tables.py

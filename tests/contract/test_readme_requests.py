@@ -44,14 +44,20 @@ def test_curl_request(computing: LiveServer) -> None:
 
 
 def test_python_request(computing: LiveServer) -> None:
-    code, _ = _blocks("python")
+    code, *_ = _blocks("python")
     _run(code.replace(ADDRESS, computing.url))
 
 
 def test_request_of_another_client() -> None:
-    _, code = _blocks("python")
+    _, code, _ = _blocks("python")
     with serving_oip(CpuBackend()) as server:
         _run(code.replace(GRPC_ADDRESS, server.grpc))
+
+
+def test_request_through_shared_memory() -> None:
+    *_, code = _blocks("python")
+    with serving(CpuBackend(), system_shared_memory=True, log_level="error") as server:
+        _run(code.replace(ADDRESS, server.url))
 
 
 def _run(code: str) -> None:

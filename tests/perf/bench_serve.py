@@ -22,33 +22,65 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf.provenance import cpu_model, origin
+from tests.perf.serve.plot import draw
 from tests.perf.serve.servers import running
 from tests.perf.serve.sizes import MALLOC, OPERATION, SIZES, Size
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "serve.jsonl"
+PLOT = ROOT / "docs" / "serve.svg"
 TRITON_VERSION = "2.51.0"
 TUNINGS: Mapping[str, Mapping[str, str]] = {"as shipped": {}, "tuned": MALLOC}
 
 
-def record(size: Size, malloc: str, path: str, seconds: list[float]) -> dict[str, Any]:
-    server, _, transport = path.partition(", ")
-    low_s, median_s, high_s = statistics.quantiles(seconds, n=4)
-    return {
-        "bench": "serve",
-        "op": OPERATION,
-        "dtype": "float32",
-        "size": size.name,
-        "input_bytes": size.input_bytes,
-        "output_bytes": size.output_bytes,
-        "malloc": malloc,
-        "server": server,
-        "transport": transport,
-        "ms": round(median_s * 1e3, 4),
-        "low_quartile_ms": round(low_s * 1e3, 4),
-        "high_quartile_ms": round(high_s * 1e3, 4),
-        "samples": len(seconds),
-    }
+# What each path of ours is held against: the fastest of these in the same run.
+_MEMORY = ("shared memory over HTTP, tritonclient", "shared memory over gRPC, tritonclient")
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "binary HTTP, SDK": ("Triton, HTTP, tritonclient",),
+    "HTTP, tritonclient": ("Triton, HTTP, tritonclient",),
+    "gRPC, tritonclient": ("Triton, gRPC, tritonclient",),
+    "shared memory, SDK": tuple(f"Triton, {path}" for path in _MEMORY),
+    "shared memory, SDK, with copies": tuple(f"Triton, {path}, with copies" for path in _MEMORY),
+    **{path: (f"Triton, {path}",) for path in _MEMORY},
+    **{f"{path}, with copies": (f"Triton, {path}, with copies",) for path in _MEMORY},
+    "JSON, SDK": ("FastAPI, JSON, httpx",),
+    "JSON, httpx": ("FastAPI, JSON, httpx",),
+}
+
+
+def records(size: Size, malloc: str, timed: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """A line for each path of ours, beside its peer."""
+    quartiles = {path: _quartiles_ms(seconds) for path, seconds in timed.items()}
+    lines = []
+    for path, peers in PEERS.items():
+        found = [peer for peer in peers if peer in quartiles]
+        if f"ours, {path}" not in quartiles or not found:
+            continue
+        peer = min(found, key=lambda each: quartiles[each][1])
+        ours_ms, peer_ms = quartiles[f"ours, {path}"], quartiles[peer]
+        lines.append(
+            {
+                "bench": "serve",
+                "op": OPERATION,
+                "dtype": "float32",
+                "size": size.name,
+                "input_bytes": size.input_bytes,
+                "output_bytes": size.output_bytes,
+                "malloc": malloc,
+                "transport": path,
+                "ours_ms": ours_ms[1],
+                "ours_quartiles_ms": [ours_ms[0], ours_ms[2]],
+                "peer": peer,
+                "peer_ms": peer_ms[1],
+                "peer_quartiles_ms": [peer_ms[0], peer_ms[2]],
+                "samples": len(timed[peer]),
+            }
+        )
+    return lines
+
+
+def _quartiles_ms(seconds: list[float]) -> list[float]:
+    return [round(each * 1e3, 4) for each in statistics.quantiles(seconds, n=4)]
 
 
 def measured(
@@ -63,21 +95,15 @@ def measured(
         check=True,
     )
     timed: dict[str, list[float]] = json.loads(done.stdout)
-    return [record(size, malloc, path, seconds) for path, seconds in timed.items()]
+    show(size, malloc, timed)
+    return records(size, malloc, timed)
 
 
-def show(records: list[dict[str, Any]]) -> None:
-    print(f"{'ms: median [quartiles]':52}" + "".join(f"{name:>26}" for name in TUNINGS))
-    for size in SIZES:
-        print(f"{size} in")
-        rows = [row for row in records if row["size"] == size]
-        for path in dict.fromkeys((row["server"], row["transport"]) for row in rows):
-            cells = [
-                f"{row['ms']:.3f} [{row['low_quartile_ms']:.3f} {row['high_quartile_ms']:.3f}]"
-                for row in rows
-                if (row["server"], row["transport"]) == path
-            ]
-            print(f"  {', '.join(path):50}" + "".join(f"{cell:>26}" for cell in cells))
+def show(size: Size, malloc: str, timed: Mapping[str, list[float]]) -> None:
+    print(f"{size.name} in, malloc {malloc}; ms: median [quartiles]")
+    for path, seconds in timed.items():
+        low, median, high = _quartiles_ms(seconds)
+        print(f"  {path:60}{median:10.3f}  [{low:.3f} {high:.3f}]", flush=True)
 
 
 def main() -> None:
@@ -89,19 +115,20 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     sizes = [SIZES[arguments.size]] if arguments.size else list(SIZES.values())
-    records: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for malloc, environment in TUNINGS.items():
         logs = arguments.triton / "logs" / malloc.replace(" ", "_")
         with running(arguments.triton.resolve(), environment, logs) as ports:
             for size in sizes:
-                records += measured(size, malloc, astuple(ports), arguments.only)
-    show(records)
+                lines += measured(size, malloc, astuple(ports), arguments.only)
     if arguments.size or arguments.only != [""]:
         return
     packages = ("numpy", "tritonclient", "httpx", "fastapi", "uvicorn", "grpcio")
     versions = {"triton": TRITON_VERSION, **{name: version(name) for name in packages}}
     stamp = origin(cpu_model(), versions)
-    RESULTS.write_text("".join(json.dumps(row | stamp) + "\n" for row in records))
+    stored = [line | stamp for line in lines]
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in stored))
+    draw(stored, PLOT)
 
 
 if __name__ == "__main__":

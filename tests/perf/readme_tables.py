@@ -128,9 +128,32 @@ def gpu_table() -> str:
     return "\n".join([*lines, "", source(rows, "make bench-gpu")])
 
 
+def serve_table() -> str:
+    """The whole way of a request beside the peer's: medians and how many times as fast."""
+    rows = records("serve")
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys((row["size"], row["malloc"]) for row in rows))
+    heads = [f"{size}, malloc {malloc}" for size, malloc in columns]
+    lines = [
+        f"| ms: ours / peer (times as fast) | peer | {' | '.join(heads)} |",
+        f"| --- | --- |{' ---: |' * len(columns)}",
+    ]
+    for transport in dict.fromkeys(row["transport"] for row in rows):
+        found = [row for row in rows if row["transport"] == transport]
+        cells = [
+            f"{row['ours_ms']:.3g} / {row['peer_ms']:.3g} ({row['peer_ms'] / row['ours_ms']:.2f}x)"
+            for row in found
+        ]
+        peers = " or ".join(dict.fromkeys(row["peer"] for row in found))
+        lines.append(f"| {transport} | {peers} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(rows, "make bench-serve")])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "gpu": gpu_table,
+    "serve": serve_table,
     "wire": wire_table,
     "settings": markdown_table,
 }
