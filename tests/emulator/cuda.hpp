@@ -132,6 +132,7 @@ static inline unsigned __float_as_uint(float value) { return emulator::bits_as<u
 static inline int __float_as_int(float value) { return emulator::bits_as<int>(value); }
 static inline double __longlong_as_double(long long bits) { return emulator::bits_as<double>(bits); }
 static inline long long __double_as_longlong(double value) { return emulator::bits_as<long long>(value); }
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
 }

@@ -10,10 +10,14 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
 from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
-from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
-from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.grouped_gather import Box, GroupedGather, boxes_of
+from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight, Share, shares_of
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda_works import ConvWork
 from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import EPILOGUES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
@@ -23,6 +27,7 @@ from tests.oracle import expected
 
 ONE_WAY = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 ALONE = [case for operation in ONE_WAY for case in grouped_cases(operation)]
+IN_TURN = ("c2", "c8", "c8_strided", "c24", "c32", "c8_images_together", "3d_c4", "1d_c4_k31")
 # With emulation each dtype takes as many compilations again.
 EMULATED = {"bfloat16": ALONE, "float32": [case for case in ALONE if "c8" in case.name]}
 NON_FINITE = [case for case in ALONE if case.name in NOT_FINITE]
@@ -33,10 +38,39 @@ ROUNDED = {"float32": 2.0**-10}
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
+def case_id(case: Case) -> str:
+    return case.id
+
+
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
     gather = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES), GatherDirect())
     weight = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES), WeightDirect())
+    return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
+
+
+class Gather(GroupedGather):
+    """Small boxes, one after another in few blocks."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
+        few = replace(device, multiprocessors=1)
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        fitting = (box for box in boxes_of(work, axes, few) if box.stages > 1 and box.positions > 5)
+        return super().launches(work, few, min(fitting, key=lambda box: box.positions))
+
+
+class Weight(GroupedWeight):
+    """Few pixels at once, one after another in few blocks."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+        few = replace(device, multiprocessors=1)
+        fitting = (share for share in shares_of(work, few) if share.pixels > 5)
+        return super().launches(work, few, min(fitting, key=lambda share: share.pixels))
+
+
+@pytest.fixture(scope="module")
+def in_turn() -> EmulatedBackend:
+    gather, weight = (Gather(), GatherDirect()), (Weight(), WeightDirect())
     return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
 
 
@@ -64,12 +98,12 @@ def not_finite(backend: Backend, seed: int, case: Case, dtype: str, layout: str 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", ALONE, ids=case_id)
 def test_gates(backend: Backend, seed: int, case: Case, dtype: str) -> None:
     gates(backend, seed, case, dtype, with_layouts(case.ndim, grouped=True))
 
 
-@pytest.mark.parametrize("case", NON_FINITE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", NON_FINITE, ids=case_id)
 def test_not_finite(backend: Backend, seed: int, case: Case) -> None:
     for layout in with_layouts(case.ndim, grouped=True):
         not_finite(backend, seed, case, "bfloat16", layout)
@@ -87,12 +121,19 @@ def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) 
 
 
 @emulation
-@pytest.mark.parametrize("case", NON_FINITE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in ALONE if case.name in IN_TURN], ids=case_id)
+def test_emulated_in_turn(in_turn: EmulatedBackend, seed: int, case: Case) -> None:
+    gates(in_turn, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1:])
+    not_finite(in_turn, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
+
+
+@emulation
+@pytest.mark.parametrize("case", NON_FINITE, ids=case_id)
 def test_emulated_not_finite(emulated: EmulatedBackend, seed: int, case: Case) -> None:
     not_finite(emulated, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
 
 
 @emulation
-@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EPILOGUE, ids=case_id)
 def test_emulated_epilogues(emulated: EmulatedBackend, seed: int, case: Case) -> None:
     gates(emulated, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1:])

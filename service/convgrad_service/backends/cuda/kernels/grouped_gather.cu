@@ -48,8 +48,8 @@ struct GroupedGatherArgs {
   int x_channels;  // of the source, in one group
   int y_channels;  // of the result, in one group
   int merged;      // groups merged
+  int merges;
   int slice;       // merges in a block
-  int slices;
   int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
   int w_pitch;   // bytes from one out channel of the weights to the next
   int activation;
@@ -63,6 +63,7 @@ struct GroupedGatherArgs {
   int y_step[3];
   int r_step[3];
   int phases[3];
+  int stage_bytes;  // from one box to the next, 0 where a block has one
   int weights_at, results_at, sources_at, steps_at, rows_at;  // in shared memory
   Phase phase[3][kMaxPhases];
 };
@@ -75,7 +76,7 @@ constexpr int kWarps = WARPS, kThreads = kWarps * 32;
 // memory, for the registers are full.
 struct Place {
   Phase phase[3];
-  int from[3], low[3], first_image, first_group;
+  int from[3], low[3], to[3], image, group;
 };
 
 // The sum for one result: channel k of a group at a position of the box, in order, over what is
@@ -86,7 +87,7 @@ __device__ float sum_again(const GroupedGatherArgs& args, const Place& at, int p
   const Walk p(args.tile, position, 0);
   const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
                                                       group * args.x_group) +
-                        (at.first_image + p.n) * args.x_stride.image;
+                        (at.image + p.n) * args.x_stride.image;
   const T* const w = static_cast<const T*>(args.w) + group * args.w_stride[0] +
                      k * args.w_stride[ACROSS ? 2 : 1];
   float value = 0;
@@ -123,6 +124,8 @@ __device__ float sum_again(const GroupedGatherArgs& args, const Place& at, int p
 __device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Place& place,
                                        float value, i64 at, int position, int group, int k) {
   using T = ELEMENT;
+  at += place.image * args.y_stride[0] + place.to[0] * args.y_stride[1] +
+        place.to[1] * args.y_stride[2] + place.to[2] * args.y_stride[3];
   if (!is_finite(value)) value = sum_again(args, place, position, group, k);
   at += group * args.y_group + k;
   const T* accumulate = static_cast<const T*>(args.accumulate);
@@ -147,47 +150,63 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
-  // The block's slice, phase and box.
-  u32 rest = blockIdx.x;
-  auto digit = [&](int radix) {
-    const u32 above = rest / static_cast<u32>(radix);
-    const int value = rest - above * radix;
-    rest = above;
-    return value;
-  };
-  const int slice = digit(args.slices);
-  const int part2 = digit(args.phases[2]), part1 = digit(args.phases[1]);
-  const int part0 = digit(args.phases[0]);
+  // The block's slice and phase.
+  const int slice = blockIdx.y;
+  u32 part = blockIdx.z;
+  const int part2 = part % static_cast<u32>(args.phases[2]);
+  part /= static_cast<u32>(args.phases[2]);
+  const int part1 = part % static_cast<u32>(args.phases[1]);
+  const int part0 = part / static_cast<u32>(args.phases[1]);
   const Phase phase[3] = {args.phase[0][part0], args.phase[1][part1], args.phase[2][part2]};
-  int first[4];  // image and positions in the phase
-  first[3] = digit(args.tiles[3]) * args.tile[3];
-  first[2] = digit(args.tiles[2]) * args.tile[2];
-  first[1] = digit(args.tiles[1]) * args.tile[1];
-  first[0] = rest * args.tile[0];
-  if (first[1] >= phase[0].count || first[2] >= phase[1].count || first[3] >= phase[2].count) return;
-
-  const int first_merge = slice * args.slice;
-  const int first_group = first_merge * args.merged;
-  const int merges = min(args.slice, (args.groups - first_group + args.merged - 1) / args.merged);
+  const int first_merge = slice * args.slice, first_group = first_merge * args.merged;
+  const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
   const int x_chunks = x_merge / kChunk;
   const int taps = phase[0].taps * phase[1].taps * phase[2].taps;
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const w = static_cast<const T*>(args.w) + first_group * args.w_stride[0];
-
-  // The source's box starts at the least position that some tap meets.
-  int from[3], low[3];
+  // A tap's least distance from a position: there the source's box starts.
+  int low[3];
 #pragma unroll
-  for (int dim = 0; dim < 3; ++dim) {
-    low[dim] = min(0, (phase[dim].taps - 1) * args.x_tap[dim]);
-    from[dim] =
-        phase[dim].x0 + (first[dim + 1] * args.x_step[dim] + low[dim]) * args.lattice[dim];
-  }
-  if (taps > 0) {
-    const int left = (args.groups - first_group) * args.x_channels / kChunk;
-    copy_box<kThreads>(box_at, args.box, reinterpret_cast<const char*>(x), args.x_stride, first[0],
-                       args.batch, from, args.lattice, args.x_size, left);
-  }
+  for (int dim = 0; dim < 3; ++dim) low[dim] = min(0, (phase[dim].taps - 1) * args.x_tap[dim]);
+
+  // The boxes of this block, of those of the largest phase.
+  const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
+  struct Corner {
+    int image, at[3];
+  };
+  auto corner_of = [&](int index) {
+    u32 rest = index;
+    auto digit = [&](int radix) {
+      const u32 above = rest / static_cast<u32>(radix);
+      const int value = rest - above * radix;
+      rest = above;
+      return value;
+    };
+    Corner corner;
+    corner.at[2] = digit(args.tiles[3]) * args.tile[3];
+    corner.at[1] = digit(args.tiles[2]) * args.tile[2];
+    corner.at[0] = digit(args.tiles[1]) * args.tile[1];
+    corner.image = rest * args.tile[0];
+    return corner;
+  };
+  auto y_of = [&](const Corner& corner, int dim) {
+    return static_cast<i64>(phase[dim].y0 + corner.at[dim] * args.y_step[dim]);
+  };
+  auto source_of = [&](const Corner& corner, int dim) {
+    return phase[dim].x0 + (corner.at[dim] * args.x_step[dim] + low[dim]) * args.lattice[dim];
+  };
+  const int x_left = (args.groups - first_group) * args.x_channels / kChunk;
+  auto copy = [&](int index, u32 to) {
+    if (index < boxes && taps > 0) {
+      const Corner corner = corner_of(index);
+      const int from[3] = {source_of(corner, 0), source_of(corner, 1), source_of(corner, 2)};
+      copy_box<kThreads>(to, args.box, reinterpret_cast<const char*>(x), args.x_stride,
+                         corner.image, args.batch, from, args.lattice, args.x_size, x_left);
+    }
+    commit_copies();
+  };
+  copy(blockIdx.x, box_at);
 
   // Weights as [merge][tap][out channel][in channel], zero between different groups.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
@@ -197,14 +216,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   {
     // A thread keeps its chunk of a tap, and walks over taps and merges.
     const int row_chunks = w_rows * w_chunks, lanes = min(row_chunks, kThreads);
-    const int at_once = kThreads / lanes, slot = thread / lanes;
+    const int at_once = quick_divide(kThreads, lanes), slot = quick_divide(thread, lanes);
     const int radix[4] = {max(phase[0].taps, 1), max(phase[1].taps, 1), max(phase[2].taps, 1), 1};
     const i64 steps[3] = {args.r_step[0] * args.w_stride[3], args.r_step[1] * args.w_stride[4],
                           args.r_step[2] * args.w_stride[5]};
     for (int within = thread - slot * lanes; within < row_chunks; within += kThreads) {
-      const int row = static_cast<u32>(within) / static_cast<u32>(w_chunks);
+      const int row = quick_divide(within, w_chunks);
       const int chunk = within - row * w_chunks;
-      const int mine = static_cast<u32>(row) / static_cast<u32>(out_channels);
+      const int mine = quick_divide(row, out_channels);
       // The chunk's first channel, counted from this row's own group.
       const int channel = chunk * kChunk - mine * in_channels;
       const T* const first = w + mine * args.w_stride[0] +
@@ -231,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
   const int chunks = taps * x_chunks, steps = (chunks + 1) / 2;
   for (int i = thread; i < steps * 2; i += kThreads) {
-    const int tap = i < chunks ? static_cast<u32>(i) / static_cast<u32>(x_chunks) : taps;
+    const int tap = i < chunks ? quick_divide(i, x_chunks) : taps;
     const int chunk = i < chunks ? i - tap * x_chunks : 0;
     Step to = {0, tap * tap_bytes + chunk * (ACROSS ? kChunk * args.w_pitch : 16)};
     if (i < chunks) {
-      const int j01 = static_cast<u32>(tap) / static_cast<u32>(phase[2].taps);
-      const int j0 = static_cast<u32>(j01) / static_cast<u32>(phase[1].taps);
+      const int j01 = quick_divide(tap, phase[2].taps);
+      const int j0 = quick_divide(j01, phase[1].taps);
       const int d = j0 * args.x_tap[0] - low[0];
       const int h = (j01 - j0 * phase[1].taps) * args.x_tap[1] - low[1];
       const int v = (tap - j01 * phase[2].taps) * args.x_tap[2] - low[2];
@@ -245,35 +264,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     step_at[i] = to;
   }
 
-  // Where the box's positions are read and written.
+  // Where a box's positions are read and written, from the box's first one on.
   const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int fragments = (positions + 15) / 16;
   Walk at(args.tile, thread, kThreads);
   for (int i = thread; i < fragments * 16; i += kThreads, at.next(args.tile)) {
-    const int n = first[0] + at.n, d = first[1] + at.d, h = first[2] + at.h, v = first[3] + at.w;
-    const bool real = i < positions && n < args.batch && d < phase[0].count &&
-                      h < phase[1].count && v < phase[2].count;
     const int row = (at.n * args.box.extent[1] + at.d * args.x_step[0]) * args.box.extent[2] +
                     at.h * args.x_step[1];
     const int source = (row * args.box.extent[3] + at.w * args.x_step[2]) * args.box.pitch;
     source_at[i] = i < positions ? source : 0;
-    result_at[i] = real ? n * args.y_stride[0] +
-                              (phase[0].y0 + d * args.y_step[0]) * args.y_stride[1] +
-                              (phase[1].y0 + h * args.y_step[1]) * args.y_stride[2] +
-                              (phase[2].y0 + v * args.y_step[2]) * args.y_stride[3]
-                        : -1;
+    result_at[i] = i < positions ? at.n * args.y_stride[0] +
+                                       static_cast<i64>(at.d * args.y_step[0]) * args.y_stride[1] +
+                                       static_cast<i64>(at.h * args.y_step[1]) * args.y_stride[2] +
+                                       static_cast<i64>(at.w * args.y_step[2]) * args.y_stride[3]
+                                 : -1;
   }
-  if (thread == 0) {
-    for (int dim = 0; dim < 3; ++dim) {
-      place.phase[dim] = phase[dim], place.from[dim] = from[dim], place.low[dim] = low[dim];
-    }
-    place.first_image = first[0], place.first_group = first_group;
-  }
-  commit_copies();
-  wait_copies<0>();
-  __syncthreads();
 
-  T* const y = static_cast<T*>(args.y) + first_group * args.y_group;
   const i64 y_merge_stride = args.merged * args.y_group;
   const int packs = (merges + PACK - 1) / PACK;
   const int column_blocks = (y_merge + NF * 8 - 1) / (NF * 8);
@@ -283,11 +289,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Bytes between 8 result channels in the weights.
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
+  u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
+    copy(index + gridDim.x, next_at);
+    const Corner corner = corner_of(index);
+    T* const y = static_cast<T*>(args.y) + first_group * args.y_group +
+                 corner.image * args.y_stride[0] + y_of(corner, 0) * args.y_stride[1] +
+                 y_of(corner, 1) * args.y_stride[2] + y_of(corner, 2) * args.y_stride[3];
+    const int images = args.batch - corner.image, ds = phase[0].count - corner.at[0];
+    const int hs = phase[1].count - corner.at[1], ws = phase[2].count - corner.at[2];
+    const bool whole = images >= args.tile[0] && ds >= args.tile[1] && hs >= args.tile[2] &&
+                       ws >= args.tile[3];
+    auto real = [&](int position) {
+      if (whole) return true;
+      const Walk p(args.tile, position, 0);
+      return p.n < images && p.d < ds && p.h < hs && p.w < ws;
+    };
+    if (thread == 0) {
+      for (int dim = 0; dim < 3; ++dim) {
+        place.phase[dim] = phase[dim];
+        place.from[dim] = source_of(corner, dim);
+        place.low[dim] = low[dim];
+        place.to[dim] = y_of(corner, dim);
+      }
+      place.image = corner.image, place.group = first_group;
+    }
+    wait_copies<1>();
+    __syncthreads();
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += kWarps) {
-    const u32 row_and_column = static_cast<u32>(unit) / static_cast<u32>(packs);
+    const int row_and_column = quick_divide(unit, packs);
     const int merge = (unit - row_and_column * packs) * PACK;
-    const int row_block = row_and_column / static_cast<u32>(column_blocks);
+    const int row_block = quick_divide(row_and_column, column_blocks);
     const int column_block = row_and_column - row_block * column_blocks;
     const int fragment = row_block * MF;
     const Operands from = {
@@ -296,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         args.w_pitch};
     auto a_at = [&](int f) {
       const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
-      return box_at + source_at[row] + merge * x_merge_bytes;
+      return stage_at + source_at[row] + merge * x_merge_bytes;
     };
     const int first_channel = column_block * NF * 8;
     if (args.plain) {
@@ -330,7 +364,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             const int row = i / kLine, line = i % kLine, s = line / kMergeLine;
             const int channel = first_channel + (line - s * kMergeLine) * kChunk;
             const i64 at = result_at[(fragment + f) * 16 + row];
-            if (at >= 0 && merge + s < merges && channel < y_merge) {
+            if (at >= 0 && merge + s < merges && channel < y_merge &&
+                real((fragment + f) * 16 + row)) {
               *reinterpret_cast<uint4*>(y + at + (merge + s) * y_merge_stride + channel) =
                   *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
             }
@@ -355,13 +390,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int channel = first_channel + column - s * NF * 8;
         const int position = (fragment + f) * 16 + row;
         const i64 at = result_at[position];
-        if (at < 0 || merge + s >= merges || channel >= y_merge) continue;
-        const int own = static_cast<u32>(channel) / static_cast<u32>(args.y_channels);
+        if (at < 0 || merge + s >= merges || channel >= y_merge || !real(position)) continue;
+        const int own = quick_divide(channel, args.y_channels);
         settle(args, place, slab[row * (kColumns + 4) + column], at, position,
-               place.first_group + (merge + s) * args.merged + own,
+               place.group + (merge + s) * args.merged + own,
                channel - own * args.y_channels);
       }
       __syncwarp();
+    }
+  }
+    __syncthreads();
+    if (args.stage_bytes) {
+      const u32 read = stage_at;
+      stage_at = next_at, next_at = read;
     }
   }
 }

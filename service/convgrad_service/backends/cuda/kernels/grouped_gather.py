@@ -34,10 +34,11 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["Box", "GroupedGather", "Unit"]
+__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 
 # Positions of a box; more take registers and shared memory that other blocks could use.
 MOST_POSITIONS = 512
+MAX_GRID_YZ = 65535
 RESERVED_BYTES = 1024
 # In shared memory beside what a launch asks for.
 PLACE_BYTES = 128
@@ -74,7 +75,7 @@ UNITS = {
     1: Unit(4, 2, 1, 4, 5),
     2: Unit(4, 1, 2, 4, 5),
     3: Unit(4, 1, 3, 4, 3),
-    4: Unit(4, 1, 4, 4, 4),
+    4: Unit(4, 1, 4, 4, 3),
 }
 """By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
 position are written together."""
@@ -82,10 +83,12 @@ position are written together."""
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block's positions (images, D, H, W), and how many merges of channels."""
+    """A block's positions at once (images, D, H, W), how many merges of channels, and whether it
+    has one such box or several, the next one's copy on its way meanwhile (two stages)."""
 
     tile: Size4
     slice: int
+    stages: int = 2
 
     @property
     def positions(self) -> int:
@@ -119,8 +122,8 @@ class GroupedGatherArgs(ctypes.Structure):
                 "x_channels",
                 "y_channels",
                 "merged",
+                "merges",
                 "slice",
-                "slices",
                 "w_vector",
                 "w_pitch",
                 "activation",
@@ -135,7 +138,14 @@ class GroupedGatherArgs(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int32)
-            for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at")
+            for name in (
+                "stage_bytes",
+                "weights_at",
+                "results_at",
+                "sources_at",
+                "steps_at",
+                "rows_at",
+            )
         ),
         ("phase", (PhaseArgs * MAX_PHASES) * 3),
     )
@@ -158,11 +168,14 @@ class GroupedGather:
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         axes = [lattice_axis(work, dim) for dim in range(3)]
-        box = next(_boxes(work, axes, device), None)
+        box = next(boxes_of(work, axes, device), None)
         if box is None:
             return "one position's taps and one group's weights do not fit in shared memory"
-        if _grid(work, axes, box) > MAX_BLOCKS:
-            return f"{_grid(work, axes, box)} blocks are more than one grid holds"
+        boxes = prod(_tiles(work, axes, box))
+        if boxes > MAX_BLOCKS:
+            return f"{boxes} boxes are more than one grid holds"
+        if ceil_div(merge_of(work).count, box.slice) > MAX_GRID_YZ:
+            return f"{work.groups} groups are more than one grid holds"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
@@ -187,8 +200,7 @@ class GroupedGather:
         args.batch, args.groups = work.batch, work.groups
         channels = work.in_channels, work.out_channels
         args.x_channels, args.y_channels = channels[::-1] if backward else channels
-        args.merged, args.slice = merge.groups, box.slice
-        args.slices = ceil_div(merge.count, box.slice)
+        args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
@@ -203,11 +215,12 @@ class GroupedGather:
                 args.phase[dim][place] = PhaseArgs(
                     phase.taps, phase.r0, phase.x0, phase.y0, phase.count
                 )
+        args.stage_bytes = shape.stage_bytes
         for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
         launch = Launch(
             _instance(unit, work.dtype, backward),
-            (_grid(work, axes, box), 1, 1),
+            _grid(work, axes, box, device),
             (unit.warps * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
             shape.total_bytes,
@@ -234,7 +247,7 @@ def unit_of(work: ConvWork) -> Unit:
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
     """The one that should take the least time. Every box gives the same bits."""
-    return min(_boxes(work, axes, device), key=lambda box: _cost(work, axes, box, device))
+    return min(boxes_of(work, axes, device), key=lambda box: _cost(work, axes, box, device))
 
 
 class _Shared:
@@ -256,7 +269,8 @@ class _Shared:
         tap_bytes = merge.out_channels * self.w_pitch
         self.weight_bytes = merges * (taps + 1) * tap_bytes
         positions = ceil_div(box.positions, 16) * 16
-        self.weights_at = prod(self.extent) * self.pitch
+        self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
+        self.weights_at = prod(self.extent) * self.pitch * box.stages
         self.results_at = self.weights_at + self.weight_bytes
         self.sources_at = self.results_at + positions * 8
         self.steps_at = self.sources_at + positions * 4
@@ -272,7 +286,7 @@ class _Shared:
         return prod(self.extent) * self.chunks * 16
 
 
-def _boxes(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
+def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
     """Those that fit in shared memory."""
     merge, unit = merge_of(work), unit_of(work)
     together = gather_sides(work)[0].strides[1] == _channels(work)[0]
@@ -281,30 +295,40 @@ def _boxes(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Itera
     for slice_, depth, height, width in product(slices, *map(tile_extents, counts)):
         whole = [depth, height, width] == counts
         for images in images_together(work.batch) if whole else [1]:
-            box = Box((images, depth, height, width), slice_)
-            if box.positions > MOST_POSITIONS:
-                continue
-            shape = _Shared(work, axes, merge, unit, box)
-            if shape.total_bytes <= device.shared_bytes_per_block:
-                yield box
+            for stages in (1, 2):
+                box = Box((images, depth, height, width), slice_, stages)
+                if box.positions > MOST_POSITIONS:
+                    continue
+                shape = _Shared(work, axes, merge, unit, box)
+                if shape.total_bytes <= device.shared_bytes_per_block:
+                    yield box
 
 
 def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
-    """In bytes of L2 traffic: what blocks copy, what they set up, and products of empty rows."""
+    """In bytes that one multiprocessor copies, or might meanwhile."""
     merge, unit = merge_of(work), unit_of(work)
     shape = _Shared(work, axes, merge, unit, box)
     backward = work.direction == "bwd_data"
     y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
     result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
+    per_box = shape.copied_bytes + 2 * result + 2048
     # Arranging a chunk of weights takes some ten times a copy's instructions.
-    per_block = shape.copied_bytes + 4 * shape.weight_bytes + 2 * result + 4096
+    per_block = 4 * shape.weight_bytes + 8192
+    workers, slices, phases = _grid(work, axes, box, device)
+    boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
+    resident = _resident(unit, shape, device)
+    blocks = workers * slices * phases
+    together = min(resident, ceil_div(blocks, device.multiprocessors))
+    waves = max(1.0, blocks / (device.multiprocessors * resident))
+    # Fewer copies at once hide less of each other's waiting.
+    hidden = 1.0 + 1.0 / (together * min(boxes, 2))
+    return waves * together * (per_block + boxes * per_box) * hidden
+
+
+def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
+    """Blocks of a multiprocessor at once."""
     fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
-    resident = max(1, min(unit.blocks, fitting))
-    # Fewer blocks at once hide less of each other's waiting.
-    hidden = 1.0 + 1.0 / resident
-    blocks = _grid(work, axes, box)
-    waves = ceil_div(blocks, device.multiprocessors * resident) * device.multiprocessors * resident
-    return (0.5 * blocks + 0.5 * waves) * per_block * hidden
+    return max(1, min(unit.blocks, fitting))
 
 
 def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
@@ -312,9 +336,19 @@ def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
     return (ceil_div(work.batch, box.tile[0]), spatial[0], spatial[1], spatial[2])
 
 
-def _grid(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
-    slices = ceil_div(merge_of(work).count, box.slice)
-    return slices * prod(len(axis.phases) for axis in axes) * prod(_tiles(work, axes, box))
+def _grid(
+    work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice
+) -> tuple[int, int, int]:
+    """Blocks for the boxes, as many as run at once where each has several; slices; phases."""
+    merge, unit = merge_of(work), unit_of(work)
+    slices = ceil_div(merge.count, box.slice)
+    phases = prod(len(axis.phases) for axis in axes)
+    boxes = prod(_tiles(work, axes, box))
+    if box.stages == 1:
+        return boxes, slices, phases
+    resident = _resident(unit, _Shared(work, axes, merge, unit, box), device)
+    workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
+    return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:

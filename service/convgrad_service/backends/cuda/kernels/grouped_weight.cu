@@ -104,10 +104,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int y_chunks = (args.groups - first_group) * args.out_channels / kChunk;
 
   // Which boxes.
-  const i64 phases = args.phases[0] * args.phases[1] * args.phases[2];
-  const i64 all = phases * args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
-  const int begin = static_cast<int>(all * split / args.splits);
-  const int end = static_cast<int>(all * (split + 1) / args.splits);
+  const u32 phases = args.phases[0] * args.phases[1] * args.phases[2];
+  const u32 all = phases * args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
+  const u32 each = all / static_cast<u32>(args.splits);
+  const int more = all - each * args.splits;  // splits with one box more, the first ones
+  const int begin = split * each + min(split, more), end = begin + each + (split < more);
   struct Place {
     int image, m[3], part[3];
   };
@@ -156,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     source_at[i] = i < pixels ? source : 0;
   }
   auto tap_of = [&](int tap, int (&at)[3]) {
-    u32 number = tap;
-    at[2] = digit(number, args.kernel[2]);
-    at[1] = digit(number, args.kernel[1]);
-    at[0] = number;
+    const int above = quick_divide(tap, args.kernel[2]);
+    at[0] = quick_divide(above, args.kernel[1]);
+    at[1] = above - at[0] * args.kernel[1];
+    at[2] = tap - above * args.kernel[2];
   };
   const int all_rows = args.row_blocks * MT * 16;
   for (int i = thread; i < all_rows; i += kThreads) {
-    const int row = i < rows ? i : 0, tap = row / x_merge;
+    const int row = i < rows ? i : 0, tap = quick_divide(row, x_merge);
     int at[3];
     tap_of(tap, at);
     row_at[i] = ((at[0] * args.x_tap[0] * args.x_box.extent[2] + at[1] * args.x_tap[1]) *
@@ -180,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
 
   // This warp's item.
-  const int item = warp % args.items, k_splits = kWarps / args.items, k_split = warp / args.items;
+  const int k_splits = quick_divide(kWarps, args.items);
+  const int k_split = quick_divide(warp, args.items), item = warp - k_split * args.items;
   u32 number = item_group * args.items + item;
   const int column_block = digit(number, args.column_blocks);
   const int row_block = digit(number, args.row_blocks);
@@ -313,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   for (int row = lane; row < MT * 16; row += 32) {
     const int row_of_all = row_block * MT * 16 + row;
     if (row_of_all >= rows) break;
-    const int tap = row_of_all / x_merge, channel = row_of_all - tap * x_merge;
-    const int own = channel / args.in_channels, c = channel - own * args.in_channels;
+    const int tap = quick_divide(row_of_all, x_merge), channel = row_of_all - tap * x_merge;
+    const int own = quick_divide(channel, args.in_channels), c = channel - own * args.in_channels;
     const int group = merge * args.merged + own;
     // This group's columns, counted from the column block's first.
     const int first_column = own * args.out_channels - column_block * NF * 8;

@@ -35,7 +35,7 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
-__all__ = ["GroupedWeight", "Share"]
+__all__ = ["GroupedWeight", "Share", "shares_of"]
 
 RESERVED_BYTES = 1024
 MOST_PIXELS = 512
@@ -67,7 +67,7 @@ ITEMS = {
     1: Item(5, 1, 8, 2),
     2: Item(5, 2, 8, 2),
     3: Item(5, 3, 4, 3),
-    4: Item(5, 4, 4, 2),
+    4: Item(5, 4, 4, 3),
 }
 """By columns: with 3x3 taps, five times 16 rows are all of 8 channels, or half of 16."""
 
@@ -146,7 +146,7 @@ class GroupedWeight:
         if work.groups * work.out_channels * work.in_channels * work.taps % 4:
             return "the results are no multiple of four"
         shapes = _Shapes(work)
-        share = next(_shares(shapes, device), None)
+        share = next(_shares_of(shapes, device), None)
         if share is None:
             return "one pixel's taps do not fit in shared memory"
         if _boxes(shapes, share) > MAX_BLOCKS:
@@ -278,7 +278,12 @@ def _pitch(chunks: int, dtype: DType) -> int:
     return (chunks + (2 - chunks) % 4) * CHUNK_BYTES
 
 
-def _shares(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
+def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
+    """Those that fit in shared memory."""
+    return _shares_of(_Shapes(work), device)
+
+
+def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
     """Those that fit in shared memory."""
     work, merge = shapes.work, shapes.merge
     together = all(
@@ -299,7 +304,7 @@ def _shares(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
 
 def choose_share(shapes: _Shapes, device: CudaDevice) -> Share:
     """The one that should take the least time."""
-    return min(_shares(shapes, device), key=lambda share: _cost(shapes, share, device))
+    return min(_shares_of(shapes, device), key=lambda share: _cost(shapes, share, device))
 
 
 def _cost(shapes: _Shapes, share: Share, device: CudaDevice) -> float:
