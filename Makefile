@@ -11,6 +11,7 @@ CPU    := service/convgrad_service/backends/cpu
 PEER   := build/peer
 DEPLOY := build/deploy-tools
 LOAD   := build/load-tools
+RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
 # distributions have.
 TRITON := build/triton
@@ -18,7 +19,7 @@ TRITON_PYTHON ?= /usr/bin/python3.11
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
-        check-deploy load bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
+        check-deploy load ray bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,9 +67,13 @@ check-deploy: $(READY) $(DEPLOY)/.ready ## build the image without a daemon, run
 load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust
 
+ray: kernels $(RAY)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
+	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run
+
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(LOAD)/.ready: deploy/locks/load.txt
-$(DEPLOY)/.ready $(LOAD)/.ready:
+$(RAY)/.ready: deploy/locks/ray.txt
+$(DEPLOY)/.ready $(LOAD)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -123,6 +128,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra service --output-file deploy/locks/cpu.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --output-file deploy/locks/cuda12.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt

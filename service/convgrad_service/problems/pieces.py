@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.problems.base import Piece, Problem
 
-__all__ = ["Run", "piece_tensors", "place_part", "run_in_pieces"]
+__all__ = ["Run", "piece_tensors", "place_part", "put_together", "run_in_pieces"]
 
 Run = Callable[[Problem, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]
 """Computes one problem from its tensors; the arrays that it returns are the caller's to keep."""
@@ -28,10 +28,21 @@ def run_in_pieces(
     pieces = problem.split(parts)
     if len(pieces) == 1:
         return dict(run(problem, tensors))
+    computed = (run(piece.problem, piece_tensors(piece, tensors)) for piece in pieces)
+    return put_together(problem, tensors, pieces, computed)
+
+
+def put_together(
+    problem: Problem,
+    tensors: Mapping[str, NDArray[Any]],
+    pieces: Sequence[Piece],
+    computed: Iterable[Mapping[str, NDArray[Any]]],
+) -> dict[str, NDArray[Any]]:
+    """The outputs of `problem` from those of its pieces, which come in the pieces' order."""
     outputs: dict[str, NDArray[Any]] = {}
     totals: dict[str, NDArray[Any]] = {}
-    for piece in pieces:
-        for name, part in run(piece.problem, piece_tensors(piece, tensors)).items():
+    for piece, parts in zip(pieces, computed, strict=True):
+        for name, part in parts.items():
             if piece.combine[name] == "sum":
                 _add(totals, name, part)
                 continue
@@ -70,4 +81,5 @@ def _add(totals: dict[str, NDArray[Any]], name: str, part: NDArray[Any]) -> None
     if name in totals:
         totals[name] += part
     else:
-        totals[name] = part
+        # The caller's array may be one that nobody may write to.
+        totals[name] = part if part.flags.writeable else part.copy()

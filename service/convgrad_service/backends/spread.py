@@ -1,0 +1,103 @@
+"""A backend that computes elsewhere: problems, whole or in pieces, go to others side by side.
+
+Which others, and how to reach them, is the caller's: `ray_serve` gives them to replicas.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import DeadlineExceeded
+from convgrad_service.backends.base import OnHost, Outcome
+from convgrad_service.plans.base import Plan
+from convgrad_service.problems import Piece, Problem
+from convgrad_service.problems.pieces import piece_tensors, put_together
+
+__all__ = ["Spread", "Submit"]
+
+Submit = Callable[[Problem, Mapping[str, NDArray[Any]]], "Future[Outcome]"]
+"""Sends a problem to be computed; the arrays of its outcome may be read-only."""
+
+# How often a wait looks whether the answer is still wanted.
+_LOOK_S = 0.05
+
+
+class Spread(OnHost):
+    """Computes by sending to others.
+
+    A problem whose tensors take more than ``piece_bytes`` is cut along its own `split`, into as
+    many pieces as that asks for: the number follows from the problem, not from how many others
+    there are, and so the bits of the answer do too. ``slots`` problems are sent at a time.
+    """
+
+    fault: str | None = None
+
+    def __init__(self, submit: Submit, *, name: str, piece_bytes: int, slots: int) -> None:
+        self.name, self.slots = name, slots
+        self._submit, self._piece_bytes = submit, piece_bytes
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Outcome:
+        """See `Backend.run`; ``compute_s`` is the time until the last piece came back."""
+        started = time.perf_counter()
+        pieces = problem.split(math.ceil(problem.memory_bytes / self._piece_bytes))
+        waiting = [self._send(piece, tensors) for piece in pieces]
+        done: list[Outcome] = []
+
+        def computed() -> Iterator[Mapping[str, NDArray[Any]]]:
+            for future in waiting:
+                done.append(_awaited(future, cancelled))
+                yield done[-1].outputs
+
+        try:
+            if len(pieces) == 1:
+                (outputs,) = (dict(one) for one in computed())
+            else:
+                outputs = put_together(problem, tensors, pieces, computed())
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+        return Outcome(
+            outputs,
+            kernel=done[0].kernel,
+            compute_s=time.perf_counter() - started,
+            pieces=sum(one.pieces for one in done),
+            workspace_bytes=max(one.workspace_bytes for one in done),
+        )
+
+    def explain(self, problem: Problem) -> Plan:
+        """See `Backend.explain`: what is sent where it is computed."""
+        parts = math.ceil(problem.memory_bytes / self._piece_bytes)
+        return Plan(kernel=self.name, workspace_bytes=0, pieces=len(problem.split(parts)))
+
+    def _send(self, piece: Piece, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
+        # Pieces are views with strides of the whole; what is sent should be no more than they are.
+        own = piece_tensors(piece, tensors)
+        whole = {name: np.ascontiguousarray(array) for name, array in own.items()}
+        return self._submit(piece.problem, whole)
+
+
+def _awaited(future: Future[Outcome], cancelled: threading.Event | None) -> Outcome:
+    while True:
+        try:
+            return future.result(timeout=_LOOK_S)
+        except NotYet:
+            if future.done():
+                raise  # the work's own
+            if cancelled is not None and cancelled.is_set():
+                raise DeadlineExceeded("the answer was not wanted any more") from None

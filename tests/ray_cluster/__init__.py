@@ -1,0 +1,1 @@
+"""The Ray Serve application on a cluster of simulated nodes. `make ray` runs it."""
