@@ -31,9 +31,11 @@ from convgrad_service.engine.hub import Engine, Running
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.engine.pace import Pace
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import InRegion, RegionPart
 from convgrad_service.engine.segments import Place
+from convgrad_service.engine.sized import Sized, sized
 from convgrad_service.engine.timing import Timings
 from convgrad_service.problems import Problem, problem_from
 from convgrad_service.problems.base import TensorSpec
@@ -97,8 +99,9 @@ class Work:
     ) -> None:
         self.request, self.problem, self.lease = request, problem, lease
         self._plane, self._call = plane, call
+        self._sized = sizes = sized(problem)
         regions = dict(zip(shared, lease.regions, strict=True))
-        specs = _specs(problem, shared)
+        specs = _specs(sizes, shared)
         offsets, _ = arranged(specs.values())
         places: dict[str, Place] = {**regions}
         places.update(
@@ -106,20 +109,21 @@ class Work:
         )
         self._job = Job(
             problem,
-            {name: places[name] for name in problem.inputs},
-            {name: places[name] for name in problem.outputs},
+            {name: places[name] for name in sizes.inputs},
+            {name: places[name] for name in sizes.outputs},
             {name: place for name, place in regions.items() if name in specs},
+            Pace.cost(sizes),
         )
         arena = plane.engine.arena
         self.inputs = {
-            name: arena.array(place, problem.inputs[name])
+            name: arena.array(place, sizes.inputs[name])
             for name, place in self._job.inputs.items()
             if not isinstance(place, InRegion) and name not in regions
         }
         self._outputs = {
-            name: blank(problem.outputs[name].shape, problem.outputs[name].dtype, name=name)
+            name: blank(sizes.outputs[name].shape, sizes.outputs[name].dtype, name=name)
             if isinstance(place, InRegion)
-            else arena.array(place, problem.outputs[name])
+            else arena.array(place, sizes.outputs[name])
             for name, place in self._job.outputs.items()
         }
 
@@ -169,8 +173,8 @@ class Work:
         return Report(
             backend=self._plane.engine.status.backend,
             kernel=finished.kernel,
-            flops=self.problem.flops,
-            bytes=self.problem.compulsory_bytes,
+            flops=self._sized.flops,
+            bytes=self._sized.compulsory_bytes,
             compute_s=finished.compute_s,
             pieces=finished.pieces,
             workspace_bytes=finished.workspace_bytes,
@@ -228,8 +232,9 @@ class Dataplane:
                     lambda: self._prepare(call, decode), holds, inline=call.small
                 )
             call.timings.accepted = True
-            shared = _shared(problem, regions)
-            _, size_bytes = arranged(_specs(problem, shared).values())
+            sizes = sized(problem)
+            shared = _shared(sizes, regions) if regions else {}
+            _, size_bytes = arranged(_specs(sizes, shared).values())
             started_s = time.monotonic()
             lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
             call.timings.add("queue", time.monotonic() - started_s)
@@ -308,7 +313,7 @@ class Dataplane:
     def _prepare(self, call: Call, decode: Callable[[], Fields]) -> tuple[Request, Problem]:
         request = validate(call.operation.request, decode())
         problem = problem_from(call.operation.name, request)
-        self.limits.check(problem)
+        self.limits.check(sized(problem))
         if call.refuse is not None:
             call.refuse(request, problem)
         return request, problem
@@ -323,10 +328,10 @@ def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
         raise MalformedRequest(f"{name}: shape {shape} is too large") from None
 
 
-def _shared(problem: Problem, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
+def _shared(sizes: Sized, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
     """The parts of regions that a problem needs, each cut to its tensor's size."""
     parts = {}
-    for name, spec in (*problem.inputs.items(), *problem.outputs.items()):
+    for name, spec in (*sizes.inputs.items(), *sizes.outputs.items()):
         part = regions.get(name)
         if part is None:
             continue
@@ -339,7 +344,7 @@ def _shared(problem: Problem, regions: Mapping[str, RegionPart]) -> dict[str, Re
     return parts
 
 
-def _specs(problem: Problem, shared: Collection[str]) -> dict[str, TensorSpec]:
+def _specs(sizes: Sized, shared: Collection[str]) -> dict[str, TensorSpec]:
     """Of all that a request's place in the arena holds, in order.
 
     Of what is in shared memory those are the inputs whose elements are validated: a client may
@@ -347,10 +352,10 @@ def _specs(problem: Problem, shared: Collection[str]) -> dict[str, TensorSpec]:
     """
     validated = {
         name: spec
-        for name, spec in problem.inputs.items()
+        for name, spec in sizes.inputs.items()
         if name not in shared or spec.dtype in _VALIDATED
     }
-    return validated | {name: spec for name, spec in problem.outputs.items() if name not in shared}
+    return validated | {name: spec for name, spec in sizes.outputs.items() if name not in shared}
 
 
 def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:

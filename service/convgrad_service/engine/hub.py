@@ -45,12 +45,6 @@ class Status(NamedTuple):
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
 
-    def differs(self, other: Status) -> bool:
-        """Whether it matters which of the two is known; how long a full line takes does not."""
-        return self._replace(overload=None) != other._replace(overload=None) or (
-            (self.overload is None) != (other.overload is None)
-        )
-
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless some device works and the server is to go on."""
         self.require_hope()
@@ -166,7 +160,7 @@ class Hub:
         self.regions = Regions(options.max_regions)
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
-        self._published = Status(backend, ready=False)
+        self._published: tuple[object, ...] = ()
         schedule.changed = self.publish
         self._wait_s = options.wait_s
 
@@ -200,9 +194,11 @@ class Hub:
 
     def publish(self) -> None:
         """Tell the front ends in other processes what has changed, if it concerns them."""
-        status = self.status
-        if status.differs(self._published):
-            self._published = status
+        # How long a full line takes does not matter to them, only whether it is full.
+        concern = (self.schedule.workers > 0, self.schedule.full, self.draining, self.fault())
+        if concern != self._published:
+            self._published = concern
+            status = self.status
             for watch in self.watchers:
                 watch(status)
 

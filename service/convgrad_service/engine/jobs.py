@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,9 +13,10 @@ from convgrad_service.backends.base import Backend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.segments import Place, Segments, array_at
+from convgrad_service.engine.sized import sized
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Finished", "Job", "run_job"]
+__all__ = ["Finished", "Job", "PackedJob", "run_job"]
 
 
 class Job(NamedTuple):
@@ -28,12 +30,35 @@ class Job(NamedTuple):
     inputs: Mapping[str, Place]
     outputs: Mapping[str, Place]
     taken: Mapping[str, InRegion] = {}
+    cost: float = 0.0
+    """In units of `Pace`."""
 
     @property
-    def regions(self) -> set[int]:
+    def regions(self) -> frozenset[int]:
         """The numbers of the regions that it touches."""
         places = [*self.inputs.values(), *self.outputs.values(), *self.taken.values()]
-        return {place.file for place in places if isinstance(place, InRegion)}
+        return frozenset(place.file for place in places if isinstance(place, InRegion))
+
+    def packed(self) -> PackedJob:
+        """The same for another process."""
+        return PackedJob(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), self.cost, self.regions)
+
+
+class PackedJob(NamedTuple):
+    """A job as the hub passes it on from one process to another, without looking into it."""
+
+    text: bytes
+    cost: float
+    regions: frozenset[int]
+
+    def packed(self) -> PackedJob:
+        """It is already."""
+        return self
+
+    def unpacked(self) -> Job:
+        """The job itself."""
+        job: Job = pickle.loads(self.text)  # noqa: S301 - from one of our own processes
+        return job
 
 
 class Finished(NamedTuple):
@@ -54,16 +79,17 @@ def run_job(
 
     Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
     """
+    sizes = sized(job.problem)
     inputs = {
-        name: array_at(place, job.problem.inputs[name], arena, segments)
+        name: array_at(place, sizes.inputs[name], arena, segments)
         for name, place in job.inputs.items()
     }
     for name, region in job.taken.items():
-        np.copyto(inputs[name], segments.array(region, job.problem.inputs[name]))
+        np.copyto(inputs[name], segments.array(region, sizes.inputs[name]))
     for array in inputs.values():
         array.flags.writeable = False
     outputs = {
-        name: array_at(place, job.problem.outputs[name], arena, segments)
+        name: array_at(place, sizes.outputs[name], arena, segments)
         for name, place in job.outputs.items()
     }
     direct = dict(outputs)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.hub import Hub, Running, Status
-from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.jobs import Finished, Job, PackedJob
 from convgrad_service.engine.memory import Lease
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.records import Record
@@ -62,7 +62,7 @@ class Release(NamedTuple):
 
 class Compute(NamedTuple):
     number: int
-    job: Job
+    job: PackedJob
     deadline_s: float
 
 
@@ -288,7 +288,7 @@ class RemoteHub:
 
         lease.retain()
         replied.add_done_callback(finished)
-        self.tell(Compute(number, job, deadline_s))
+        self.tell(Compute(number, job.packed(), deadline_s))
         return running
 
     def cancel(self, running: Running) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.jobs import Finished, Job, PackedJob
 from convgrad_service.engine.pace import Pace
 
 __all__ = ["Schedule", "Task", "Worker", "WorkerLost"]
@@ -41,8 +41,8 @@ class Task:
     the answer by then. ``waited_s`` is None until it starts.
     """
 
-    def __init__(self, job: Job, cost: float, deadline_s: float, *, large: bool) -> None:
-        self.job, self.cost, self.deadline_s, self.large = job, cost, deadline_s, large
+    def __init__(self, job: Job | PackedJob, deadline_s: float, *, large: bool) -> None:
+        self.job, self.cost, self.deadline_s, self.large = job, job.cost, deadline_s, large
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_looked_at)
         self.wanted = True
@@ -106,9 +106,14 @@ class Schedule:
         return len(self._running)
 
     @property
+    def full(self) -> bool:
+        """Whether as many jobs wait as may."""
+        return len(self._waiting) >= self.max_waiting
+
+    @property
     def overload(self) -> Overloaded | None:
         """What one more job would be refused with, if it would be."""
-        if len(self._waiting) < self.max_waiting:
+        if not self.full:
             return None
         tasks = [*self._waiting, *(task for held in self._running.values() for task in held)]
         slots = sum(worker.slots for worker in self._running) or 1
@@ -119,7 +124,7 @@ class Schedule:
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 
-    def submit(self, job: Job, deadline_s: float) -> Task:
+    def submit(self, job: Job | PackedJob, deadline_s: float) -> Task:
         """Queue a job; after ``deadline_s``, a time.monotonic(), it is not worth starting.
 
         Raises
@@ -133,9 +138,7 @@ class Schedule:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if (overload := self.overload) is not None:
             raise overload
-        cost = self.pace.cost(job.problem)
-        large = self.pace.estimate_s(cost) > self._large_s
-        task = Task(job, cost, deadline_s, large=large)
+        task = Task(job, deadline_s, large=self.pace.estimate_s(job.cost) > self._large_s)
         self._waiting.append(task)
         self._dispatch()
         return task
@@ -178,7 +181,7 @@ class Schedule:
             if not task.wanted:
                 task.done.cancel()
             elif task.deaths_alone >= _DEATHS_ALONE:
-                task.fail(WorkerLost(f"{task.job.problem.operation} ended two workers"))
+                task.fail(WorkerLost("alone in two workers that ended"))
             else:
                 self._waiting.appendleft(task)
         self._dispatch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import threading
 import traceback
@@ -14,7 +15,7 @@ from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Backend, ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Pipe
-from convgrad_service.engine.jobs import Finished, run_job
+from convgrad_service.engine.jobs import Finished, Job, run_job
 from convgrad_service.engine.segments import Segments
 from convgrad_service.priority import give_way
 
@@ -106,7 +107,7 @@ class _Worker:
         while True:
             with self._turn:
                 try:
-                    number, job, new_regions = self._jobs.receive()
+                    number, packed, new_regions = self._jobs.receive()
                 except EOFError:
                     return  # the control channel's end says the rest
                 cancelled = self._begin(number)
@@ -115,6 +116,7 @@ class _Worker:
             try:
                 if refusal is not None:
                     raise refusal
+                job: Job = pickle.loads(packed)  # noqa: S301 - from the hub
                 result = run_job(self._backend, self._arena, self._segments, job, cancelled)
             except ServiceError as error:
                 result = error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.jobs import Finished, run_job
+from convgrad_service.engine.jobs import Finished, Job, run_job
 from convgrad_service.engine.regions import Regions
 from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.segments import Segments
@@ -61,9 +61,10 @@ class ThreadWorker:
             task, cancelled, loop = given
             result: Finished | BaseException
             try:
-                for number in task.job.regions:
+                job = task.job if isinstance(task.job, Job) else task.job.unpacked()
+                for number in job.regions:
                     self._segments.open(number, self._regions.descriptor(number))
-                result = run_job(self._backend, self._arena, self._segments, task.job, cancelled)
+                result = run_job(self._backend, self._arena, self._segments, job, cancelled)
             # Whatever it was, the request that waits must hear of it.
             except BaseException as error:  # noqa: BLE001
                 result = error

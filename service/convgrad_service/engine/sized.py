@@ -1,0 +1,37 @@
+"""A problem's sizes, worked out once: a server asks for them a dozen times in each request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from convgrad_service.problems.base import Problem, TensorSpec
+
+__all__ = ["Sized", "sized"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What `Problem` says under the same names."""
+
+    operation: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    flops: int
+    memory_bytes: int
+    compulsory_bytes: int
+
+
+# Clients send the same few problems again and again, with other data.
+@lru_cache(maxsize=1024)
+def sized(problem: Problem) -> Sized:
+    """The sizes of a problem."""
+    return Sized(
+        problem.operation,
+        dict(problem.inputs),
+        dict(problem.outputs),
+        problem.flops,
+        problem.memory_bytes,
+        problem.compulsory_bytes,
+    )
