@@ -18,6 +18,7 @@ from convgrad_service.logs import configure_logs
 from convgrad_service.malloc import keep_large_blocks
 from convgrad_service.metrics import Metrics
 from convgrad_service.settings import Settings
+from convgrad_service.triton_metrics import TritonMetrics
 
 __all__ = [
     "backend_of",
@@ -107,4 +108,5 @@ def count_in(hub: Hub) -> None:
         lambda: memory.used_bytes,
     )
     metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
+    metrics.registry.register(TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting)))
     hub.counts = metrics

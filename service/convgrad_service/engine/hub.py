@@ -155,7 +155,7 @@ class Hub:
         self.backend = backend
         self.draining = False
         self.counts: Counts | None = None
-        self._statistics = Statistics()
+        self.inferences = Statistics()
         self.fault: Callable[[], str | None] = lambda: None
         self.regions = Regions(options.max_regions)
         self.on_close: list[Callable[[], None]] = [self.regions.close]
@@ -252,7 +252,7 @@ class Hub:
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""
-        self._statistics.count(record)
+        self.inferences.count(record)
         if self.counts is not None:
             self.counts.count(record)
 
@@ -262,7 +262,7 @@ class Hub:
 
     async def statistics(self) -> Mapping[str, OperationStatistics]:
         """See `Engine.statistics`."""
-        return self._statistics.all()
+        return self.inferences.all()
 
     def close(self, error: ServiceError | None = None) -> None:
         """Drop what waits, ask what runs to stop, take no more."""
