@@ -104,36 +104,37 @@ __device__ __forceinline__ void copy_box(u32 to, const Box& box, const char* ten
   }
 }
 
-// A chunk of weights, of which only the channels of one group are read.
+// Brings a chunk of weights to shared memory, of which only the channels of one group are real:
+// `from` points to the group's channel 0, the chunk starts at `channel`. `vector` is how many
+// channels one copy may take, 1 where they do not lie side by side.
 template <class T>
-union Chunk {
-  uint4 raw;
-  uint2 half[2];
-  static constexpr int kCount = 16 / sizeof(T);
-  T at[kCount];
-
-  // `from` points to channel 0, the chunk starts at `channel`; `vector` is what one load takes.
-  __device__ __forceinline__ void load(const T* from, int channel, int channels, int vector,
-                                       i64 stride) {
-    const u32 limit = channels;
-    if (vector == kCount) {
-      if (static_cast<u32>(channel) < limit) {
-        raw = *reinterpret_cast<const uint4*>(from + channel);
-      }
-    } else if (vector * 2 == kCount) {
+__device__ __forceinline__ void copy_weights(char* to, const T* from, int channel, int channels,
+                                             int vector, i64 stride) {
+  constexpr int kCount = 16 / sizeof(T);
+  const u32 limit = channels, at = shared_address(to);
+  if (vector == kCount) {
+    const bool there = static_cast<u32>(channel) < limit;
+    copy_async<16>(at, there ? from + channel : from, there ? 16 : 0);
+  } else if (vector * 2 == kCount) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int c = channel + i * (kCount / 2);
-        if (static_cast<u32>(c) < limit) half[i] = *reinterpret_cast<const uint2*>(from + c);
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) {
-        if (static_cast<u32>(channel + e) < limit) at[e] = from[(channel + e) * stride];
-      }
+    for (int i = 0; i < 2; ++i) {
+      const int c = channel + i * (kCount / 2);
+      const bool there = static_cast<u32>(c) < limit;
+      copy_async<8>(at + i * 8, there ? from + c : from, there ? 8 : 0);
     }
+  } else {
+    union {
+      uint4 raw;
+      T element[kCount];
+    } chunk;
+    chunk.raw = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (static_cast<u32>(channel + e) < limit) chunk.element[e] = from[(channel + e) * stride];
+    }
+    *reinterpret_cast<uint4*>(to) = chunk.raw;
   }
-};
+}
 
 // Two neighbouring results, rounded.
 template <class T>

@@ -71,6 +71,7 @@ struct GroupedGatherArgs {
 namespace {
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
+constexpr u32 kNowhere = ~0u;
 
 // What only results that are not finite, or not the sum itself, need of a block: kept in shared
 // memory, for the registers are full.
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   extern __shared__ uint4 shared[];
   __shared__ Place place;
   char* const base = reinterpret_cast<char*>(shared);
-  i64* const result_at = reinterpret_cast<i64*>(base + args.results_at);  // negative: none
+  u32* const result_at = reinterpret_cast<u32*>(base + args.results_at);
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
   Step* const step_at = reinterpret_cast<Step*>(base + args.steps_at);
   const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
@@ -206,8 +207,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     commit_copies();
   };
-  copy(blockIdx.x, box_at);
-
   // Weights as [merge][tap][out channel][in channel], zero between different groups.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
   const int out_channels = ACROSS ? args.x_channels : args.y_channels;
@@ -235,20 +234,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const T* const own = first + merge * args.merged * args.w_stride[0];
         Walk tap(radix, slot, at_once);
         for (int i = slot; i <= taps && slot < at_once; i += at_once, tap.next(radix)) {
-          Chunk<T> value;
-          value.raw = make_uint4(0, 0, 0, 0);
-          if (i < taps) {
-            value.load(own + tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2], channel,
-                       in_channels, args.w_vector, args.w_stride[2]);
-          }
-          *reinterpret_cast<uint4*>(to + i * tap_bytes) = value.raw;
+          const T* const from =
+              own + tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2];
+          copy_weights(to + i * tap_bytes, i < taps ? from : own, channel,
+                       i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
         }
       }
     }
   }
 
+  copy(blockIdx.x, box_at);
+
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
-  const int chunks = taps * x_chunks, steps = (chunks + 1) / 2;
+  const int chunks = taps * x_chunks, steps = STEPS ? STEPS : (chunks + 1) / 2;
   for (int i = thread; i < steps * 2; i += kThreads) {
     const int tap = i < chunks ? quick_divide(i, x_chunks) : taps;
     const int chunk = i < chunks ? i - tap * x_chunks : 0;
@@ -273,11 +271,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                     at.h * args.x_step[1];
     const int source = (row * args.box.extent[3] + at.w * args.x_step[2]) * args.box.pitch;
     source_at[i] = i < positions ? source : 0;
-    result_at[i] = i < positions ? at.n * args.y_stride[0] +
-                                       static_cast<i64>(at.d * args.y_step[0]) * args.y_stride[1] +
-                                       static_cast<i64>(at.h * args.y_step[1]) * args.y_stride[2] +
-                                       static_cast<i64>(at.w * args.y_step[2]) * args.y_stride[3]
-                                 : -1;
+    const i64 result = at.n * args.y_stride[0] + at.d * args.y_step[0] * args.y_stride[1] +
+                       at.h * args.y_step[1] * args.y_stride[2] +
+                       at.w * args.y_step[2] * args.y_stride[3];
+    result_at[i] = i < positions ? static_cast<u32>(result) : kNowhere;
   }
 
   const i64 y_merge_stride = args.merged * args.y_group;
@@ -289,6 +286,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Bytes between 8 result channels in the weights.
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
+  __syncthreads();
+  Operands from(step_at, steps, STEPS ? 16 : x_merge_bytes, merge_bytes, column_bytes, args.w_pitch);
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
@@ -324,10 +323,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int row_block = quick_divide(row_and_column, column_blocks);
     const int column_block = row_and_column - row_block * column_blocks;
     const int fragment = row_block * MF;
-    const Operands from = {
-        step_at + (lane >> 4), step_at + (lane >> 3 & 1), step_at, steps, x_merge_bytes,
-        merge_bytes, column_bytes, weights_at + merge * merge_bytes + column_block * NF * column_bytes,
-        args.w_pitch};
+    from.weights = weights_at + merge * merge_bytes + column_block * NF * column_bytes;
     auto a_at = [&](int f) {
       const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
       return stage_at + source_at[row] + merge * x_merge_bytes;
@@ -353,22 +349,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (__all_sync(~0u, finite == 0.0f)) {
+        // 16 bytes of 16 rows at a time: this lane's rows and channels.
+        constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
+        constexpr int kRounds = (16 * kLine + 31) / 32;
 #pragma unroll
         for (int f = 0; f < MF; ++f) {
           if (fragment + f >= fragments) break;
           put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
           __syncwarp();
-          constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
 #pragma unroll
-          for (int i = lane; i < 16 * kLine; i += 32) {
-            const int row = i / kLine, line = i % kLine, s = line / kMergeLine;
+          for (int i = 0; i < kRounds; ++i) {
+            const int slot = i * 32 + lane, row = slot / kLine, line = slot % kLine;
+            const int s = line / kMergeLine;
             const int channel = first_channel + (line - s * kMergeLine) * kChunk;
-            const i64 at = result_at[(fragment + f) * 16 + row];
-            if (at >= 0 && merge + s < merges && channel < y_merge &&
-                real((fragment + f) * 16 + row)) {
-              *reinterpret_cast<uint4*>(y + at + (merge + s) * y_merge_stride + channel) =
-                  *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
-            }
+            const int position = (fragment + f) * 16 + row;
+            if (slot >= 16 * kLine || merge + s >= merges || channel >= y_merge) continue;
+            const u32 at = result_at[position];
+            if (at == kNowhere || !real(position)) continue;
+            T* const to = y + (merge + s) * y_merge_stride + channel;
+            *reinterpret_cast<uint4*>(to + at) =
+                *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
           }
           __syncwarp();
         }
@@ -389,8 +389,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const int row = i / kColumns, column = i % kColumns, s = column / (NF * 8);
         const int channel = first_channel + column - s * NF * 8;
         const int position = (fragment + f) * 16 + row;
-        const i64 at = result_at[position];
-        if (at < 0 || merge + s >= merges || channel >= y_merge || !real(position)) continue;
+        const u32 at = result_at[position];
+        if (at == kNowhere || merge + s >= merges || channel >= y_merge || !real(position)) {
+          continue;
+        }
         const int own = quick_divide(channel, args.y_channels);
         settle(args, place, slab[row * (kColumns + 4) + column], at, position,
                place.group + (merge + s) * args.merged + own,

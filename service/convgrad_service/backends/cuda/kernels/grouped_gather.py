@@ -39,6 +39,7 @@ __all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 # Positions of a box; more take registers and shared memory that other blocks could use.
 MOST_POSITIONS = 512
 MAX_GRID_YZ = 65535
+MOST_SPAN = 2**32 - 2
 RESERVED_BYTES = 1024
 # In shared memory beside what a launch asks for.
 PLACE_BYTES = 128
@@ -53,6 +54,8 @@ class Unit:
     columns: int
     warps: int
     blocks: int
+    steps: int = 0
+    """Of the reduction, where they are unrolled: for merges of one chunk."""
 
     def defines(self, dtype: DType, across: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -61,6 +64,7 @@ class Unit:
             ("MF", str(self.fragments)),
             ("PACK", str(self.merges)),
             ("NF", str(self.columns)),
+            ("STEPS", str(self.steps)),
             ("WARPS", str(self.warps)),
             ("BLOCKS", str(self.blocks)),
         )
@@ -79,6 +83,10 @@ UNITS = {
 }
 """By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
 position are written together."""
+
+
+SMALL = Unit(4, 2, 1, 4, 5, 5)
+"""For 3x3 taps of 8 channels: two taps a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,18 +239,24 @@ class GroupedGather:
         """See `Family.instances`."""
         return [
             _instance(unit, dtype, across)
-            for unit in UNITS.values()
+            for unit in (*UNITS.values(), SMALL)
             for dtype in DTYPES
             for across in (False, True)
+            if dtype.itemsize == 2 or not unit.steps
         ]
 
 
 def unit_of(work: ConvWork) -> Unit:
     """As wide as leaves the least of the result's channels empty."""
     merge = merge_of(work)
-    channels = merge.in_channels if work.direction == "bwd_data" else merge.out_channels
+    backward = work.direction == "bwd_data"
+    channels = merge.in_channels if backward else merge.out_channels
     columns = ceil_div(channels, 8)
-    return UNITS[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
+    unit = UNITS[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
+    taps = prod(lattice_axis(work, dim).taps for dim in range(3))
+    chunks = merge.out_chunks if backward else merge.in_chunks
+    small = unit.columns == 1 and chunks == 1 and ceil_div(taps, 2) == SMALL.steps
+    return SMALL if small and work.dtype.itemsize == 2 else unit
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
@@ -272,9 +286,10 @@ class _Shared:
         self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
         self.weights_at = prod(self.extent) * self.pitch * box.stages
         self.results_at = self.weights_at + self.weight_bytes
-        self.sources_at = self.results_at + positions * 8
+        self.sources_at = self.results_at + positions * 4
         self.steps_at = self.sources_at + positions * 4
-        self.rows_at = self.steps_at + ceil_div(taps * x_chunks, 2) * 16
+        steps = max(ceil_div(taps * x_chunks, 2), unit.steps)
+        self.rows_at = self.steps_at + steps * 16
         end = self.rows_at + unit.warps * unit.rows_bytes
         # Beyond the last result channel, units read what lies there.
         beyond = self.results_at + unit.columns * 8 * self.w_pitch
@@ -297,11 +312,21 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
         for images in images_together(work.batch) if whole else [1]:
             for stages in (1, 2):
                 box = Box((images, depth, height, width), slice_, stages)
-                if box.positions > MOST_POSITIONS:
+                if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
                     continue
                 shape = _Shared(work, axes, merge, unit, box)
                 if shape.total_bytes <= device.shared_bytes_per_block:
                     yield box
+
+
+def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
+    """Elements from a box's first result to its last."""
+    strides = gather_sides(work)[1].strides
+    steps = [axis.axis.y_step for axis in axes]
+    spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
+    return (box.tile[0] - 1) * strides[0] + sum(
+        (size - 1) * step * stride for size, step, stride in spatial
+    )
 
 
 def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:

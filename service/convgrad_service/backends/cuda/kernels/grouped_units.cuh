@@ -20,13 +20,35 @@ struct Step {
   int a, b;
 };
 
-// Where a lane finds a unit's operands.
+// Where a lane finds a unit's operands. With STEPS, a merge of the source is one chunk and the
+// steps' offsets stay in registers.
 struct Operands {
-  const Step *a, *b, *all;
+  const Step* all;
   int steps;
   int x_merge_bytes, merge_bytes, column_bytes;  // from one merge, or 8 result channels, to the next
-  u32 weights;
   int w_pitch;
+  u32 weights;
+  int a[STEPS + 1], b[STEPS + 1];
+
+  __device__ __forceinline__ Operands(const Step* all, int steps, int x_merge_bytes,
+                                      int merge_bytes, int column_bytes, int w_pitch)
+      : all(all),
+        steps(steps),
+        x_merge_bytes(x_merge_bytes),
+        merge_bytes(merge_bytes),
+        column_bytes(column_bytes),
+        w_pitch(w_pitch),
+        weights(0) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) a[step] = a_at(step), b[step] = b_at(step);
+  }
+  // In a step's two chunks, lanes 16 to 31 read A's second one, lanes 8 to 15 and 24 to 31 B's.
+  __device__ __forceinline__ int a_at(int step) const {
+    return all[step * 2 + ((threadIdx.x & 31) >> 4)].a;
+  }
+  __device__ __forceinline__ int b_at(int step) const {
+    return all[step * 2 + (threadIdx.x >> 3 & 1)].b;
+  }
 };
 
 // Sums of kRows * 16 positions, whose rows of the box are at `from_a`.
@@ -38,9 +60,9 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
   const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
-#pragma unroll 2
-  for (int step = 0; step < from.steps; ++step) {
-    const int a_offset = from.a[step * 2].a;
+#pragma unroll(STEPS ? STEPS : 2)
+  for (int step = 0; step < (STEPS ? STEPS : from.steps); ++step) {
+    const int a_offset = STEPS ? from.a[step < STEPS ? step : 0] : from.a_at(step);
     u32 b[PACK * NF + 1][2];
     if constexpr (ACROSS && kSize == 4) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
@@ -54,7 +76,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         }
       }
     } else {
-      const int b_offset = from.b[step * 2].b;
+      const int b_offset = STEPS ? from.b[step < STEPS ? step : 0] : from.b_at(step);
 #pragma unroll
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];
@@ -76,7 +98,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
         u32 a[4];
-        load_matrices(a, from_a[f] + a_offset + s * from.x_merge_bytes);
+        load_matrices(a, from_a[f] + a_offset + s * (STEPS ? 16 : from.x_merge_bytes));
         if constexpr (kSize == 4) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
