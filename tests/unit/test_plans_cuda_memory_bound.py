@@ -13,8 +13,10 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_lines import Box, PoolLines
+from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_program import CudaPlan, Launch
@@ -26,7 +28,7 @@ SUITE = Path(__file__).parents[1] / "perf" / "suite" / "layers.json"
 LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
 DEPTHWISE = [layer for layer in LAYERS if layer["class"] == "depthwise"]
 POOLS = [layer for layer in LAYERS if layer["class"] == "pool"]
-FAST = (Depthwise(), DepthwiseWeight(), PoolCells(), PoolLines())
+FAST = (Depthwise(), DepthwiseWeight(), PoolCellRows(), PoolCells(), PoolStrips(), PoolLines())
 INSTANCES = {instance for family in FAST for instance in family.instances()}
 TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
@@ -101,7 +103,7 @@ def test_depthwise_layers_take_one_launch(layer: dict[str, Any], dtype: DType) -
 @pytest.mark.parametrize("layer", POOLS, ids=lambda layer: layer["name"])
 def test_pool_layers_take_one_launch(layer: dict[str, Any], dtype: DType, last: bool) -> None:
     plan = plan_for(pool_of(layer, dtype, last), H200, FAMILIES)
-    assert plan.kernel in ("pool_cells", "pool_lines")
+    assert plan.kernel in ("pool_cells", "pool_cell_rows", "pool_lines", "pool_strips")
     check_launch(plan)
 
 
@@ -128,9 +130,12 @@ def test_chunks_are_some_of_the_rows(rows: int, work: int) -> None:
 @pytest.mark.parametrize("kernel", [2, 3, 5])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("pad", range(5))
-def test_a_tile_has_all_windows_that_touch_it(kernel: int, stride: int, pad: int) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_tile_has_all_windows_that_touch_it(
+    kernel: int, stride: int, pad: int, depth: int
+) -> None:
     """Brute force: the windows over a tile, and the positions under those windows, fit the box."""
-    box = Box.tiled(kernel, stride)
+    box = Box.tiled(kernel, stride, depth)
     for own in range(0, 4 * box.tile, box.tile):
         first = own // stride + -(-(pad - kernel + 1) // stride)
         start = first * stride - pad

@@ -11,11 +11,19 @@ from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_first import ThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.first_data import FirstData
+from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
+from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.patches import Patches
+from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
+from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
@@ -29,16 +37,22 @@ COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
 DEPTHWISE = (Depthwise(), ThroughChannelsLast(Depthwise(), COPIES))
 DEPTHWISE_WEIGHT = (DepthwiseWeight(), ThroughChannelsLast(DepthwiseWeight(), COPIES))
+# First layers: few channels of the input.
+FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
+FIRST_DATA = (Patches((DenseGather(),)), FirstGroups(), FirstData())
+FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, DenseGather(), GatherTile(), GatherDirect()),
-    bwd_data=(*DEPTHWISE, DenseGather(), GatherTile(), GatherDirect()),
-    bwd_weight=(*DEPTHWISE_WEIGHT, DenseWeight(), WeightTile(), WeightDirect()),
+    fwd=(*DEPTHWISE, *FIRST_FORWARD, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_data=(*DEPTHWISE, *FIRST_DATA, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_weight=(*DEPTHWISE_WEIGHT, *FIRST_WEIGHT, DenseWeight(), WeightTile(), WeightDirect()),
     fused=(),
     channel_sums=(ChannelSumsKernel(),),
-    pool_fwd=(MaxPoolForward(),),
+    pool_fwd=(PoolWindows(), MaxPoolForward()),
     pool_bwd=(
+        PoolCellRows(),
         PoolCells(),
+        PoolStrips(),
         PoolLines(),
         MaxPoolBackward(),
     ),

@@ -42,9 +42,14 @@ class Box:
         return cls(lines, lines, lines, (kernel - 1) // 2)
 
     @classmethod
-    def tiled(cls, kernel: int, stride: int) -> Box:
-        """A tile with all windows that touch it and all positions that those reach."""
-        tile = 28 if stride > 1 else 28 - 2 * (kernel - 1)
+    def tiled(cls, kernel: int, stride: int, depth: int = 1) -> Box:
+        """A tile with all windows that touch it and all positions that those reach.
+
+        Where windows have a ``depth`` the sums of a ring of planes take registers, of which fewer
+        threads have more.
+        """
+        of_flat = 28 if stride > 1 else 28 - 2 * (kernel - 1)
+        tile = of_flat if depth == 1 else 20
         windows = max(
             (tile - 1 + phase) // stride - ceil_div(phase - kernel + 1, stride) + 1
             for phase in range(stride)
@@ -172,7 +177,7 @@ class PoolLines:
         """See `Family.instances`."""
         found = []
         for depth, depth_stride, kernel, stride in WINDOWS:
-            boxes = [Box.tiled(kernel, stride)]
+            boxes = [Box.tiled(kernel, stride, depth)]
             if stride == 1 and kernel % 2:
                 boxes += [Box.full(lines, kernel) for lines in FULL]
             for dtype in CHANNELS:
@@ -215,7 +220,7 @@ def _shape(work: PoolWork) -> Shape:
         and work.output[1:] == work.input[1:]
         and extent <= FULL[-1]
     )
-    box = Box.tiled(kernel, stride)
+    box = Box.tiled(kernel, stride, work.kernel[0])
     if whole:
         box = Box.full(next(lines for lines in FULL if lines >= extent), kernel)
     return Shape(

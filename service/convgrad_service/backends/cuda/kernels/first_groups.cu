@@ -1,0 +1,278 @@
+// The gradient of a first layer's input, several positions at a time. The host's side is
+// first_groups.py.
+//
+// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// Positions of x along W are taken in groups of `group`, a multiple of the stride: every group meets
+// the positions of y from `hop` times its number on, at the same TAPS steps. Then
+//   x[h][i, (b, c)] = sum over h's kernel rows r, steps t and k of
+//                     y[p][i*hop + first_tap + t, k] * v[r][t, k, (b, c)]
+// with v[r][t, k, (b, c)] = w[k, c, r, b + pad - (first_tap + t)*stride], zero outside the kernel, is
+// a product with M = groups i, N = group*C columns, K = steps x channels of y. A row of y enters the
+// rows of x that it meets, each a sum in registers, complete when y has moved on; so a row of y is
+// read from memory once, and it is read from shared memory once for each of its TAPS shifts.
+//
+// Block: one plane (n, d), a segment of rows of x and one of groups; it walks over the rows of y that
+// meet them. Warps: the classes of rows of x that share a remainder by the stride, x `warp_groups`
+// along W, each with 32 groups and the weights of its class in registers: SLOTS kernel rows x TAPS x
+// STEPS steps of 16 channels, for TILES tiles of 8 columns. Dynamic shared memory, which
+// first_groups.py counts: a ring of STAGES rows of y, zeros outside, and the weights.
+// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
+// images), dilation 1, one group of channels, one tap along D, 16-bit types, and for y with channels
+// side by side in whole 16-byte chunks.
+// Deterministic: one order of additions for each result, however x is cut. Zeros beside the input and
+// the kernel times an infinity are NaN: sums that are not finite are taken again by the definition.
+// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+#include "epilogue.cuh"
+#include "tensor_core.cuh"
+
+using namespace convgrad;
+
+struct FirstGroupsArgs {
+  const void* y;
+  const void* w;
+  void* x;
+  const void* accumulate;  // like x, or null
+  const void* bias;        // one for each channel of x, or null
+  i64 y_stride[6];         // N G C D H W, in elements
+  i64 x_stride[6];
+  i64 w_stride[6];  // G K C T R S
+  float alpha;
+  float beta;
+  int activation;
+  int plain;  // the result is the sum itself, in rows of even numbers of neighbours
+  int channels;
+  int y_chunks;  // 16-byte chunks of y's channels
+  int y_channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
+  int group;
+  int hop;
+  int first_tap;
+  int warp_groups;
+  int positions;     // of y, that a block's groups meet
+  int row_segments;  // along H
+  int segment_rows;  // rows of y that a segment moves on by
+  int segments;      // along W
+};
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kDepth = TAPS * STEPS;
+constexpr int kColumns = TILES * 8;
+// Neighbouring positions are apart such that eight of them meet in no bank.
+constexpr u32 kPitch = (2 * STEPS + 1) * 16;
+
+__device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
+    first_groups(const __grid_constant__ FirstGroupsArgs args) {
+  extern __shared__ uint4 shared[];
+  char* const base = reinterpret_cast<char*>(shared);
+  const int thread = threadIdx.x, threads = blockDim.x, lane = thread & 31, warp = thread >> 5;
+  const int stride_h = args.stride[1], stride_w = args.stride[2];
+  const int remainder = warp / args.warp_groups;
+  const int warp_group = (warp - remainder * args.warp_groups) * 32;
+
+  u32 block = blockIdx.x;
+  const int segment = block % args.segments;
+  block /= args.segments;
+  const int row_segment = block % args.row_segments;
+  block /= args.row_segments;
+  const int d = block % args.x_size[0];
+  const int n = block / args.x_size[0];
+
+  const int first_group = segment * args.warp_groups * 32;
+  const int q0 = first_group * args.hop + args.first_tap;
+  // Rows: after row p of y, rows p*stride - pad + [0, stride) of x are complete.
+  const int finish0 = floor_div(args.pad[1], stride_h) + row_segment * args.segment_rows;
+  const int finish1 = min(finish0 + args.segment_rows - 1,
+                          floor_div(args.x_size[1] - 1 + args.pad[1], stride_h));
+  const int p0 = finish0 - (args.kernel[1] - 1) / stride_h;
+  const int z = floor_div(d + args.pad[0], args.stride[0]);
+  const bool met = z * args.stride[0] == d + args.pad[0] && z >= 0 && z < args.y_size[0];
+  const int real0 = max(0, p0), real1 = met ? min(args.y_size[1] - 1, finish1) : -1;
+
+  const u32 stage_bytes = args.positions * kPitch;
+  const u32 units = (args.kernel[1] * TAPS * TILES) | 1;
+  const u32 w_pitch = units * 16;
+  char* const weights = base + STAGES * stage_bytes;
+  const u32 ring = shared_address(base);
+
+  // This thread's chunks of y.
+  const int copy_row = thread / args.y_chunks, copy_at = thread - copy_row * args.y_chunks;
+  const int copy_rows = threads / args.y_chunks;
+  const T* const y = static_cast<const T*>(args.y);
+  const T* const from0 = y + n * args.y_stride[0] + z * args.y_stride[3] +
+                         q0 * args.y_stride[5] + copy_at * 8;
+  int put_p = real0;
+  const auto copy_row_of_y = [&](int stage) {
+    if (put_p <= real1) {
+      if (copy_row < copy_rows) {
+        const T* const from = from0 + put_p * args.y_stride[4];
+        const u32 to = ring + stage * stage_bytes + copy_at * 16;
+#pragma unroll 2
+        for (int q = copy_row; q < args.positions; q += copy_rows) {
+          const bool there = q0 + q >= 0 && q0 + q < args.y_size[2];
+          copy_chunk(to + q * kPitch, there ? from + q * args.y_stride[5] : y, there);
+        }
+      }
+      ++put_p;
+    }
+    commit_copies();
+  };
+  for (int i = 0; i < STAGES - 1; ++i) copy_row_of_y(i);
+
+  // Zeros beyond the last channel, up to a whole number of steps.
+  for (int i = thread; i < STAGES * args.positions; i += threads) {
+    for (int chunk = args.y_chunks; chunk < 2 * STEPS; ++chunk) {
+      *reinterpret_cast<uint4*>(base + i * kPitch + chunk * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  const T* const w = static_cast<const T*>(args.w);
+  for (int i = thread; i < STEPS * 16 * args.kernel[1] * TAPS * kColumns; i += threads) {
+    const int column = i % kColumns, rest = i / kColumns;
+    const int tap = rest % TAPS, row = rest / TAPS;
+    const int k = row / args.kernel[1], r = row - k * args.kernel[1];
+    const int b = column / args.channels, c = column - b * args.channels;
+    const int s = b + args.pad[2] - (args.first_tap + tap) * stride_w;
+    T value = {};
+    if (k < args.y_channels && b < args.group && s >= 0 && s < args.kernel[2]) {
+      value = w[k * args.w_stride[1] + c * args.w_stride[2] + r * args.w_stride[4] +
+                s * args.w_stride[5]];
+    }
+    reinterpret_cast<T*>(weights + k * w_pitch)[(r * TAPS + tap) * kColumns + column] = value;
+  }
+  __syncthreads();
+
+  // The kernel rows of this warp's class: slot j stands for row remainder + j*stride.
+  u32 b[SLOTS][kDepth][TILES][2];
+#pragma unroll
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    const int r = remainder + slot * stride_h;
+#pragma unroll
+    for (int e = 0; e < kDepth; ++e) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        b[slot][e][tile][0] = b[slot][e][tile][1] = 0;
+        if (r < args.kernel[1]) {
+          load_matrices_transposed(
+              b[slot][e][tile],
+              shared_address(weights) + (e % STEPS * 16 + (lane & 15)) * w_pitch +
+                  ((r * TAPS + e / STEPS) * TILES + tile) * 16);
+        }
+      }
+    }
+  }
+  const bool all_slots = remainder + (SLOTS - 1) * stride_h < args.kernel[1];
+
+  float sum[2][SLOTS][TILES][4] = {};
+  const u32 lane_at =
+      ring + (warp_group + (lane & 15)) * args.hop * kPitch + (lane >> 4) * 16;
+  const u32 further = 16 * args.hop * kPitch;  // from a warp's first tile to its second
+
+  // One result by the definition.
+  const auto taken_again = [&](int h, int w_at, int c) {
+    float value = 0;
+#pragma unroll 1
+    for (int r = remainder; r < args.kernel[1]; r += stride_h) {
+      const int p = (h + args.pad[1] - r) / stride_h;
+      if (h + args.pad[1] < r || p >= args.y_size[1] || !met) continue;
+#pragma unroll 1
+      for (int s = 0; s < args.kernel[2]; ++s) {
+        const int reach = w_at + args.pad[2] - s, q = floor_div(reach, stride_w);
+        if (q * stride_w != reach || q < 0 || q >= args.y_size[2]) continue;
+        const T* const y_at = y + n * args.y_stride[0] + z * args.y_stride[3] +
+                              p * args.y_stride[4] + q * args.y_stride[5];
+        const T* const taps = w + c * args.w_stride[2] + r * args.w_stride[4] + s * args.w_stride[5];
+#pragma unroll 1
+        for (int k = 0; k < args.y_channels; ++k) {
+          value += widen(y_at[k]) * widen(taps[k * args.w_stride[1]]);
+        }
+      }
+    }
+    return value;
+  };
+  const int in_group = args.group * args.channels;  // columns that are there
+  const i64 plane_at = n * args.x_stride[0] + d * args.x_stride[3];
+  const auto write_two = [&](int h, int group, int column, float first, float second) {
+    T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
+    const int at = group * in_group + column;
+    const bool finite = fmaf(first, 0.0f, second * 0.0f) == 0.0f;
+    if (finite && args.plain) {
+      if (column < in_group && at < args.x_size[2] * args.channels) {
+        *reinterpret_cast<u32*>(x + at) = narrow_two<T>(first, second);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int e = 0; e < 2; ++e) {
+      const int b_at = (column + e) / args.channels, c = column + e - b_at * args.channels;
+      const int w_at = group * args.group + b_at;
+      if (column + e >= in_group || w_at >= args.x_size[2]) continue;
+      float value = e == 0 ? first : second;
+      if (!is_finite(value)) value = taken_again(h, w_at, c);
+      const i64 place = w_at * args.x_stride[5] + c * args.x_stride[2];
+      const T* accumulate = static_cast<const T*>(args.accumulate);
+      if (accumulate != nullptr) accumulate += plane_at + h * args.x_stride[4] + place;
+      const T* bias = static_cast<const T*>(args.bias);
+      if (bias != nullptr) bias += c;
+      x[place] = narrow<T>(
+          finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+    }
+  };
+
+  int stage = 0;
+  for (int p = p0; p <= finish1; ++p) {
+    if (p >= real0 && p <= real1) {
+      wait_copies<STAGES - 2>();
+      __syncthreads();
+      copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
+      const u32 from = lane_at + stage * stage_bytes;
+      u32 a[2][2][4];
+      load_matrices(a[0][0], from);
+      load_matrices(a[0][1], from + further);
+#pragma unroll
+      for (int e = 0; e < kDepth; ++e) {
+        if (e + 1 < kDepth) {
+          const u32 next = from + (e + 1) / STEPS * kPitch + (e + 1) % STEPS * 32;
+          load_matrices(a[(e + 1) & 1][0], next);
+          load_matrices(a[(e + 1) & 1][1], next + further);
+        }
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; ++slot) {
+          if (SLOTS > 1 && slot + 1 == SLOTS && !all_slots) continue;
+#pragma unroll
+          for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              mma<T>(sum[m][slot][tile], a[e & 1][m], b[slot][e][tile][0], b[slot][e][tile][1]);
+            }
+          }
+        }
+      }
+      if (++stage == STAGES) stage = 0;
+    }
+    const int h = p * stride_h - args.pad[1] + remainder;
+    if (p >= finish0 && h >= 0 && h < args.x_size[1]) {
+#pragma unroll
+      for (int i = 0; i < 4 * TILES; ++i) {
+        const int m = i / TILES >> 1, half = i / TILES & 1, tile = i % TILES;
+        write_two(h, first_group + warp_group + m * 16 + half * 8 + (lane >> 2),
+                  tile * 8 + (lane & 3) * 2, sum[m][0][tile][half * 2],
+                  sum[m][0][tile][half * 2 + 1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * SLOTS * TILES * 4; ++i) {
+      const int e = i % 4, tile = i / 4 % TILES, m = i / (4 * TILES) % 2, slot = i / (8 * TILES);
+      sum[m][slot][tile][e] = slot + 1 < SLOTS ? sum[m][slot + 1 < SLOTS ? slot + 1 : 0][tile][e]
+                                               : 0.0f;
+    }
+  }
+}

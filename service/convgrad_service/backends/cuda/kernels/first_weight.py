@@ -1,0 +1,242 @@
+"""The gradient of a first layer's weight, on tensor cores: few input channels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, prepare_activation
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.first_windows import (
+    MOST_WARPS,
+    STAGES,
+    WindowArgs,
+    blocks_together,
+    column_tiles,
+    prepare_rows,
+    why_not_first,
+    window_args,
+    window_bytes,
+)
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import (
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["FirstWeight"]
+
+WARP_TILES = 6
+MOST_UNIT_ROWS = 4
+SUM_WARPS = 8
+SUM_RESULTS = 32
+# Partial sums together take at most so much, unless the caller asks for more splits.
+PARTIAL_BYTES = 256 * 2**20
+# Positions of a unit, the best first.
+SEGMENTS = (64, 32)
+# Sixteens of channels in a block.
+ROWS = (2, 4)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+class FirstWeightArgs(ctypes.Structure):
+    """See ``first_weight.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "w")),
+        ("windows", WindowArgs),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "y_channels",
+                "y_chunks",
+                "wide_result",
+                "row_groups",
+                "channel_blocks",
+                "warp_columns",
+                "splits",
+            )
+        ),
+    )
+
+
+class FirstSumArgs(ctypes.Structure):
+    """See ``first_sum.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
+        ("stride", ctypes.c_int64 * 5),
+        ("extent", ctypes.c_int32 * 5),
+        ("results", ctypes.c_int32),
+        ("splits", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Sixteens of channels and kernel rows of a block, warps along columns; rows and positions of a
+    unit."""
+
+    sixteens: int
+    rows: int
+    warp_columns: int
+    unit_rows: int
+    segment: int
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warp_columns * self.unit_rows
+
+
+class FirstWeight:
+    """bwd_weight with at most ``MOST_CHANNELS`` channels of the input."""
+
+    name = "first_weight"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_first(work, device)
+        if reason is None and _cut(work, device) is None:
+            return "windows of a row do not fit into shared memory"
+        return reason
+
+    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
+        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        cut = _cut(work, device)
+        if cut is None:
+            raise ValueError("windows of a row do not fit into shared memory")
+        y = prepare_activation(
+            work.y,
+            work.batch,
+            1,
+            work.out_channels,
+            work.output,
+            f"{work.prefix}grad_output_channels_last",
+            device,
+        )
+        x = prepare_rows(work, device)
+        args = FirstWeightArgs()
+        args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
+        args.w_stride[:] = work.w.strides
+        args.windows = window_args(work, cut.rows, cut.unit_rows, cut.segment)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.y_channels = work.out_channels
+        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
+        args.wide_result = work.result_dtype is DType.FLOAT32
+        args.row_groups = ceil_div(work.kernel[1], cut.rows)
+        args.channel_blocks = ceil_div(work.out_channels, 16 * cut.sixteens)
+        args.warp_columns = cut.warp_columns
+        parts = args.row_groups * work.kernel[0] * args.channel_blocks
+        units = args.windows.units
+        args.splits = splits = splits or _splits(work, units, parts, cut, device)
+        partials = f"{work.prefix}partials"
+        launch = Launch(
+            _instance(work.dtype, cut.sixteens),
+            (parts * splits, 1, 1),
+            (cut.threads, 1, 1),
+            pack(
+                args,
+                x=x.operand,
+                y=y.operand,
+                w=work.w,
+                accumulate=work.accumulate,
+                partials=partials if splits > 1 else None,
+            ),
+            cut.shared_bytes,
+        )
+        steps: list[Step] = [*y.steps, *x.steps, launch]
+        workspace = [*y.workspace, *x.workspace]
+        if splits > 1:
+            workspace.append(Workspace(partials, splits * _results(work) * 4))
+            steps.append(_sum(work, partials, splits))
+        return Fragment(f"{self.name}/{splits}", tuple(steps), tuple(workspace))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(_instance(dtype, sixteens) for dtype in DTYPES for sixteens in ROWS),
+            *map(_sum_instance, DTYPES),
+        ]
+
+
+def _results(work: ConvWork) -> int:
+    return work.out_channels * work.in_channels * work.taps
+
+
+def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
+    """The largest units that fit, None where none does."""
+    tiles = column_tiles(work)
+    rows = min(work.kernel[1], MOST_WARPS * WARP_TILES // tiles)
+    # As many in each group.
+    rows = ceil_div(work.kernel[1], ceil_div(work.kernel[1], rows))
+    sixteens = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
+    warp_columns = ceil_div(rows * tiles, WARP_TILES)
+    most = min(MOST_UNIT_ROWS, MOST_WARPS // warp_columns, work.output[1])
+    sums = 16 * sixteens * (rows * tiles * 8 + 4) * 4
+    for segment in SEGMENTS:
+        if segment >= work.output[2] + 32:
+            continue
+        for unit_rows in range(most, 0, -1):
+            shared = _y_bytes(work, sixteens, unit_rows, segment)
+            shared += window_bytes(work, rows, unit_rows, segment)
+            shared = max(shared, sums)
+            if shared <= device.shared_bytes_per_block:
+                return Cut(sixteens, rows, warp_columns, unit_rows, segment, shared)
+    return None
+
+
+def _y_bytes(work: ConvWork, sixteens: int, unit_rows: int, segment: int) -> int:
+    size = work.dtype.itemsize
+    return STAGES * unit_rows * segment * (16 * sixteens * size + (32 if size == 4 else 16))
+
+
+def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice) -> int:
+    """As many as fill the device once, where a split is ``parts`` blocks.
+
+    Follows from the problem and the device model alone, so equal requests give equal bits.
+    """
+    if work.split_k is not None:
+        return min(work.split_k, units, MAX_BLOCKS // parts)
+    together = blocks_together(device, cut.threads, cut.shared_bytes)
+    room = max(1, PARTIAL_BYTES // (_results(work) * 4))
+    return max(1, min(units, room, device.multiprocessors * together // parts))
+
+
+def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
+    """Adds up the partial sums and finishes them."""
+    _, k, c, *kernel = work.w.strides
+    args = FirstSumArgs()
+    args.extent[:] = (work.out_channels, *work.kernel, work.in_channels)
+    args.stride[:] = (k, *kernel, c)
+    args.results, args.splits = _results(work), splits
+    args.alpha, args.beta = work.alpha, work.beta
+    return Launch(
+        _sum_instance(work.result_dtype),
+        (ceil_div(args.results, SUM_RESULTS), 1, 1),
+        (32 * SUM_WARPS, 1, 1),
+        pack(args, partials=partials, result=work.w, accumulate=work.accumulate),
+    )
+
+
+def _sum_instance(dtype: DType) -> Instance:
+    defines = ("RESULT", CUDA_TYPES[dtype]), ("WARPS", str(SUM_WARPS))
+    return Instance("first_sum.cu", "first_sum", defines)
+
+
+def _instance(dtype: DType, sixteens: int) -> Instance:
+    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("ROWS", str(sixteens)), ("STAGES", str(STAGES))
+    return Instance("first_weight.cu", "first_weight", defines)

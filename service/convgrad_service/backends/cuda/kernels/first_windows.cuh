@@ -1,0 +1,185 @@
+// Windows of a first layer's input in shared memory. The host's side is first_windows.py.
+//
+// With channels last the S taps of a kernel row meet S*C neighbouring numbers of a row of x, from the
+// (q*stride - pad)*C-th on. Rows of x are laid out once as
+//   windows[h][q][(s, c)] = x[n, d, h, q*stride - pad + s, c], zeros outside,
+// matrices of positions q by S*C columns, rounded up to whole tiles of 8, for every kernel row and
+// row of y that meet there.
+// A unit is `unit_rows` rows of y by `segment` positions. Its rows of x come to shared memory as they
+// lie, by asynchronous copies, and become windows in a ring of rows, where the next unit down finds
+// those that it shares.
+#pragma once
+
+#include "tensor_core.cuh"
+#include "vectors.cuh"
+
+namespace convgrad {
+
+struct WindowArgs {
+  int channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
+  int column_tiles;  // of a kernel row
+  int rows;          // kernel rows of a block, at most
+  int unit_rows;
+  int segment;  // a multiple of 32
+  int segments;
+  int row_units;  // units along H
+  int units;
+  int row_words;  // of shared memory, for a row of x as it comes
+};
+
+// Where a unit is in x and y, for one tap along D.
+struct Unit {
+  int n, z, d, q0, width, p0, h0;
+  bool inside;  // whether the tap meets x
+  bool fresh;   // whether it shares no rows of x with the one before
+};
+
+template <class T>
+struct Windows {
+  static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr int kBytes = static_cast<int>(sizeof(T));
+  static constexpr int kChunk = 16 / kBytes;
+
+  const WindowArgs& args;
+  const i64 (&stride)[6];  // of x: N G C D H W
+  const T* x;
+  int first_row, rows;  // kernel rows of this block
+  char* windows;
+  char* raws;
+
+  // Rows of x that a unit meets, and those that the next one down adds.
+  __device__ __forceinline__ int met() const {
+    return args.stride[1] * (args.unit_rows - 1) + rows;
+  }
+  __device__ __forceinline__ int ahead() const { return args.stride[1] * args.unit_rows; }
+  __device__ __forceinline__ int ring_rows() const { return met() + ahead(); }
+  __device__ __forceinline__ int columns() const { return args.kernel[2] * args.channels; }
+  __device__ __forceinline__ int row_elements() const { return args.x_size[2] * args.channels; }
+  __device__ __forceinline__ u32 pitch() const { return (args.column_tiles | 1) * 8 * kBytes; }
+  __device__ __forceinline__ u32 row_bytes() const { return args.segment * pitch(); }
+  __device__ __forceinline__ u32 raw_bytes() const {
+    return (args.stride[1] * (args.unit_rows - 1) + args.rows) * args.row_words * 4;
+  }
+  // Of the ring, in the largest block.
+  __device__ __forceinline__ u32 ring_bytes() const {
+    return (args.stride[1] * (2 * args.unit_rows - 1) + args.rows) * row_bytes();
+  }
+
+  __device__ __forceinline__ Unit unit_of(int index, int tap, bool first) const {
+    Unit unit;
+    const u32 rest1 = static_cast<u32>(index) / args.row_units;
+    const int row_unit = index - rest1 * args.row_units;
+    const u32 rest2 = rest1 / args.segments;
+    unit.q0 = (rest1 - rest2 * args.segments) * args.segment;
+    unit.n = rest2 / args.y_size[0];
+    unit.z = rest2 - unit.n * args.y_size[0];
+    unit.d = unit.z * args.stride[0] + tap - args.pad[0];
+    unit.width = min(args.segment, args.y_size[2] - unit.q0);
+    unit.p0 = row_unit * args.unit_rows;
+    unit.h0 = unit.p0 * args.stride[1] - args.pad[1] + first_row;
+    unit.inside = unit.d >= 0 && unit.d < args.x_size[0];
+    unit.fresh = first || row_unit == 0;
+    return unit;
+  }
+  __device__ __forceinline__ i64 row_of(const Unit& unit, int h) const {
+    return unit.n * stride[0] + unit.d * stride[3] + h * stride[4];
+  }
+  // Of a row, where a position's window begins; may be outside.
+  __device__ __forceinline__ int window_at(int q) const {
+    return (q * args.stride[2] - args.pad[2]) * args.channels;
+  }
+  __device__ __forceinline__ int first_element(const Unit& unit) const {
+    return min(row_elements(), max(0, window_at(unit.q0)));
+  }
+  // Copies begin at multiples of 16 bytes, so a row may come with elements before it.
+  __device__ __forceinline__ int lead_of(const Unit& unit, int h, int first) const {
+    return static_cast<int>(row_of(unit, h) + first) & (kChunk - 1);
+  }
+  __device__ __forceinline__ int skipped(const Unit& unit) const {
+    return unit.fresh ? 0 : met() - min(met(), ahead());
+  }
+
+  // The low word of two neighbours, `shift` bits on.
+  __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
+    return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
+  }
+  // A word's elements below `wanted`, zeros beyond.
+  __device__ static __forceinline__ u32 first_of(u32 word, int wanted) {
+    return wanted >= 4 / kBytes ? word : wanted > 0 ? word & 0xffff : 0;
+  }
+
+  // Starts the copies of a unit's new rows, a warp each.
+  __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
+    const int first = first_element(unit), skip = skipped(unit);
+    const int last = min(row_elements(), window_at(unit.q0 + unit.width - 1) + columns());
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    for (int row = threadIdx.x >> 5; row < met() - skip; row += warps) {
+      const int h = unit.h0 + skip + row;
+      if (h < 0 || h >= args.x_size[1] || last <= first) continue;
+      const i64 from = row_of(unit, h);
+      const int lead = static_cast<int>(from + first) & (kChunk - 1);
+      const int count = last - first + lead;
+      const T* const start = x + (from + first - lead);
+      const u32 to = shared_address(raws) + stage * raw_bytes() + row * (args.row_words * 4);
+      for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
+        copy_async<16>(to + at * kBytes, start + at, min(16, (count - at) * kBytes));
+      }
+    }
+  }
+
+  // A unit's new rows, as they came, become windows from slot `ring` on: a warp at a time 16 bytes of
+  // columns for 32 positions.
+  __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    const int skip = skipped(unit), row_chunks = args.column_tiles * 8 / kChunk;
+    const int first = first_element(unit), step = args.stride[2] * args.channels;
+    const int parts = args.segment >> 5, in_row = row_chunks * parts;
+    const int count = (met() - skip) * in_row;
+    for (int item = threadIdx.x >> 5; item < count; item += warps) {
+      const int row = item / in_row, rest = item - row * in_row;
+      const int chunk = rest / parts, part = rest - chunk * parts;
+      const int h = unit.h0 + skip + row;
+      int slot = ring + skip + row;
+      if (slot >= ring_rows()) slot -= ring_rows();
+      const int q = part * 32 + lane;
+      const int wanted = min(kChunk, columns() - chunk * kChunk);
+      auto values = Vector<T, kChunk>::zero();
+      if (h >= 0 && h < args.x_size[1] && wanted > 0) {
+        const int element = window_at(unit.q0 + part * 32) + chunk * kChunk + lane * step;
+        const int at = element - first + lead_of(unit, h, first);
+        const char* const from = raws + stage * raw_bytes() + row * (args.row_words * 4);
+        if (element >= 0 && element + wanted <= row_elements() && q < unit.width) {
+          const u32* const words = reinterpret_cast<const u32*>(from) + (kWide ? at : at >> 1);
+          values.raw = make_uint4(words[0], words[1], words[2], words[3]);
+          if constexpr (!kWide) {
+            const u32 shift = (at & 1) * 16;
+            const uint4 low = values.raw;
+            values.raw = make_uint4(shifted(low.x, low.y, shift), shifted(low.y, low.z, shift),
+                                    shifted(low.z, low.w, shift), shifted(low.w, words[4], shift));
+          }
+          if (wanted < kChunk) {
+            values.raw.x = first_of(values.raw.x, wanted);
+            values.raw.y = first_of(values.raw.y, wanted - 4 / kBytes);
+            values.raw.z = first_of(values.raw.z, wanted - 8 / kBytes);
+            values.raw.w = first_of(values.raw.w, wanted - 12 / kBytes);
+          }
+        } else if (q < unit.width) {
+#pragma unroll
+          for (int e = 0; e < kChunk; ++e) {
+            if (e < wanted && element + e >= 0 && element + e < row_elements()) {
+              values.at[e] = reinterpret_cast<const T*>(from)[at + e];
+            }
+          }
+        }
+      }
+      values.store(reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch() + chunk * 16));
+    }
+  }
+};
+
+}  // namespace convgrad

@@ -1,0 +1,183 @@
+"""Max pooling's gradient from its input, windows that overlap, two channels a thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.pool_cells import image_elements
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import Operand, PoolWork
+
+__all__ = ["PoolStrips", "Window"]
+
+BLOCK = 128
+MOST_COLUMNS = 4096
+# Added to a magnitude, what makes those beyond infinity, and no other, a negative number.
+NAN_STEP = {DType.FLOAT16: "0x03ff03ff", DType.BFLOAT16: "0x007f007f"}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Kernel, stride and padding along H and W; rows that a thread owns; blocks on a
+    multiprocessor."""
+
+    kernel: int
+    stride: int
+    pad: int
+    rows: int
+    blocks: int
+
+
+WINDOWS = (Window(3, 2, 1, 4, 4), Window(3, 1, 1, 3, 3))
+
+
+class StripArgs(ctypes.Structure):
+    """See ``pool_strips.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
+        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
+        ("threads", ctypes.c_int64),
+        ("pairs", ctypes.c_int32),
+        ("x_size", ctypes.c_int32 * 3),
+        ("y_size", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("tiles", "strips", "strip")),
+    )
+
+
+class PoolStrips:
+    """bwd from the input, 16 bits, channels last, the windows of ``WINDOWS``."""
+
+    name = "pool_strips"
+
+    def __init__(self, windows: tuple[Window, ...] = WINDOWS) -> None:
+        """Other windows where others are tried."""
+        self._windows = windows
+
+    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.source is None:
+            return "the indices are given"
+        if work.dtype not in NAN_STEP:
+            return f"{work.dtype}"
+        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+            return "dilated"
+        if self._window(work) is None:
+            return (
+                f"no instance for kernel {work.kernel}, stride {work.stride} and padding {work.pad}"
+            )
+        if not all(_in_pairs(work, operand) for operand in (work.source, work.x, work.y)):
+            return "the channels do not lie side by side in pairs"
+        if image_elements(work) >= 2**31:
+            return "an image of more than 2^31 elements"
+        if self._threads(work, device) > MAX_BLOCKS * BLOCK:
+            return "more blocks than one grid holds"
+        return None
+
+    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        window = self._window(work)
+        if work.source is None or window is None:
+            raise ValueError("a pooling's gradient without its input, or of other windows")
+        args = StripArgs()
+        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
+            n, _, *rest = operand.strides
+            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        args.threads, args.pairs = self._threads(work, device), work.channels // 2
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        args.tiles = ceil_div(work.input[1], window.rows)
+        args.strip = _strip(work, window, device)
+        args.strips = ceil_div(work.input[2], args.strip)
+        launch = Launch(
+            _instance(work.dtype, window),
+            linear_grid(args.threads, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, x=work.source, grad=work.y, grad_x=work.x),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, window) for dtype in NAN_STEP for window in self._windows]
+
+    def _window(self, work: PoolWork) -> Window | None:
+        kernel, stride, pad = work.kernel, work.stride, work.pad
+        flat = kernel[0] == stride[0] == 1 and pad[0] == 0 and work.input[0] == work.output[0]
+        for window in self._windows:
+            asked = (window.kernel,) * 2, (window.stride,) * 2, (window.pad,) * 2
+            if flat and asked == (kernel[1:], stride[1:], pad[1:]):
+                return window
+        return None
+
+    def _threads(self, work: PoolWork, device: CudaDevice) -> int:
+        window = self._window(work)
+        if window is None:
+            raise ValueError("no such window")
+        strips = ceil_div(work.input[2], _strip(work, window, device))
+        return strips * _lines(work, window)
+
+
+def _lines(work: PoolWork, window: Window) -> int:
+    """Threads of one strip."""
+    tiles = ceil_div(work.input[1], window.rows)
+    return work.batch * work.input[0] * tiles * (work.channels // 2)
+
+
+def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
+    """Columns of a strip: few enough that the last wave of blocks is nearly full, many enough that
+    those which two strips read count little."""
+    together = device.multiprocessors * window.blocks * BLOCK
+    lines, width = _lines(work, window), work.input[2]
+
+    def expected(strips: int) -> float:
+        columns = _columns(width, strips, window)
+        waves = ceil_div(lines * ceil_div(width, columns), together)
+        # A strip's first columns and its start, in columns.
+        return waves * (columns + 2 * (window.kernel - window.stride) + 4)
+
+    least = ceil_div(width, MOST_COLUMNS - 4 * window.kernel)
+    most = max(least, width // 4)
+    best = min(range(least, most + 1), key=expected)
+    return _columns(width, best, window)
+
+
+def _columns(width: int, strips: int, window: Window) -> int:
+    """Of one strip; a multiple of the stride."""
+    return ceil_div(ceil_div(width, strips), window.stride) * window.stride
+
+
+def _in_pairs(work: PoolWork, operand: Operand) -> bool:
+    n, _, c, *rest = operand.strides
+    extents = (work.batch, *work.input)
+    return (
+        c == 1
+        and work.channels % 2 == 0
+        and all(
+            stride % 2 == 0
+            for stride, extent in zip((n, *rest), extents, strict=True)
+            if extent > 1
+        )
+    )
+
+
+def _instance(dtype: DType, window: Window) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "NAN_STEP": NAN_STEP[dtype],
+        "KERNEL": window.kernel,
+        "STRIDE": window.stride,
+        "PAD": window.pad,
+        "ROWS": window.rows,
+        "BLOCKS": window.blocks,
+    }
+    return Instance(
+        "pool_strips.cu",
+        "pool_strips",
+        tuple((name, str(value)) for name, value in defines.items()),
+    )

@@ -1,0 +1,100 @@
+"""Layers whose input has few channels: on every backend, and their GPU kernels on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.problems import problem_from
+from tests.arrays import DTYPES, draw, normals, request_arrays, rng_for
+from tests.cases import Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.first_layers import FIRST_LAYERS, first_cases
+from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.oracle import expected
+
+KERNELS = {
+    "conv_fwd": ("first_forward",),
+    "conv_bwd_data": ("first_groups", "first_data"),
+    "grouped_conv_bwd_weight": ("first_weight",),
+}
+TF32 = 2.0**-10  # what rounding the factors costs
+EPILOGUES = [
+    case.with_tensor("accumulate", FIRST_LAYERS[case.name].input_shape).with_params(
+        "bilinear", alpha=2.0, beta=-0.25
+    )
+    for case in first_cases()
+    if case.operation == "conv_bwd_data" and case.name in ("resnet", "mobilenet", "1d")
+]
+CASES = [*first_cases(), *EPILOGUES]
+EMULATED = ("resnet", "mobilenet", "six_rows_in_seven", "padding_beyond_the_kernel", "wide", "3d")
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+def _compare(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    high = dtype == "float32"
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    if high:
+        case = case.with_params("high", precision="high")
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(backend, case, tensors, layout)
+        what = f"seed {seed}, {case.id} {dtype} {layout}"
+        check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+@pytest.mark.parametrize("gate", ["exact", "bounded"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    _compare(backend, seed, case, dtype, gate)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name.split("-")[0] in EMULATED],
+    ids=lambda case: case.id,
+)
+def test_emulated(seed: int, case: Case, dtype: str) -> None:
+    _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "exact")
+    _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "bounded")
+
+
+@emulated
+@pytest.mark.parametrize(
+    "case", [case for case in first_cases() if case.name in EMULATED[:2]], ids=lambda case: case.id
+)
+def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, case: Case) -> None:
+    rng = rng_for(seed, case.id)
+    tensors = draw(case, rng, DTYPES["bfloat16"], normals)
+    for tensor in tensors.values():
+        for value in rng.choice([np.inf, -np.inf, np.nan], 2):
+            tensor.flat[rng.integers(tensor.size)] = value
+        # Where padding meets it.
+        tensor.flat[0] = np.inf
+    wanted = expected(case.operation, tensors, case.params)
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.id)
+def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -> None:
+    params = {**case.params, "precision": "high"} if dtype == "float32" else case.params
+    tensors, _ = drawn(0, case, dtype, "exact")
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    arrays = request_arrays(case, tensors, layout)
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params, "layout": layout})
+    plan = plan_for(problem_from(case.operation, request), H200, FAMILIES)
+    patches = case.name.startswith("patches_")
+    assert plan.kernel.startswith(("patches_dense",) if patches else KERNELS[case.operation])
+    if case.operation == "conv_bwd_data" and case.name in ("resnet", "vgg", "mobilenet"):
+        assert plan.kernel.startswith("first_groups" if dtype == "bfloat16" else "first_data")

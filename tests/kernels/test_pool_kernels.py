@@ -1,0 +1,94 @@
+"""Poolings by the corners of the GPU's fast kernels: on every backend, and emulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.problems import problem_from
+from tests.arrays import DTYPES, draw, integers, request_arrays, rng_for
+from tests.cases import Case, maxpool_bwd, maxpool_fwd
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Pool
+from tests.kernels.harness import answers, check, with_layouts
+from tests.oracle import expected
+
+POOLS = {
+    # windows of two side by side, in rows of whole vectors or not
+    "cells": Pool(2, 5, (8, 16), 2),
+    "cells_odd_rows": Pool(1, 3, (7, 8), 2),
+    "cells_ceil": Pool(1, 3, (7, 24), 2, ceil_mode=True),
+    "cells_half_vectors": Pool(1, 2, (6, 20), 2),
+    "cells_no_vectors": Pool(1, 2, (4, 6), 2),
+    "cells_3d": Pool(1, 3, (5, 6, 16), 2),
+    # windows that overlap, channels in pairs
+    "strips_stride_2": Pool(2, 64, (23, 30), 3, 2, 1),
+    "strips_odd_pairs": Pool(1, 34, (12, 13), 3, 2, 1),
+    "strips_ceil": Pool(1, 8, (16, 20), 3, 2, 1, ceil_mode=True),
+    "strips_one_window": Pool(1, 8, (1, 2), 3, 2, 1),
+    "strips_stride_1": Pool(1, 64, (17, 19), 3, 1, 1),
+    "strips_wide": Pool(1, 2, (5, 90), 3, 1, 1),
+    "strips_of_planes": Pool(1, 4, (3, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
+    "other_padding": Pool(1, 16, (19, 21), 3, 2, 0),
+    # vectors of channels
+    "channels_16": Pool(2, 16, (9, 11), 3, 2, 1),
+    "channels_24_dilated": Pool(1, 24, (12, 11), 3, 1, 0, 2),
+    "channels_32_3d": Pool(1, 32, (4, 5, 6), 3, 2, 1),
+}
+CASES = [make(name, pool) for name, pool in POOLS.items() for make in (maxpool_fwd, maxpool_bwd)]
+TAKEN = {  # by what, channels first and last
+    "cells": ("pool_cell_rows", "pool_cells"),
+    "cells_3d": ("pool_cell_rows", "pool_cells"),
+    "cells_no_vectors": ("pool_cells", "pool_cells"),
+    "strips_stride_2": ("pool_lines", "pool_strips"),
+    "strips_wide": ("pool_lines", "pool_strips"),
+    "strips_of_planes": ("pool_lines", "pool_strips"),
+    "other_padding": ("pool_lines", "pool_lines"),
+}
+
+
+def _compare(backend: Backend, seed: int, case: Case, dtype: str, *, odd: bool) -> None:
+    """Many ties; with ``odd`` values too that are not finite, and both zeros."""
+    rng = rng_for(seed, case.id, dtype)
+    tensors = draw(case, rng, DTYPES[dtype], integers)
+    if odd:
+        for value in (np.nan, np.nan, np.inf, -np.inf, -0.0):
+            places = rng.integers(tensors["input"].size, size=3)
+            tensors["input"].flat[places] = value
+    wanted = expected(case.operation, tensors, case.params)
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, "exact", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, odd: bool) -> None:
+    _compare(backend, seed, case, dtype, odd=odd)
+
+
+@pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_emulated(seed: int, case: Case, odd: bool) -> None:
+    _compare(EmulatedBackend(FAMILIES), seed, case, "bfloat16", odd=odd)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_plan_takes_the_kernel_that_is_made_for_it(name: str) -> None:
+    case = maxpool_bwd(name, POOLS[name])
+    tensors = draw(case, rng_for(0), DTYPES["bfloat16"], integers)
+    found = []
+    for layout in with_layouts(case.ndim, grouped=False)[1:]:
+        arrays = request_arrays(case, tensors, layout)
+        asked = OPERATIONS[case.operation].request
+        request = validate(asked, {**arrays, **case.params, "layout": layout})
+        found.append(plan_for(problem_from(case.operation, request), H200, FAMILIES).kernel)
+    assert tuple(found) == TAKEN[name]
