@@ -356,6 +356,7 @@ def test_reflection(server: OipServer) -> None:
     services = [service.name for service in listed.list_services_response.service]
     assert services == [
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
         "inference.GRPCInferenceService",
     ]

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from convgrad.errors import Internal, ServiceError
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.records import Record
+from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.http2.stream import StreamGone
 from convgrad_service.request_context import RequestContext
 
 __all__ = ["Exchanges", "status_of"]
@@ -32,9 +32,9 @@ _CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
 T = TypeVar("T")
 
 
-def status_of(error: ServiceError) -> grpc.StatusCode:
+def status_of(error: ServiceError) -> str:
     """The status of the error's row; an error that HTTP alone can make would be a fault of ours."""
-    return grpc.StatusCode[error.row.grpc_status or "INTERNAL"]
+    return error.row.grpc_status or "INTERNAL"
 
 
 class Exchanges:
@@ -44,12 +44,12 @@ class Exchanges:
         self._engine = engine
 
     async def run(
-        self, method: str, call: Any, work: Callable[[RequestContext], Awaitable[T]]
-    ) -> T:
-        """The result of ``work``; if it fails, ``call`` (its servicer context) is aborted."""
+        self, method: str, call: Call, work: Callable[[RequestContext], Awaitable[None]]
+    ) -> None:
+        """Do ``work``, which sends its answer; end the call with its status."""
         context = self.begin(call)
         try:
-            result, error = await self.attempt(method, context, work)
+            _, error = await self.attempt(method, context, work)
         finally:
             self.record(method, context)
         trailers = [
@@ -57,22 +57,16 @@ class Exchanges:
             (_SERVER_TIMING, context.server_timing()),
         ]
         if error is None:
-            call.set_trailing_metadata(tuple(trailers))
-            assert result is not None  # noqa: S101 - attempt gives one of the two
-            return result
+            await call.finish(trailers=trailers)
+            return
         trailers.append((_CODE, error.code))
         if error.retry_after_s is not None:
             trailers.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
-        await call.abort(status_of(error), error.detail, tuple(trailers))
-        raise AssertionError("abort raises")
+        await call.finish(status_of(error), error.detail, trailers)
 
-    def begin(self, call: Any) -> RequestContext:
+    def begin(self, call: Call) -> RequestContext:
         """The context of a call, under the id that its metadata gives."""
-        return RequestContext.begin(
-            value
-            for key, value in call.invocation_metadata() or ()
-            if key == _REQUEST_ID and isinstance(value, str)
-        )
+        return RequestContext.begin(call.metadata(_REQUEST_ID))
 
     async def attempt(
         self, method: str, context: RequestContext, work: Callable[[RequestContext], Awaitable[T]]
@@ -83,8 +77,8 @@ class Exchanges:
         except ServiceError as error:
             context.code = error.code
             return None, error
-        except asyncio.CancelledError:
-            # The client went away or its deadline passed: nobody is left to be told.
+        except (asyncio.CancelledError, StreamGone):
+            # The client went away: nobody is left to be told.
             context.code = "cancelled"
             raise
         # Whatever went wrong, the caller gets an id and the log gets the rest.
@@ -110,11 +104,14 @@ class Exchanges:
                 )
             )
         quiet = context.code == "ok" and method in _QUIET
+        level = logging.DEBUG if quiet else logging.INFO
+        if not _access.isEnabledFor(level):
+            return
         stages = "".join(
             f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
         )
         _access.log(
-            logging.DEBUG if quiet else logging.INFO,
+            level,
             'request_id="%s" method=%s code=%s received_bytes=%d sent_bytes=%d total_s=%.6f%s',
             context.request_id.replace('"', "'"),
             method,

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
-import grpc.aio
 from numpy.typing import NDArray
 
 from convgrad.contract import Report
-from convgrad.errors import MalformedRequest, PayloadTooLarge, ProblemTooLarge, ServiceError
-from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
+from convgrad.errors import MalformedRequest, ProblemTooLarge
+from convgrad_service.engine.dataplane import Call as Job
+from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.grpc_api.asked import Asked
+from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
+from convgrad_service.grpc_api.http2.stream import StreamGone
 from convgrad_service.grpc_api.infer_wire import (
+    Part,
     encode_response,
     encode_stream_error,
     encode_stream_response,
-    read_infer_request,
-    request_names,
 )
 from convgrad_service.oip.answer import answer_names
-from convgrad_service.oip.fields import described, request_fields, tensor_in
-from convgrad_service.oip.request import InferRequest, Region
+from convgrad_service.oip.fields import described, request_fields
+from convgrad_service.oip.request import InferRequest
 from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.request_context import RequestContext
@@ -40,8 +42,8 @@ _HEAD_BYTES = 64 * 1024
 # Requests of one stream that are in work at once; the next is not read before.
 _STREAM_AHEAD = 8
 
-T = TypeVar("T")
-Encode = Callable[[InferRequest, Mapping[str, NDArray[Any]], Report], bytes]
+Encode = Callable[[InferRequest, Mapping[str, NDArray[Any]], Report], list[Part]]
+Send = Callable[[list[Part]], Awaitable[None]]
 
 
 class InferMethods:
@@ -59,155 +61,110 @@ class InferMethods:
         self._settings = settings
         self._exchanges = exchanges
 
-    async def infer(self, _: Any, call: Any) -> bytes:
-        """ModelInfer.
+    async def infer(self, call: Call) -> None:
+        """ModelInfer."""
 
-        It reads its one message itself: not before the queue has room for it, and so that nobody
-        else keeps it while it is computed.
-        """
-
-        async def work(context: RequestContext) -> bytes:
+        async def work(context: RequestContext) -> None:
             self._dataplane.admit()
-            patience = Deadline.after(self._settings.max_timeout_s)
-            with context.timings.stage("receive"):
-                async with patience.enforced():
-                    body = await call.read()
-            if body is grpc.aio.EOF:
-                raise MalformedRequest("the call ended without its message")
-            asked = _Asked(body)
-            del body
-            return await self._answer(asked, context, call.time_remaining(), encode_response)
+            async with Deadline.after(self._allowed_s(call)).enforced():
+                message = await call.message()
+                if message is None:
+                    raise MalformedRequest("the call ended without its message")
+                await self._answer(call, Asked(message), context, encode_response, call.send)
 
-        return await self._exchanges.run("ModelInfer", call, work)
+        await self._exchanges.run("ModelInfer", call, work)
 
-    async def stream(self, _: Any, call: Any) -> AsyncIterator[bytes]:
-        """ModelStreamInfer: answers in the order of the requests, several in work at once.
+    async def stream(self, call: Call) -> None:
+        """ModelStreamInfer: answers in the order of the requests.
 
-        A request that fails gets an answer with ``error_message``, and the stream goes on.
+        While one is computed, the next is received. A request that fails gets an answer with
+        ``error_message``, and the stream goes on.
         """
-        tasks: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_AHEAD)
-        started: set[asyncio.Task[Any]] = set()
 
-        def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-            task = asyncio.create_task(work)
-            started.add(task)
-            task.add_done_callback(started.discard)
-            return task
-
-        async def read() -> None:
+        async def work(_: RequestContext) -> None:
+            slots = asyncio.Semaphore(_STREAM_AHEAD)
+            previous: asyncio.Task[None] | None = None
             try:
-                while (body := await call.read()) is not grpc.aio.EOF:
-                    asked = _Asked(body)
-                    del body
-                    await tasks.put(start(self._one_of_stream(asked, call)))
-            finally:
-                await tasks.put(None)
+                async with asyncio.TaskGroup() as tasks:
+                    while (message := await call.message()) is not None:
+                        await slots.acquire()
+                        asked = Asked(message)
+                        previous = tasks.create_task(self._one_of_stream(call, asked, previous))
+                        previous.add_done_callback(lambda _: slots.release())
+                        await asked.received.wait()
+            except* StreamGone:
+                raise StreamGone from None
 
-        reading = start(read())
-        try:
-            while (task := await tasks.get()) is not None:
-                yield await task
-            await reading
-        finally:
-            for task in started:
-                task.cancel()
+        await self._exchanges.run("ModelStreamInfer", call, work)
 
-    async def _one_of_stream(self, asked: _Asked, call: Any) -> bytes:
+    async def _one_of_stream(
+        self, call: Call, asked: Asked, previous: asyncio.Task[None] | None
+    ) -> None:
         context = self._exchanges.begin(call)
+        began = False
 
-        async def work(context: RequestContext) -> bytes:
+        async def send(parts: list[Part]) -> None:
+            nonlocal began
+            if previous is not None:
+                await asyncio.wait([previous])
+            began = True
+            await call.send(parts)
+            await call.flush()
+
+        async def work(context: RequestContext) -> None:
             self._dataplane.admit()
-            return await self._answer(asked, context, call.time_remaining(), encode_stream_response)
+            async with Deadline.after(self._allowed_s(call)).enforced():
+                await self._answer(call, asked, context, encode_stream_response, send)
 
         try:
-            answer, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
+            _, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
+            if error is not None:
+                if began:
+                    call.abort()
+                    raise StreamGone
+                await asked.skip()
+                asked.received.set()
+                detail = f"{error.detail} ({error.code})"
+                await send([encode_stream_error(asked.model, asked.id, detail)])
         finally:
+            asked.received.set()
             self._exchanges.record("ModelStreamInfer", context)
-        if error is None:
-            assert answer is not None  # noqa: S101 - attempt gives one of the two
-            return answer
-        return encode_stream_error(asked.model, asked.id, f"{error.detail} ({error.code})")
+
+    def _allowed_s(self, call: Call) -> float:
+        return min(max(call.remaining_s, 0.0), self._settings.max_timeout_s)
 
     async def _answer(
-        self, asked: _Asked, context: RequestContext, remaining_s: float | None, encode: Encode
-    ) -> bytes:
-        context.received_bytes = len(asked.body)
-        limit = self._settings.max_body_bytes
-        if len(asked.body) > limit:
-            raise PayloadTooLarge(
-                f"the message has {len(asked.body):,} bytes; this server takes at most {limit:,}"
-            )
-        request = asked.read()
-        regions = self._memory.parts(ANONYMOUS, request)
+        self, call: Call, asked: Asked, context: RequestContext, encode: Encode, send: Send
+    ) -> None:
+        with context.timings.stage("receive"):
+            request = await asked.head()
         context.operation = request.operation.name
-        allowed_s = min(
-            request.timeout_s or math.inf,
-            math.inf if remaining_s is None else remaining_s,
-            self._settings.max_timeout_s,
-        )
-        call = Call(
+        regions = self._memory.parts(ANONYMOUS, request)
+        allowed_s = min(request.timeout_s or math.inf, self._allowed_s(call))
+        job = Job(
             request.operation,
-            Deadline.after(max(allowed_s, 0.0)),
+            Deadline.after(allowed_s),
             context.timings,
             refuse=lambda _, problem: _refuse_above_message(request, problem),
-            small=True,  # nothing is copied yet
+            small=True,  # shapes and parameters; the tensors are received below
         )
 
         def decode() -> Mapping[str, Any]:
             return request_fields(request, described)
 
         async with (
-            call.deadline.enforced(),
-            self._dataplane.begin(call, decode, regions=regions) as work,
+            job.deadline.enforced(),
+            self._dataplane.begin(job, decode, regions=regions) as work,
         ):
-            with context.timings.stage("decode"):
-                await work.fill(asked.tensors(request))
-                asked.forget()
+            with context.timings.stage("receive"):
+                await asked.fill(request, work)
+            asked.received.set()
+            context.received_bytes = asked.size
             result = await work.compute()
-            small = _sent_bytes(request, result.outputs) <= SMALL_BYTES
             with context.timings.stage("encode"):
-                answer = await self._dataplane.in_thread(
-                    lambda: encode(request, result.outputs, result.report),
-                    work.lease,
-                    inline=small,
-                )
-        context.sent_bytes = len(answer)
-        return answer
-
-
-class _Asked:
-    """One serialized request: kept until its tensors have been copied from it, and no longer."""
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self.model = self.id = ""
-
-    def read(self) -> InferRequest:
-        """What it asks; ``model`` and ``id`` are set as far as they can be read."""
-        try:
-            request = read_infer_request(self.body)
-        except ServiceError:
-            self.model, self.id = request_names(self.body)
-            raise
-        self.model, self.id = request.operation.name, request.id
-        return request
-
-    def tensors(self, request: InferRequest) -> dict[str, NDArray[Any]]:
-        """The inputs that came with the message, as views of it."""
-        return {
-            tensor.name: tensor_in(self.body, tensor)
-            for tensor in request.inputs
-            if not isinstance(tensor.source, Region)
-        }
-
-    def forget(self) -> None:
-        """Let go of the bytes."""
-        self.body = b""
-
-
-def _sent_bytes(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> int:
-    """Bytes of the tensors that an answer holds."""
-    return sum(array.nbytes for name, array in outputs.items() if not request.region_of(name))
+                parts = encode(request, result.outputs, result.report)
+            context.sent_bytes = sum(map(len, parts))
+            await send(parts)
 
 
 def _refuse_above_message(request: InferRequest, problem: Problem) -> None:

@@ -8,7 +8,8 @@ tensors, followed by the tensors' own fields: on the wire, a message may end wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,16 @@ from convgrad_service.oip.regions import region_of, region_parameters
 from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
 
 __all__ = [
+    "MAX_FIELDS",
+    "Part",
     "cut_raw_contents",
     "encode_response",
     "encode_stream_error",
     "encode_stream_response",
+    "field_at",
+    "read_infer_head",
     "read_infer_request",
+    "refuse_long_head",
     "request_names",
 ]
 
@@ -42,8 +48,8 @@ _StreamResponseMessage = message("ModelStreamInferResponse")
 
 _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-# Far more than a request has; each costs a microsecond.
-_MAX_FIELDS = 4096
+MAX_FIELDS = 4096
+"""More than a request has by far; each costs a microsecond."""
 # Numbers in `contents` take protobuf up to eight bytes for each that was sent.
 _MAX_PARSED_BYTES = 16 * 2**20
 
@@ -54,6 +60,9 @@ _CONTENTS = {
     DType.INT64: "int64_contents",
 }
 _INT64 = 2**63
+
+Part = bytes | memoryview
+NextSpan = Callable[[int], Span | None]
 
 
 def read_infer_request(body: bytes) -> InferRequest:
@@ -67,22 +76,43 @@ def read_infer_request(body: bytes) -> InferRequest:
         There is no such model.
     """
     rest, raw = cut_raw_contents(body)
+    spans = iter(raw)
+    request = _request(rest, (lambda _: next(spans, None)) if raw else None)
+    if left := len(list(spans)):
+        raise MalformedRequest(
+            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
+        )
+    return request
+
+
+def read_infer_head(rest: bytes, *, raw_follows: bool) -> InferRequest:
+    """The request that a message makes whose raw_input_contents are still to come, if any do.
+
+    Each span has the size that its tensor's shape needs; they follow one another in the order of
+    their inputs. Raises as `read_infer_request`.
+    """
+    start = 0
+
+    def following(size_bytes: int) -> Span:
+        nonlocal start
+        span = Span(start, size_bytes)
+        start += size_bytes
+        return span
+
+    return _request(rest, following if raw_follows else None)
+
+
+def _request(rest: bytes, next_span: NextSpan | None) -> InferRequest:
     try:
         parsed = _RequestMessage.FromString(rest)
     except DecodeError:
         raise MalformedRequest("the message is no ModelInferRequest") from None
     operation = operation_named(parsed.model_name, parsed.model_version)
     reserved = separated(_parameters(parsed.parameters))
-    contents = iter(raw)
-    inputs = tuple(_input(tensor, contents, bool(raw)) for tensor in parsed.inputs)
-    if left := len(list(contents)):
-        raise MalformedRequest(
-            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
-        )
     return InferRequest(
         operation,
         parsed.id,
-        inputs,
+        tuple(_input(tensor, next_span) for tensor in parsed.inputs),
         tuple(_output(tensor) for tensor in parsed.outputs),
         reserved.operation,
         timeout_s=reserved.timeout_s,
@@ -109,57 +139,67 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
     kept: list[bytes] = []
     spans: list[Span] = []
     at = keep_from = kept_bytes = 0
-    for _ in range(_MAX_FIELDS):
+    for _ in range(MAX_FIELDS):
         if at >= len(body):
             break
         start = at
-        tag, at = _varint(body, at)
-        field, kind = tag >> 3, tag & 7
-        size = 0
-        if kind == _LENGTH:
-            size, at = _varint(body, at)
-        elif kind == _VARINT:
-            _, at = _varint(body, at)
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
-        else:
-            raise MalformedRequest(f"the message has a field of wire type {kind} at byte {start}")
+        is_raw, at, size = field_at(body, at)
         if at + size > len(body):
             raise MalformedRequest(
-                f"the message ends within its field {field}: {len(body) - at:,} of {size:,} bytes"
+                f"the message ends within a field: {len(body) - at:,} of {size:,} bytes"
             )
-        if field == _RAW_INPUT_CONTENTS and kind == _LENGTH:
+        if is_raw:
             kept.append(body[keep_from:start])
             keep_from = at + size
             spans.append(Span(at, size))
         else:
             kept_bytes += at + size - start
-        if kept_bytes > _MAX_PARSED_BYTES:
-            raise MalformedRequest(
-                f"the message holds more than {_MAX_PARSED_BYTES:,} bytes beside its "
-                "raw_input_contents; send large tensors there"
-            )
+            refuse_long_head(kept_bytes)
         at += size
     else:
-        raise MalformedRequest(f"the message has more than {_MAX_FIELDS} fields")
+        raise MalformedRequest(f"the message has more than {MAX_FIELDS} fields")
     kept.append(body[keep_from:])
     return b"".join(kept), spans
 
 
+def field_at(body: bytes, at: int) -> tuple[bool, int, int]:
+    """Of the field that begins at ``at``: whether it is of raw_input_contents, where its value
+    begins, and how many bytes that has."""
+    tag, value_at = _varint(body, at)
+    kind = tag & 7
+    if kind == _LENGTH:
+        size, value_at = _varint(body, value_at)
+        return tag >> 3 == _RAW_INPUT_CONTENTS, value_at, size
+    if kind == _VARINT:
+        return False, _varint(body, value_at)[1], 0
+    if kind in (_FIXED64, _FIXED32):
+        return False, value_at, 8 if kind == _FIXED64 else 4
+    raise MalformedRequest(f"the message has a field of wire type {kind} at byte {at}")
+
+
+def refuse_long_head(size: int) -> None:
+    """Raise MalformedRequest if so many bytes beside raw_input_contents are too many."""
+    if size > _MAX_PARSED_BYTES:
+        raise MalformedRequest(
+            f"the message holds more than {_MAX_PARSED_BYTES:,} bytes beside its "
+            "raw_input_contents; send large tensors there"
+        )
+
+
 def encode_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
-) -> bytes:
-    """The answer as a serialized ModelInferResponse."""
-    return b"".join(_response_parts(request, outputs, report))
+) -> list[Part]:
+    """The answer as a serialized ModelInferResponse, in parts that refer to the arrays."""
+    return list(_response_parts(request, outputs, report))
 
 
 def encode_stream_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
-) -> bytes:
-    """The answer as a serialized ModelStreamInferResponse, marked as its request's last."""
+) -> list[Part]:
+    """The same as a ModelStreamInferResponse, marked as its request's last."""
     parts = list(_response_parts(request, outputs, report, {"triton_final_response": True}))
     size = sum(len(part) for part in parts)
-    return b"".join([_length_prefix(_INFER_RESPONSE, size), *parts])
+    return [_length_prefix(_INFER_RESPONSE, size), *parts]
 
 
 def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
@@ -177,7 +217,7 @@ def _response_parts(
     outputs: Mapping[str, NDArray[Any]],
     report: Report,
     extra: Mapping[str, Any] | None = None,
-) -> Iterator[bytes | memoryview]:
+) -> Iterator[Part]:
     head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
     for name, value in {**report_parameters(report), **(extra or {})}.items():
         _set_parameter(head.parameters[name], value)
@@ -208,7 +248,7 @@ def _set_parameter(parameter: Any, value: Any) -> None:
         parameter.double_param = float(value)
 
 
-def _input(tensor: Any, raw: Iterator[Span], any_raw: bool) -> InferInput:
+def _input(tensor: Any, next_span: NextSpan | None) -> InferInput:
     name = tensor.name
     dtype = dtype_named(tensor.datatype, tensor=name)
     shape = checked_shape(list(tensor.shape), name=name)
@@ -219,13 +259,14 @@ def _input(tensor: Any, raw: Iterator[Span], any_raw: bool) -> InferInput:
             raise MalformedRequest(f"{name}: expected contents or a shared-memory region, got both")
         return InferInput(name, dtype, shape, region)
     if has_contents:
-        if any_raw:
+        if next_span is not None:
             raise MalformedRequest(
                 f"{name}: contents must not be used beside raw_input_contents; expected all "
                 "inputs in one of the two"
             )
         return InferInput(name, dtype, shape, _contents(tensor.contents, dtype, shape, name))
-    span = next(raw, None)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    span = None if next_span is None else next_span(size_bytes)
     if span is None:
         raise MalformedRequest(
             f"{name}: no data; expected it in raw_input_contents, contents or shared memory"
