@@ -72,6 +72,9 @@ static inline u32 load_word(u32 from) {
   memcpy(&word, emulator::in_shared(from, 4, 4), 4);
   return word;
 }
+static inline void load_words(u32 (&to)[4], u32 from) {
+  memcpy(to, emulator::in_shared(from, 16, 16), 16);
+}
 
 // Ties away from zero.
 static inline u32 to_tf32(u32 word) {

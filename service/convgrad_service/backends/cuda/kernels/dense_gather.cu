@@ -115,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
   u32* const meets = kept + words;                           // likewise for each pixel: [words][BM]
+  auto* const too_small = reinterpret_cast<TooSmall<TileA, TileB>*>(meets + words * BM);
 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   const u32 channel_tiles = (args.out_channels + BN - 1) / BN;
@@ -259,15 +260,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     b_there = (1u << count) - 1;
   };
   auto fetch = [](int) {};
+  auto own = [&](int i) {
+    // Rows so many apart that the permutation is the same.
+    static_assert(kARows % 8 == 0, "whole turns of the permutation");
+    const int row = b_row + (i - kACount) * kBRows;
+    return i < kACount ? OwnChunk{a_to + i * kARows * TileA::kRowBytes, true, a_row + i * kARows, 0}
+                       : OwnChunk{TileA::kBytes + TileB::at(row, b_chunk), false, row, b_chunk};
+  };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      // Rows so many apart that the permutation is the same.
-      static_assert(kARows % 8 == 0, "whole turns of the permutation");
-      copy_chunk(stage + a_to + i * kARows * TileA::kRowBytes, x_now + a_from[i], a_there >> i & 1);
+      copy_chunk(stage + own(i).at, x_now + a_from[i], a_there >> i & 1);
     } else {
       const int j = i - kACount;
-      copy_chunk(stage + TileA::kBytes + TileB::at(b_row + j * kBRows, b_chunk),
-                 w_now + j * b_step, b_there >> j & 1);
+      copy_chunk(stage + own(i).at, w_now + j * b_step, b_there >> j & 1);
     }
   };
 
@@ -276,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   float sum[kRowFragments][kColumnPairs * 2][4] = {};
   multiply<T, TileA, TileB, SPLIT, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments,
            kColumnPairs>(
-      sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy);
+      sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
+      too_small);
 
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
   const bool some_odd = __syncthreads_or(any_odd(sum));

@@ -301,7 +301,7 @@ def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
     tap, offset = (24, 8) if wide else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
-    return tile.ring_bytes + tile.m * (8 + offset) + taps * tap + bits
+    return tile.ring_bytes + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:

@@ -43,6 +43,7 @@ template <class T, int kRows_, int kColumns_, bool kAcross_>
 struct Tile {
   static constexpr bool kAcross = kAcross_;
   static constexpr int kRows = kRows_;
+  static constexpr int kExtent = kAcross_ ? kColumns_ : kRows_;  // along M or N
   static constexpr int kRowBytes = kColumns_ * static_cast<int>(sizeof(T));
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kBytes = kRows * kRowBytes;
@@ -111,18 +112,32 @@ __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step)
 // where what is left out, and what mma cuts off low, are 2^-21 of |a * b| at most. mma's sums are
 // added up in float32 after every tile's depth, as mma itself cuts off each of its sums.
 //
-// Low parts are NaN, and so is the sum, which is then taken again, for infinities, for what would
-// round to one, and where a low part may be too small for TF32.
+// Infinities, and what would round to one, make sums that are not finite and are taken again; so do
+// the rows and columns of factors whose low part may be too small for TF32.
 __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
-  constexpr u32 kTooSmall = (127 - 102) << 23;  // 2^-102
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     high[i] = (words[i] + 0x1000) & ~0x1fffu;
     low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
-    // Without the sign; 0 is above all.
-    if (words[i] * 2 - 1 < kTooSmall * 2 - 1) low[i] = 0x7fffffff;
   }
 }
+// Grows with the magnitude of a float32; 0 is above all.
+__device__ __forceinline__ constexpr u32 magnitude(u32 word) { return word * 2 - 1; }
+constexpr u32 kTooSmall = magnitude((127 - 102) << 23);  // 2^-102
+
+// In shared memory: the rows of a block's A and columns of its B that hold factors too small to split.
+template <class TileA, class TileB>
+struct TooSmall {
+  int any;
+  unsigned char row[TileA::kExtent], column[TileB::kExtent];
+};
+
+// A chunk that this thread copies: where in a stage it is, and of which tile.
+struct OwnChunk {
+  u32 at;
+  bool of_a;
+  int row, chunk;
+};
 
 // Whether some sum is not finite.
 template <int kRows, int kColumns>
@@ -148,19 +163,62 @@ __device__ __forceinline__ void store_two(float* to, float first, float second) 
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
+// Notes the rows or columns of one chunk's factors that are too small.
+template <class TileA, class TileB>
+__device__ __forceinline__ void note(TooSmall<TileA, TileB>& too_small, const OwnChunk& own,
+                                     u32 stage) {
+  u32 words[4];
+  load_words(words, stage + own.at);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (magnitude(words[e]) >= kTooSmall) continue;
+    const bool across = own.of_a ? TileA::kAcross : TileB::kAcross;
+    const int at = across ? own.chunk * 4 + e : own.row;
+    (own.of_a ? too_small.row : too_small.column)[at] = 1;
+    too_small.any = 1;
+  }
+}
+
+// The sums with such a factor become NaN.
+template <class TileA, class TileB, int kRowFragments, int kColumns>
+__device__ __forceinline__ void mark(float (&sum)[kRowFragments][kColumns][4],
+                                     const TooSmall<TileA, TileB>& too_small, int warp_row,
+                                     int warp_column) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < kRowFragments; ++i) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = warp_row + i * 16 + e / 2 * 8 + lane / 4;
+        const int column = warp_column + j * 8 + lane % 4 * 2 + e % 2;
+        if (too_small.row[row] | too_small.column[column]) sum[i][j][e] = __uint_as_float(0x7fffffff);
+      }
+    }
+  }
+}
+
 // One block's product over `tiles` tiles of the reduction, through a ring of kStages in shared
 // memory. A tile's copies are started one by one between the products, so that the tensor cores do
 // not wait for addresses:
 //   prepare(tile)   once for each tile, in order, and for kStages - 1 more past the last;
 //   fetch(i)        what copy i needs from shared memory, some products ahead of it;
 //   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
-// All threads call them together. With kSplit, float32 factors are split, else rounded to TF32.
+// All threads call them together. With kSplit, float32 factors are split, else rounded to TF32; then
+// own(i) says where copy i goes, and every thread looks for factors that are too small among its own
+// copies, while the products run.
 template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStages, int kCopies, int kGroups,
-          int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy>
+          int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy, class Own>
 __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
                                          u32 ring, int tiles, int warp_row, int warp_column,
-                                         Prepare&& prepare, Fetch&& fetch, Copy&& copy) {
+                                         Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
+                                         TooSmall<TileA, TileB>* too_small) {
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+  if constexpr (kSplit) {
+    u32* const words = reinterpret_cast<u32*>(too_small);
+    for (int i = threadIdx.x; i < sizeof(*too_small) / 4; i += blockDim.x) words[i] = 0;
+  }
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     prepare(stage);
@@ -192,7 +250,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) fetch(i);
     float part[kRowFragments][kColumnPairs * 2][4] = {};
-    u32 a_high[kRowFragments][4], a_low[kRowFragments][4];
+    u32 a_high[kRowFragments][4], a_low[kRowFragments][4], least = ~0u;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -229,6 +287,18 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
         if constexpr (kSplit) {
+          constexpr int kLooks = (kCopies + kTurns - 2) / (kTurns - 1);
+#pragma unroll
+          for (int i = turn * kLooks; i < (turn + 1) * kLooks && i < kCopies; ++i) {
+            u32 words[4];
+            load_words(words, read + own(i).at);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) least = min(least, magnitude(words[e]));
+          }
+          if (turn == kTurns - 2 && least < kTooSmall) {
+#pragma unroll 1
+            for (int i = 0; i < kCopies; ++i) note<TileA, TileB>(*too_small, own(i), read);
+          }
           if (pair == 0) {
 #pragma unroll
             for (int i = 0; i < kRowFragments; ++i) {
@@ -275,6 +345,9 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   }
   wait_copies<0>();
   __syncthreads();
+  if constexpr (kSplit) {
+    if (too_small->any) mark(sum, *too_small, warp_row, warp_column);
+  }
 }
 
 }  // namespace convgrad

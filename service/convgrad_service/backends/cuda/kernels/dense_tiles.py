@@ -53,6 +53,11 @@ class DenseTile:
     def ring_bytes(self) -> int:
         return self.stages * (self.m + self.n) * self.step_bytes
 
+    @property
+    def flag_bytes(self) -> int:
+        """One for each row and column, and one word, where factors are split."""
+        return 4 + self.m + self.n if self.split else 0
+
     def depth(self, dtype: DType) -> int:
         """Elements of the reduction in a step."""
         return self.step_bytes // dtype.itemsize

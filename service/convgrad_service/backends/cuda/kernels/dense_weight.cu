@@ -136,6 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
+  auto* const too_small =
+      reinterpret_cast<TooSmall<TileA, TileB>*>(x_at + tile_taps * (2 * kBatch * BK));
 
   // The pixels to count: all, or where the tile has one tap, those that it meets.
   const bool one_tap = channels % BN == 0;
@@ -228,13 +230,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     from[i] = i < kACount ? y_mine[slot * BK + i * kARows]
                           : x_mine[slot * BK + (i - kACount) * kBRows];
   };
+  auto own = [&](int i) {
+    const int row = i < kACount ? a_row + i * kARows : b_row + (i - kACount) * kBRows;
+    return i < kACount ? OwnChunk{TileA::at(row, a_chunk), true, row, a_chunk}
+                       : OwnChunk{TileA::kBytes + TileB::at(row, b_chunk), false, row, b_chunk};
+  };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + TileA::at(a_row + i * kARows, a_chunk), y_here + from[i],
-                 from[i] < a_limit);
+      copy_chunk(stage + own(i).at, y_here + from[i], from[i] < a_limit);
     } else {
-      copy_chunk(stage + TileA::kBytes + TileB::at(b_row + (i - kACount) * kBRows, b_chunk),
-                 x_here + from[i], from[i] < b_limit);
+      copy_chunk(stage + own(i).at, x_here + from[i], from[i] < b_limit);
     }
   };
 
@@ -243,7 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   float sum[kRowFragments][kColumnPairs * 2][4] = {};
   multiply<T, TileA, TileB, SPLIT, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments,
            kColumnPairs>(
-      sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy);
+      sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
+      too_small);
 
   const bool odd = __syncthreads_or(any_odd(sum));
   const i64 columns_of_all = static_cast<i64>(taps) * args.in_channels;

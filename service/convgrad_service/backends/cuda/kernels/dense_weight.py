@@ -344,7 +344,8 @@ def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
     depth = tile.depth(work.dtype)
     around = max(1, tile.threads // depth)
     batch = ceil_div(tile.stages - 1, around) * around
-    return tile.ring_bytes + SPAN_BYTES + taps * shift + (1 + taps) * 2 * batch * depth * offset
+    offsets = (1 + taps) * 2 * batch * depth
+    return tile.ring_bytes + SPAN_BYTES + taps * shift + offsets * offset + tile.flag_bytes
 
 
 def _least_terms(work: ConvWork) -> int:

@@ -79,11 +79,16 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from)
                : "r"(from));
 }
 
-// One word from shared memory, in the order of the copies and their waits.
+// One word from shared memory, or four, in the order of the copies and their waits.
 __device__ __forceinline__ u32 load_word(u32 from) {
   u32 word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
   return word;
+}
+__device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from));
 }
 
 // To the nearest TF32: mma would cut the low bits off.
