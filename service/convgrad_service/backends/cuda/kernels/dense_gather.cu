@@ -353,13 +353,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     __syncthreads();
   }
-  const T* const accumulate =
-      args.accumulate == nullptr
-          ? nullptr
-          : static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
-  const T* const bias = args.bias == nullptr
-                            ? nullptr
-                            : static_cast<const T*>(args.bias) + group * args.out_channels;
+  // Of this group; not to be read where they are null.
+  const T* const accumulate = static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
+  const T* const bias = static_cast<const T*>(args.bias) + group * args.out_channels;
   auto finish_runs = [&](auto run, bool of_pixels) {
     constexpr int kRun = decltype(run)::kCount;
     using Neighbours = Vector<T, kRun>;
@@ -378,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           (result_at[pixel + kRun - 1] - result_at[pixel] == kRun - 1 &&
            reinterpret_cast<u64>(y + at) % sizeof(Neighbours) == 0);
       Neighbours before = {}, done;
-      if (whole && accumulate != nullptr) before = Neighbours::load(accumulate + at);
+      if (whole && args.accumulate != nullptr) before = Neighbours::load(accumulate + at);
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         const int pixel_e = pixel + (of_pixels ? e : 0), column_e = column + (of_pixels ? 0 : e);
@@ -386,10 +382,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (!whole && result_at[pixel_e] < 0) continue;
         const i64 at_e = result_at[pixel_e] + channel_at * args.y_stride[2];
         value *= args.alpha;
-        if (accumulate != nullptr) {
+        if (args.accumulate != nullptr) {
           value += args.beta * widen(whole ? before.at[e] : accumulate[at_e]);
         }
-        if (bias != nullptr) value += widen(bias[first_channel + column_e]);
+        if (args.bias != nullptr) value += widen(bias[first_channel + column_e]);
         done.at[e] = narrow<T>(activate(value, args.activation));
         if (!whole) y[at_e] = done.at[e];
       }
