@@ -29,11 +29,15 @@ ONE_WAY = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 ALONE = [case for operation in ONE_WAY for case in grouped_cases(operation)]
 IN_TURN = ("c2", "c8", "c8_strided", "c24", "c32", "c8_images_together", "3d_c4", "1d_c4_k31")
 # With emulation each dtype takes as many compilations again.
-EMULATED = {"bfloat16": ALONE, "float32": [case for case in ALONE if "c8" in case.name]}
+EMULATED = {
+    "bfloat16": ALONE,
+    "tf32": [case for case in ALONE if "c8" in case.name],
+    "float32": [case for case in ALONE if case.name in NOT_FINITE or case.name == "c4"],
+}
 NON_FINITE = [case for case in ALONE if case.name in NOT_FINITE]
 EPILOGUE = [case for case in EPILOGUES if "groups_4" in case.name and "1d" not in case.name]
 # What rounding both factors to TF32 costs.
-ROUNDED = {"float32": 2.0**-10}
+ROUNDED = 2.0**-10
 
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -75,14 +79,17 @@ def in_turn() -> EmulatedBackend:
 
 
 def gates(backend: Backend, seed: int, case: Case, dtype: str, layouts: list[str | None]) -> None:
-    """Both gates, in TF32 where the type is float32."""
-    asked = case.with_params("high", precision="high") if dtype == "float32" else case
+    """Both gates; ``tf32`` is float32 with ``precision: high``."""
+    asked = case
+    rounded = 0.0
+    if dtype == "tf32":
+        asked, dtype, rounded = case.with_params("high", precision="high"), "float32", ROUNDED
     for gate in ("exact", "bounded"):
         tensors, wanted = drawn(seed, asked, dtype, gate)
         for layout in layouts:
             found = answers(backend, asked, tensors, layout)
             what = f"seed {seed}, {case.id} {dtype} {layout}"
-            check(found, wanted, gate, what, ROUNDED.get(dtype, 0.0))
+            check(found, wanted, gate, what, rounded)
 
 
 def not_finite(backend: Backend, seed: int, case: Case, dtype: str, layout: str | None) -> None:
@@ -97,7 +104,7 @@ def not_finite(backend: Backend, seed: int, case: Case, dtype: str, layout: str 
     check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("case", ALONE, ids=case_id)
 def test_gates(backend: Backend, seed: int, case: Case, dtype: str) -> None:
     gates(backend, seed, case, dtype, with_layouts(case.ndim, grouped=True))

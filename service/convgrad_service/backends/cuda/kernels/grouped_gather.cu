@@ -49,6 +49,7 @@ struct GroupedGatherArgs {
   int y_channels;  // of the result, in one group
   int merged;      // groups merged
   int merges;
+  int own;  // EXACT: 8 result channels are whole groups, and each meets its own group alone
   int slice;       // merges in a block
   int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
   int w_pitch;   // bytes from one out channel of the weights to the next
@@ -246,10 +247,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   copy(blockIdx.x, box_at);
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
-  const int chunks = taps * x_chunks, steps = STEPS ? STEPS : (chunks + 1) / 2;
-  for (int i = thread; i < steps * 2; i += kThreads) {
-    const int tap = i < chunks ? quick_divide(i, x_chunks) : taps;
-    const int chunk = i < chunks ? i - tap * x_chunks : 0;
+  const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
+  const int chunks = taps * met, steps = EXACT ? chunks : STEPS ? STEPS : (chunks + 1) / 2;
+  for (int i = thread; i < (EXACT ? chunks : steps * 2); i += kThreads) {
+    const int tap = i < chunks ? quick_divide(i, met) : taps;
+    const int chunk = i < chunks ? i - tap * met : 0;
     Step to = {0, tap * tap_bytes + chunk * (ACROSS ? kChunk * args.w_pitch : 16)};
     if (i < chunks) {
       const int j01 = quick_divide(tap, phase[2].taps);
@@ -287,7 +289,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
-  Operands from(step_at, steps, STEPS ? 16 : x_merge_bytes, merge_bytes, column_bytes, args.w_pitch);
+  Operands from(base, step_at, steps, STEPS ? 16 : x_merge_bytes, merge_bytes, column_bytes, args.w_pitch);
+  if (args.own) {
+    const int own = lane % 4 * 2 / args.y_channels * args.x_channels;
+    from.own_a = own * kSize, from.own_b = own * (ACROSS ? args.w_pitch : kSize);
+  }
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {

@@ -25,6 +25,8 @@ from convgrad_service.backends.cuda.kernels.grouped_box import (
 from convgrad_service.backends.cuda.kernels.grouped_merge import (
     DTYPES,
     Merge,
+    is_exact,
+    meets_own,
     merge_of,
     odd_chunks,
     slices_of,
@@ -57,8 +59,9 @@ class Unit:
     steps: int = 0
     """Of the reduction, where they are unrolled: for merges of one chunk."""
 
-    def defines(self, dtype: DType, across: bool) -> tuple[tuple[str, str], ...]:
+    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
+            ("EXACT", str(int(exact))),
             ("ACROSS", str(int(across))),
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("MF", str(self.fragments)),
@@ -85,6 +88,13 @@ UNITS = {
 position are written together."""
 
 
+EXACT_UNITS = {
+    1: Unit(4, 1, 1, 4, 4),
+    2: Unit(4, 1, 2, 4, 3),
+    3: Unit(2, 1, 3, 4, 4),
+    4: Unit(2, 1, 4, 4, 4),
+}
+"""Likewise where products are FMAs."""
 SMALL = Unit(4, 2, 1, 4, 5, 5)
 """For 3x3 taps of 8 channels: two taps a step."""
 
@@ -131,6 +141,7 @@ class GroupedGatherArgs(ctypes.Structure):
                 "y_channels",
                 "merged",
                 "merges",
+                "own",
                 "slice",
                 "w_vector",
                 "w_pitch",
@@ -161,7 +172,7 @@ class GroupedGatherArgs(ctypes.Structure):
 
 class GroupedGather:
     """fwd and bwd_data of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
-    (``precision: high``)."""
+    (``precision: high``) or exact."""
 
     name = "grouped_gather"
 
@@ -209,6 +220,7 @@ class GroupedGather:
         channels = work.in_channels, work.out_channels
         args.x_channels, args.y_channels = channels[::-1] if backward else channels
         args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
+        args.own = meets_own(work)
         args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         args.tile[:] = box.tile
@@ -227,7 +239,7 @@ class GroupedGather:
         for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
         launch = Launch(
-            _instance(unit, work.dtype, backward),
+            _instance(unit, work.dtype, backward, is_exact(work)),
             _grid(work, axes, box, device),
             (unit.warps * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -238,11 +250,18 @@ class GroupedGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(unit, dtype, across)
-            for unit in (*UNITS.values(), SMALL)
-            for dtype in DTYPES
-            for across in (False, True)
-            if dtype.itemsize == 2 or not unit.steps
+            *(
+                _instance(unit, dtype, across, False)
+                for unit in (*UNITS.values(), SMALL)
+                for dtype in DTYPES
+                for across in (False, True)
+                if dtype.itemsize == 2 or not unit.steps
+            ),
+            *(
+                _instance(unit, DType.FLOAT32, across, True)
+                for unit in EXACT_UNITS.values()
+                for across in (False, True)
+            ),
         ]
 
 
@@ -252,7 +271,8 @@ def unit_of(work: ConvWork) -> Unit:
     backward = work.direction == "bwd_data"
     channels = merge.in_channels if backward else merge.out_channels
     columns = ceil_div(channels, 8)
-    unit = UNITS[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
+    units = EXACT_UNITS if is_exact(work) else UNITS
+    unit = units[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
     taps = prod(lattice_axis(work, dim).taps for dim in range(3))
     chunks = merge.out_chunks if backward else merge.in_chunks
     small = unit.columns == 1 and chunks == 1 and ceil_div(taps, 2) == SMALL.steps
@@ -397,5 +417,6 @@ def _vector(work: ConvWork) -> int:
     return 1
 
 
-def _instance(unit: Unit, dtype: DType, across: bool) -> Instance:
-    return Instance("grouped_gather.cu", "grouped_gather", unit.defines(dtype, across))
+def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
+    defines = unit.defines(dtype, across, exact)
+    return Instance("grouped_gather.cu", "grouped_gather", defines)

@@ -15,6 +15,8 @@ __all__ = [
     "DTYPES",
     "MAX_CHANNELS",
     "Merge",
+    "is_exact",
+    "meets_own",
     "merge_of",
     "odd_chunks",
     "slices_of",
@@ -54,6 +56,8 @@ def merge_of(work: ConvWork) -> Merge:
     """The fewest groups whose channels are whole chunks on both sides."""
     chunk = CHUNK_BYTES // work.dtype.itemsize
     groups = chunk // gcd(chunk, work.in_channels, work.out_channels)
+    if meets_own(work):
+        groups = 2
     return Merge(
         groups,
         chunk,
@@ -61,6 +65,23 @@ def merge_of(work: ConvWork) -> Merge:
         groups * work.out_channels,
         ceil_div(work.groups, groups),
     )
+
+
+def is_exact(work: ConvWork) -> bool:
+    """Whether products are float32 ones."""
+    return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def meets_own(work: ConvWork) -> bool:
+    """Where float32 is exact: whether two groups of four channels are taken together, each lane
+    having sums of one of them and meeting its channels alone."""
+    if not is_exact(work) or work.direction == "bwd_weight":
+        return False
+    read, written = work.in_channels, work.out_channels
+    if work.direction == "bwd_data":
+        read, written = written, read
+    together = work.x.strides[1] == work.in_channels and work.y.strides[1] == work.out_channels
+    return written == 4 and read % 4 == 0 and read <= 32 and work.groups % 2 == 0 and together
 
 
 def slices_of(merge: Merge, together: bool) -> list[int]:
@@ -85,9 +106,7 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
     whole does; only sizes that cannot be counted are refused too.
     """
     if work.dtype not in DTYPES:
-        return f"{work.dtype} has no tensor-core product that is used"
-    if work.dtype is DType.FLOAT32 and work.precision != "high":
-        return "TF32 is less than the float32 that was asked for"
+        return f"sums of {work.dtype} are wider than float32"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
     if work.groups == 1:

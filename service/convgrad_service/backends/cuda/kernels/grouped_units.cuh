@@ -1,7 +1,9 @@
 // What a warp of grouped_gather.cu computes at once: MF * 16 positions x PACK merges x NF * 8 result
 // channels, from a box of the source and the weights, both in shared memory.
 //
-// A step of the reduction is two chunks, of one tap each. The weights' chunks run along the source's
+// A step of the reduction is two chunks, of one tap each, and their products run on tensor cores; or,
+// where float32 is to be exact (EXACT), it is one chunk and they are FMAs, each lane having the sums
+// that it would have there. The weights' chunks run along the source's
 // channels (ACROSS 0) or along the result's (ACROSS 1).
 #pragma once
 
@@ -28,17 +30,23 @@ struct Operands {
   int x_merge_bytes, merge_bytes, column_bytes;  // from one merge, or 8 result channels, to the next
   int w_pitch;
   u32 weights;
+  const char* base;  // of shared memory
+  int own_a, own_b;  // EXACT: where this lane's group begins
   int a[STEPS + 1], b[STEPS + 1];
 
-  __device__ __forceinline__ Operands(const Step* all, int steps, int x_merge_bytes,
-                                      int merge_bytes, int column_bytes, int w_pitch)
+  __device__ __forceinline__ Operands(const char* base, const Step* all, int steps,
+                                      int x_merge_bytes, int merge_bytes, int column_bytes,
+                                      int w_pitch)
       : all(all),
         steps(steps),
         x_merge_bytes(x_merge_bytes),
         merge_bytes(merge_bytes),
         column_bytes(column_bytes),
         w_pitch(w_pitch),
-        weights(0) {
+        weights(0),
+        base(base),
+        own_a(0),
+        own_b(0) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) a[step] = a_at(step), b[step] = b_at(step);
   }
@@ -51,7 +59,68 @@ struct Operands {
   }
 };
 
-// Sums of kRows * 16 positions, whose rows of the box are at `from_a`.
+#if EXACT
+// Sums of kRows * 16 positions; lane l has the address of the (l % 16)-th row of each 16 in the box.
+template <int kRows>
+__device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
+                                         const u32 (&from_a)[kRows], const Operands& from) {
+  static_assert(PACK == 1, "a lane's columns are of one merge");
+  const int lane = threadIdx.x & 31, pair = lane & 3;
+  const u32 base_at = shared_address(from.base);
+  const char* row[kRows][2];
+#pragma unroll
+  for (int f = 0; f < kRows; ++f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row[f][half] = from.base + (__shfl_sync(~0u, from_a[f], half * 8 + lane / 4) - base_at) +
+                     from.own_a;
+    }
+  }
+  const char* const weights = from.base + (from.weights - base_at) + from.own_b +
+                              (ACROSS ? pair * 8 : pair * 2 * from.w_pitch);
+#pragma unroll 1
+  for (int step = 0; step < from.steps; ++step) {
+    const Step at = from.all[step];
+    float w[NF][2][4];
+#pragma unroll
+    for (int j = 0; j < NF; ++j) {
+      const char* const here = weights + at.b + j * from.column_bytes;
+      if constexpr (ACROSS) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 two = *reinterpret_cast<const float2*>(here + e * from.w_pitch);
+          w[j][0][e] = two.x, w[j][1][e] = two.y;
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float4 four = *reinterpret_cast<const float4*>(here + k * from.w_pitch);
+          w[j][k][0] = four.x, w[j][k][1] = four.y, w[j][k][2] = four.z, w[j][k][3] = four.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int f = 0; f < kRows; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 x = *reinterpret_cast<const float4*>(row[f][half] + at.a);
+#pragma unroll
+        for (int j = 0; j < NF; ++j) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            float& to = sum[0][f][j][half * 2 + k];
+            to = fmaf(x.x, w[j][k][0], to);
+            to = fmaf(x.y, w[j][k][1], to);
+            to = fmaf(x.z, w[j][k][2], to);
+            to = fmaf(x.w, w[j][k][3], to);
+          }
+        }
+      }
+    }
+  }
+}
+#else
+// Sums of kRows * 16 positions; lane l has the address of the (l % 16)-th row of each 16 in the box.
 template <int kRows>
 __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
                                          const u32 (&from_a)[kRows], const Operands& from) {
@@ -111,6 +180,8 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
     }
   }
 }
+
+#endif
 
 // A fragment's sums, as they are or rounded, to a warp's rows.
 template <int kRows, class To>

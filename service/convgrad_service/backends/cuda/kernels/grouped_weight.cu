@@ -14,7 +14,8 @@
 // through shared memory, and the block's sums go to its own part of `partials`, in the order
 // (g, k, t, r, s, c); lane_sum.cu adds the parts up.
 // Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's and of rows;
-// grouped_weight.py says where each begins.
+// grouped_weight.py says where each begins. Where float32 is to be exact (EXACT), products are FMAs,
+// each lane having the sums that it would have on tensor cores.
 // Relies on its launcher for the grid (slices running fastest, then groups of items, then splits)
 // and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and number of splits. Pixels that a box
@@ -213,9 +214,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (busy) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
-#pragma unroll 2
+#pragma unroll(EXACT ? 1 : 2)
       for (int step = k_split; step < steps; step += k_splits) {
         const int pixel = step * kDepth;
+#if EXACT
+#pragma unroll 2
+        for (int next = pixel; next < pixel + kDepth; ++next) {
+          const char* const x_at = base + (x_box - boxes_at) + source_at[next];
+          const char* const y_at = base + (y_box - boxes_at) + next * args.y_box.pitch + lane % 4 * 8;
+          float2 y_two[NF];
+#pragma unroll
+          for (int j = 0; j < NF; ++j) y_two[j] = *reinterpret_cast<const float2*>(y_at + j * 32);
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            const float low = *reinterpret_cast<const float*>(x_at + row_offset[i][0]);
+            const float high = *reinterpret_cast<const float*>(x_at + row_offset[i][1]);
+#pragma unroll
+            for (int j = 0; j < NF; ++j) {
+              sum[i][j][0] = fmaf(low, y_two[j].x, sum[i][j][0]);
+              sum[i][j][1] = fmaf(low, y_two[j].y, sum[i][j][1]);
+              sum[i][j][2] = fmaf(high, y_two[j].x, sum[i][j][2]);
+              sum[i][j][3] = fmaf(high, y_two[j].y, sum[i][j][3]);
+            }
+          }
+        }
+#else
         u32 b[NF][2];
         if constexpr (kSize == 2) {
           const u32 y_lane = y_box + (pixel + (lane & 15)) * args.y_box.pitch;
@@ -255,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int j = 0; j < NF; ++j) mma<T>(sum[i][j], a, b[j][0], b[j][1]);
         }
+#endif
       }
     }
     __syncthreads();

@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.grouped_box import (
 from convgrad_service.backends.cuda.kernels.grouped_merge import (
     DTYPES,
     Merge,
+    is_exact,
     merge_of,
     odd_chunks,
     slices_of,
@@ -53,8 +54,9 @@ class Item:
     warps: int
     blocks: int
 
-    def defines(self, dtype: DType) -> tuple[tuple[str, str], ...]:
+    def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
+            ("EXACT", str(int(exact))),
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("MT", str(self.rows)),
             ("NF", str(self.columns)),
@@ -134,7 +136,7 @@ class GroupedWeightArgs(ctypes.Structure):
 
 class GroupedWeight:
     """bwd_weight of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
-    (``precision: high``)."""
+    (``precision: high``) or exact."""
 
     name = "grouped_weight"
 
@@ -192,7 +194,7 @@ class GroupedWeight:
         for name in ("y_at", "stage_bytes", "sources_at", "rows_at"):
             setattr(args, name, getattr(block, name))
         launch = Launch(
-            _instance(item, work.dtype),
+            _instance(item, work.dtype, is_exact(work)),
             (args.slices * args.item_groups * splits, 1, 1),
             (item.warps * 32, 1, 1),
             pack(args, x=work.x, y=work.y, partials=partials),
@@ -215,7 +217,8 @@ class GroupedWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(_instance(item, dtype) for item in ITEMS.values() for dtype in DTYPES),
+            *(_instance(item, dtype, False) for item in ITEMS.values() for dtype in DTYPES),
+            *(_instance(item, DType.FLOAT32, True) for item in ITEMS.values()),
             *lane_sum_instances(),
         ]
 
@@ -367,5 +370,5 @@ def _channel_last(operand: Operand) -> Operand:
     return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
 
 
-def _instance(item: Item, dtype: DType) -> Instance:
-    return Instance("grouped_weight.cu", "grouped_weight", item.defines(dtype))
+def _instance(item: Item, dtype: DType, exact: bool) -> Instance:
+    return Instance("grouped_weight.cu", "grouped_weight", item.defines(dtype, exact))
