@@ -288,10 +288,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const bool some_odd = __syncthreads_or(any_odd(sum));
   // Most results are sums that only need to be rounded: they pass through the ring as such.
   if (!some_odd && args.plain && args.wide_stores) {
-    constexpr int kSize = sizeof(T);
     // Rows a chunk apart meet in fewer banks.
-    constexpr int kPitch = BM * (BN + kChunk) * kSize <= kRingBytes ? BN + kChunk : BN;
-    static_assert(BM * kPitch * kSize <= kRingBytes, "a tile of results");
+    constexpr int kPitch = BM * (BN + kChunk) * sizeof(T) <= kRingBytes ? BN + kChunk : BN;
+    static_assert(BM * kPitch * sizeof(T) <= kRingBytes, "a tile of results");
     T* const slab = reinterpret_cast<T*>(base);
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
@@ -360,8 +359,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     constexpr int kRun = decltype(run)::kCount;
     using Neighbours = Vector<T, kRun>;
     const int along = of_pixels ? BM / kRun : BN / kRun;
-    constexpr int kTogether = kRun == 1 ? 8 : 2;
-#pragma unroll kTogether
+#pragma unroll(kRun == 1 ? 8 : 2)
     for (int i = thread; i < BM * BN / kRun; i += kThreads) {
       const int beside = i % along * kRun, across = i / along;
       const int pixel = of_pixels ? beside : across, column = of_pixels ? across : beside;
