@@ -50,6 +50,8 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_queue=settings.max_queue,
         large_s=settings.large_problem_s,
         max_regions=settings.max_shared_regions,
+        stored_bytes=settings.max_stored_bytes,
+        stored_longest_s=settings.stored_longest_s,
     )
 
 

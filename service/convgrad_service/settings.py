@@ -90,6 +90,14 @@ class Settings(BaseSettings):
     max_shared_regions: _Count = Field(
         default=256, description="Regions of shared memory that may be registered."
     )
+    max_stored_bytes: _Bytes = Field(
+        default=ByteSize(_GiB), description="Most memory that stored tensors may take."
+    )
+    stored_longest_s: _Seconds = Field(
+        default=3600.0,
+        description="How long a stored tensor stays since it was last used; X-Time-To-Live may "
+        "only shorten it.",
+    )
     max_queue: _Count = Field(
         default=64,
         description="Problems that may wait for a compute slot; one more is refused with 429.",

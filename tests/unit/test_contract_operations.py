@@ -69,7 +69,7 @@ def test_the_schema_describes_every_field_for_a_reader(operation: Operation) -> 
         assert field["description"], name
     for name in operation.required_tensors:
         forms = [form["title"] for form in schema["properties"][name]["oneOf"]]
-        assert forms == ["npy", "data", "values"]
+        assert forms == ["npy", "data", "values", "stored"]
         assert all(form["description"] for form in schema["properties"][name]["oneOf"])
 
 
@@ -135,6 +135,8 @@ def test_defaults_are_pytorchs() -> None:
     assert pool.model_dump(exclude={"input"}) == {
         "deterministic": True,
         "response": "npy",
+        "stored": {},
+        "store": {},
         "kernel_size": 2,
         "stride": None,
         "padding": 0,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from convgrad.contract.fields import TensorType
+from convgrad.contract.fields import Names, TensorType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 
@@ -50,6 +50,16 @@ class Request(Parameters):
     )
     response: Literal["npy", "data", "values"] = Field(
         default="npy", description="Form of the tensors in a JSON answer."
+    )
+
+    stored: Names = Field(
+        default_factory=dict,
+        description="Tensors that the server has kept, by the fields that they stand for; in JSON "
+        '{"stored": "name"} in the place of a tensor says the same.',
+    )
+    store: Names = Field(
+        default_factory=dict,
+        description="Outputs that the server shall keep and not send, each with its name there.",
     )
 
     # Arrays have no single truth value, so a request equals itself alone.

@@ -30,6 +30,7 @@ __all__ = [
     "IntPair",
     "Ints",
     "LayoutName",
+    "Names",
     "Number",
     "Padding",
     "Parsed",
@@ -137,6 +138,16 @@ def _number(value: Any) -> float:
     return number
 
 
+def _names(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    if len(value) > _MAX_ITEMS:
+        raise ValueError
+    if not all(isinstance(text, str) for item in value.items() for text in item):
+        raise TypeError
+    return dict(value)
+
+
 def _split_k(value: Any) -> Literal["auto"] | int:
     if isinstance(value, str):
         if value != "auto":
@@ -227,4 +238,13 @@ SplitK = Annotated[
 LayoutName = Annotated[
     str, Parsed(_layout, 'the name of a layout such as "NCHW" or "NHWC"', {"type": "string"})
 ]
+Names = Annotated[
+    Mapping[str, str],
+    Parsed(
+        _names,
+        'an object of names such as {"weight": "w1"}',
+        {"type": "object", "additionalProperties": {"type": "string"}},
+    ),
+]
+"""Names of tensors that are kept on a server, by the fields that they stand for."""
 Flag = Annotated[bool, Strict()]

@@ -1,4 +1,4 @@
-"""JSON Schema of a tensor in a JSON body: one of three forms."""
+"""JSON Schema of a tensor in a JSON body: one of three forms, or the name of one that is stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["tensor_json_schema"]
 
 
 def tensor_json_schema(dtypes: Iterable[DType]) -> dict[str, Any]:
-    """The schema of a tensor whose elements are one of ``dtypes``, in any of the three forms."""
+    """The schema of a tensor whose elements are one of ``dtypes``, in any of the forms."""
     dtype = {
         "type": "string",
         "enum": [member.value for member in dtypes],
@@ -48,6 +48,12 @@ def tensor_json_schema(dtypes: Iterable[DType]) -> dict[str, Any]:
                     "dtype": dtype,
                 },
                 required=["values", "dtype"],
+            ),
+            _form(
+                "stored",
+                "The name of a tensor that the server has kept (PUT /tensors/{name}, or `store`).",
+                {"stored": {"type": "string"}},
+                required=["stored"],
             ),
         ]
     }

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request, validate
 from convgrad.dtypes import DType
-from convgrad.errors import DeviceOutOfMemory, InvalidProblem, MalformedRequest
+from convgrad.errors import DeviceOutOfMemory, MalformedRequest
 from convgrad_service.engine.arena import arranged
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import Engine, Running
@@ -32,13 +32,14 @@ from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import Lease, leased
 from convgrad_service.engine.pace import Pace
+from convgrad_service.engine.placement import arena_specs, shared_parts, to_store
 from convgrad_service.engine.records import Record
-from convgrad_service.engine.regions import InRegion, RegionPart
+from convgrad_service.engine.regions import ANONYMOUS, InRegion, RegionPart
 from convgrad_service.engine.segments import Place
-from convgrad_service.engine.sized import Sized, sized
+from convgrad_service.engine.sized import sized
+from convgrad_service.engine.stored import StoredTensors, stored_fields
 from convgrad_service.engine.timing import Timings
 from convgrad_service.problems import Problem, problem_from
-from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["SMALL_BYTES", "Call", "Dataplane", "Filler", "Result", "Source", "Work", "blank"]
 
@@ -48,9 +49,6 @@ Arrays = Mapping[str, NDArray[Any]]
 Filler = Callable[[NDArray[Any]], None]
 """Writes a tensor to the place that it is called with."""
 Source = NDArray[Any] | Filler
-
-# Elements that say where to write; floating-point ones may be anything.
-_VALIDATED = (DType.INT32, DType.INT64)
 
 SMALL_BYTES = 64 * 1024
 """What is decoded, copied or encoded where it stands: a thread would take longer to be told."""
@@ -96,12 +94,15 @@ class Work:
         problem: Problem,
         lease: Lease,
         shared: Collection[str],
+        kept: Mapping[str, RegionPart],
     ) -> None:
         self.request, self.problem, self.lease = request, problem, lease
         self._plane, self._call = plane, call
+        self._kept = kept
+        self.is_stored = False
         self._sized = sizes = sized(problem)
         regions = dict(zip(shared, lease.regions, strict=True))
-        specs = _specs(sizes, shared)
+        specs = arena_specs(sizes, shared)
         offsets, _ = arranged(specs.values())
         places: dict[str, Place] = {**regions}
         places.update(
@@ -167,6 +168,9 @@ class Work:
             raise
         finally:
             _count_waiting(timings, running, time.monotonic() - submitted_s, moved_s)
+        if self._kept:
+            await self._plane.stored.commit(ANONYMOUS, self._kept)
+            self.is_stored = True
         return Result(self.request, self._outputs, self._report(finished))
 
     def _report(self, finished: Finished) -> Report:
@@ -186,6 +190,7 @@ class Dataplane:
 
     def __init__(self, engine: Engine, *, limits: Limits, codec_threads: int = 2) -> None:
         self.engine = engine
+        self.stored = StoredTensors(engine.stored)
         self.limits = limits
         self.draining = False
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
@@ -228,20 +233,34 @@ class Dataplane:
         """
         async with _memory_errors_named():
             with call.timings.stage("decode"):
+                fields = await self.in_thread(decode, holds, inline=call.small)
+                if "stored" in fields:
+                    fields, regions = await self._found(call.operation, fields, regions)
                 request, problem = await self.in_thread(
-                    lambda: self._prepare(call, decode), holds, inline=call.small
+                    lambda: self._prepare(call, fields), holds, inline=call.small
                 )
             call.timings.accepted = True
             sizes = sized(problem)
-            shared = _shared(sizes, regions) if regions else {}
-            _, size_bytes = arranged(_specs(sizes, shared).values())
-            started_s = time.monotonic()
-            lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
-            call.timings.add("queue", time.monotonic() - started_s)
+            kept: Mapping[str, RegionPart] = {}
+            if request.store:
+                kept = await self.stored.make(to_store(request, sizes, regions))
+                regions = {**regions, **{name: kept[request.store[name]] for name in request.store}}
+            stored = False
             try:
-                yield Work(self, call, request, problem, lease, shared)
+                shared = shared_parts(sizes, regions) if regions else {}
+                _, size_bytes = arranged(arena_specs(sizes, shared).values())
+                started_s = time.monotonic()
+                lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
+                call.timings.add("queue", time.monotonic() - started_s)
+                try:
+                    work = Work(self, call, request, problem, lease, shared, kept)
+                    yield work
+                    stored = work.is_stored
+                finally:
+                    lease.release()
             finally:
-                lease.release()
+                if kept and not stored:
+                    await asyncio.shield(self.stored.abandon(kept.values()))
 
     async def answer(
         self, call: Call, decode: Callable[[], Fields], encode: Callable[[Result], T]
@@ -310,8 +329,21 @@ class Dataplane:
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, call: Call, decode: Callable[[], Fields]) -> tuple[Request, Problem]:
-        request = validate(call.operation.request, decode())
+    async def _found(
+        self, operation: Operation, fields: Fields, regions: Mapping[str, RegionPart]
+    ) -> tuple[Fields, Mapping[str, RegionPart]]:
+        """The fields with blanks for those that name stored tensors, and where those lie."""
+        named = stored_fields(operation, fields)
+        found = await self.stored.find(ANONYMOUS, named.values())
+        blanks = {
+            field: blank(found[name].spec.shape, found[name].spec.dtype, name=field)
+            for field, name in named.items()
+        }
+        parts = {field: found[name].part for field, name in named.items()}
+        return {**fields, **blanks}, {**regions, **parts}
+
+    def _prepare(self, call: Call, fields: Fields) -> tuple[Request, Problem]:
+        request = validate(call.operation.request, fields)
         problem = problem_from(call.operation.name, request)
         self.limits.check(sized(problem))
         if call.refuse is not None:
@@ -326,36 +358,6 @@ def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
     except ValueError:
         # More elements than NumPy can count.
         raise MalformedRequest(f"{name}: shape {shape} is too large") from None
-
-
-def _shared(sizes: Sized, regions: Mapping[str, RegionPart]) -> dict[str, RegionPart]:
-    """The parts of regions that a problem needs, each cut to its tensor's size."""
-    parts = {}
-    for name, spec in (*sizes.inputs.items(), *sizes.outputs.items()):
-        part = regions.get(name)
-        if part is None:
-            continue
-        if part.size_bytes < spec.size_bytes:
-            raise InvalidProblem(
-                f"{name} takes {spec.size_bytes:,} bytes; its part of shared memory has "
-                f"{part.size_bytes:,}"
-            )
-        parts[name] = part._replace(size_bytes=spec.size_bytes)
-    return parts
-
-
-def _specs(sizes: Sized, shared: Collection[str]) -> dict[str, TensorSpec]:
-    """Of all that a request's place in the arena holds, in order.
-
-    Of what is in shared memory those are the inputs whose elements are validated: a client may
-    change its memory after that, and the arena it may not.
-    """
-    validated = {
-        name: spec
-        for name, spec in sizes.inputs.items()
-        if name not in shared or spec.dtype in _VALIDATED
-    }
-    return validated | {name: spec for name, spec in sizes.outputs.items() if name not in shared}
 
 
 def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:

@@ -7,9 +7,10 @@ directly; one in another process through `remote.RemoteHub`, which is an `Engine
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from convgrad.errors import DeviceUnavailable, Overloaded, ServiceError
 from convgrad_service.engine.arena import Arena
@@ -21,6 +22,7 @@ from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import RegionInfo, RegionPart, Regions
 from convgrad_service.engine.schedule import Schedule
 from convgrad_service.engine.statistics import OperationStatistics, Statistics
+from convgrad_service.engine.stored import Stored
 
 __all__ = ["Engine", "Hub", "Running", "Status"]
 
@@ -130,6 +132,10 @@ class Engine(Protocol):
         """See `Regions.listed`."""
         ...
 
+    async def stored(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `Stored`; see `StoredTensors`."""
+        ...
+
 
 class Counts(Protocol):
     """Where requests are counted."""
@@ -158,6 +164,12 @@ class Hub:
         self.inferences = Statistics()
         self.fault: Callable[[], str | None] = lambda: None
         self.regions = Regions(options.max_regions)
+        self.tensors = Stored(
+            self.regions,
+            arena,
+            budget_bytes=options.stored_bytes,
+            longest_s=options.stored_longest_s,
+        )
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
         self._published: tuple[object, ...] = ()
@@ -238,6 +250,11 @@ class Hub:
     async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
         """See `Regions.listed`."""
         return self.regions.listed(owner, name)
+
+    async def stored(self, method: str, *arguments: Any) -> Any:
+        """See `Engine.stored`."""
+        result = getattr(self.tensors, method)(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
     def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
         """See `Engine.compute`."""

@@ -15,7 +15,8 @@ class EngineOptions:
     bodies; of each, the first ``keep_bytes`` stay with the server once they were used, the rest
     goes back to the system (None: nothing does). ``wait_s`` is how long a request may wait for its
     place in it. ``slots`` are the jobs that one worker computes at a time (None: as many as
-    its backend likes). ``max_regions`` of shared memory may be registered.
+    its backend likes). ``max_regions`` of shared memory may be registered. Stored tensors may take
+    ``stored_bytes``, each for ``stored_longest_s`` since it was last used.
     """
 
     tensor_bytes: int
@@ -26,6 +27,8 @@ class EngineOptions:
     max_queue: int = 64
     large_s: float = 1.0
     max_regions: int = 256
+    stored_bytes: int = 2**30
+    stored_longest_s: float = 3600.0
 
     @property
     def arena_bytes(self) -> int:

@@ -20,7 +20,10 @@ from typing import NamedTuple
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 
-__all__ = ["InRegion", "RegionInfo", "RegionPart", "Regions"]
+__all__ = ["ANONYMOUS", "InRegion", "RegionInfo", "RegionPart", "Regions"]
+
+ANONYMOUS = ""
+"""The owner of what is kept where clients have no keys: everybody."""
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - what shm_open's names mean on Linux
 # One file's name. Not a semaphore's, whose bytes are their owner's processes' alone.
@@ -61,7 +64,9 @@ class _Region:
     number: int
     descriptor: int
     uses: int = 0
+    gone: bool = False
     leaving: list[asyncio.Future[None]] = field(default_factory=list)
+    closed: Callable[[], None] | None = None
 
 
 class Regions:
@@ -78,7 +83,8 @@ class Regions:
         self.forgotten: list[Callable[[int], None]] = []
 
     def __len__(self) -> int:
-        return len(self._regions)
+        """How many are registered, those that were adopted apart."""
+        return sum(region.closed is None for region in self._regions.values())
 
     def register(self, owner: str, info: RegionInfo) -> None:
         """Open a region's file.
@@ -99,7 +105,7 @@ class Regions:
         if (owner, info.name) in self._regions:
             raise MalformedRequest(f"the region {shown(info.name)} is registered already")
         self._drop_orphans()
-        if len(self._regions) >= self._most:
+        if len(self) >= self._most:
             raise Overloaded(
                 f"{self._most} regions are registered, the most there may be", retry_after_s=1.0
             )
@@ -107,6 +113,20 @@ class Regions:
         self._numbers += 1
         region = _Region(info, self._numbers, descriptor)
         self._regions[owner, info.name] = self._by_number[region.number] = region
+
+    def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[], None]) -> None:
+        """Take over a file of the server's own, whole; ``closed`` is called when it is closed."""
+        self._numbers += 1
+        info = RegionInfo(part.name, "", 0, part.size_bytes)
+        region = _Region(info, self._numbers, descriptor, closed=closed)
+        self._regions[part.owner, part.name] = self._by_number[region.number] = region
+
+    def remove(self, owner: str, name: str) -> None:
+        """Close a region, now or once nothing in flight uses it."""
+        region = self._regions[owner, name]
+        region.gone = True
+        if not region.uses:
+            self._close((owner, name), region)
 
     async def unregister(self, owner: str, name: str) -> None:
         """Close a region, or with no name all of the owner's, once nothing in flight uses it.
@@ -159,7 +179,7 @@ class Regions:
         for place in places:
             region = self._by_number[place.file]
             region.uses -= 1
-            if not region.uses and region.leaving:
+            if not region.uses and (region.leaving or region.gone):
                 key = next(key for key, each in self._regions.items() if each is region)
                 self._close(key, region)
 
@@ -186,7 +206,7 @@ class Regions:
 
     def _used(self, part: RegionPart) -> _Region:
         region = self._regions.get((part.owner, part.name))
-        if region is None or region.leaving:
+        if region is None or region.leaving or region.gone:
             raise _unknown(part.name)
         end = part.offset + part.size_bytes
         if end > region.info.size_bytes:
@@ -205,6 +225,8 @@ class Regions:
         os.close(region.descriptor)
         for forget in self.forgotten:
             forget(region.number)
+        if region.closed is not None:
+            region.closed()
         for future in region.leaving:
             if not future.done():
                 future.set_result(None)

@@ -323,6 +323,10 @@ class RemoteHub:
         listed: list[RegionInfo] = await self._ask("list_regions", owner, name)
         return listed
 
+    async def stored(self, method: str, *arguments: Any) -> Any:
+        """See `Engine.stored`."""
+        return await self._ask("stored", method, *arguments)
+
     async def _ask(self, method: str, *arguments: Any) -> Any:
         number, replied = self._next()
         self.tell(Ask(number, method, arguments))

@@ -171,7 +171,7 @@ def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
     size_bytes = sum(
         problem.outputs[name].size_bytes
         for name in answer_names(request, problem.outputs)
-        if request.region_of(name) is None
+        if request.sends(name)
     )
     if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
         raise ProblemTooLarge(

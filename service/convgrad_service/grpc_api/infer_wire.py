@@ -226,13 +226,15 @@ def _response_parts(
         output = head.outputs.add(
             name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
         )
-        if region := request.region_of(name):
+        if name in request.store:
+            _set_parameter(output.parameters["stored"], request.store[name])
+        elif region := request.region_of(name):
             for key, value in region_parameters(region, array.nbytes).items():
                 _set_parameter(output.parameters[key], value)
     yield head.SerializeToString()
     for name, array in chosen.items():
-        # One for each output: of one in shared memory it is empty.
-        data = b"" if request.region_of(name) else data_view(array)
+        # One for each output: of one that stays here it is empty.
+        data = data_view(array) if request.sends(name) else b""
         yield _length_prefix(_RAW_OUTPUT_CONTENTS, len(data))
         yield data
 

@@ -25,6 +25,7 @@ from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
+from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.settings import Settings
 
 __all__ = ["app_on", "create_app"]
@@ -85,6 +86,7 @@ def app_on(
 
     app.include_router(health_router(dataplane))
     add_oip(app, dataplane, settings)
+    app.router.routes.extend(stored_routes(dataplane, settings))
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from convgrad.contract import Report
 from convgrad.errors import ProblemTooLarge
 from convgrad.wire.json_tensors import Form, encode_tensor
+from convgrad.wire.shapes import dtype_of
 from convgrad_service.http_api.base64_tensors import EncodedLater, encoded_later
 
-__all__ = ["encode_json_answer", "json_answer", "refuse_endless_values"]
+__all__ = ["encode_json_answer", "json_answer", "refuse_endless_values", "stored_tensor"]
 
 # The form is for reading by eye: an element takes some twenty characters, against five in base64,
 # and a microsecond.
@@ -26,16 +28,23 @@ _VALUES_AT_ONCE = 4096
 
 
 def json_answer(
-    outputs: Mapping[str, NDArray[Any]], report: Report, form: Form
+    outputs: Mapping[str, NDArray[Any]],
+    report: Report,
+    form: Form,
+    store: Mapping[str, str] = MappingProxyType({}),
 ) -> list[bytes | memoryview | EncodedLater]:
     """``{"grad_input": {...}, "report": {...}}`` with tensors in ``form``.
 
-    The base64 of a tensor is made block by block when it is sent.
+    The base64 of a tensor is made block by block when it is sent. Of an output in ``store`` its
+    name there is told, and its array is not looked into.
     """
     chunks: list[bytes | memoryview | EncodedLater] = [b"{"]
     for name, array in outputs.items():
         chunks.append(_text(name) + b":{")
-        chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64)))
+        if name in store:
+            chunks.append(_text(stored_tensor(array, store[name]))[1:-1])
+        else:
+            chunks.extend(_members(encode_tensor(array, form, b64encode=_Base64)))
         chunks.append(b"},")
     chunks.append(b'"report":' + report.model_dump_json().encode() + b"}")
     return chunks
@@ -49,6 +58,11 @@ def encode_json_answer(
         chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
         for chunk in json_answer(outputs, report, form)
     ]
+
+
+def stored_tensor(array: NDArray[Any], name: str) -> dict[str, Any]:
+    """What is told of an output that was stored."""
+    return {"stored": name, "dtype": dtype_of(array).value, "shape": list(array.shape)}
 
 
 class _Base64:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,12 @@ from convgrad.wire.json_tensors import Base64Text, decode_tensor
 from convgrad.wire.sentences import shown
 from convgrad_service.http_api.base64_tensors import DeferredBase64, b64decode
 
-__all__ = ["decode_json_request", "describe_json_request", "parse_json_body"]
+__all__ = [
+    "decode_json_request",
+    "describe_json_request",
+    "described_tensor",
+    "parse_json_body",
+]
 
 # Below this the two steps cost more than they save.
 _SMALL_BODY_BYTES = 64 * 1024
@@ -58,13 +63,33 @@ def describe_json_request(
     fields = parse_json_body(body)
     refuse_unknown(operation.request, fields)
     fillers: dict[str, Callable[[NDArray[Any]], None]] = {}
+    stored = {
+        name: _stored_name(value, name)
+        for name in operation.tensors
+        if isinstance(value := fields.get(name), dict) and "stored" in value
+    }
+    if stored:
+        beside = fields.get("stored")
+        fields["stored"] = {**(beside if isinstance(beside, dict) else {}), **stored}
     for name in operation.tensors:
+        if name in stored:
+            del fields[name]
         # An optional tensor may be null; a required one that is gets its sentence from the codec.
         if name in fields and (fields[name] is not None or name in operation.required_tensors):
-            fields[name], filler = _described(fields[name], name)
+            fields[name], filler = described_tensor(fields[name], name)
             if filler is not None:
                 fillers[name] = filler
     return fields, fillers
+
+
+def _stored_name(tensor: Mapping[str, Any], field: str) -> str:
+    name = tensor["stored"]
+    if len(tensor) > 1 or not isinstance(name, str):
+        raise MalformedRequest(
+            f'{field}: expected "stored" to be the name of a tensor and to stand alone, got '
+            f"{shown(tensor)}"
+        )
+    return name
 
 
 def decode_json_request(
@@ -80,9 +105,16 @@ def decode_json_request(
     return fields
 
 
-def _described(
+def described_tensor(
     tensor: Any, name: str
 ) -> tuple[NDArray[Any], Callable[[NDArray[Any]], None] | None]:
+    """A tensor's array, blank where a function comes with it that fills the place it shall have.
+
+    Raises
+    ------
+    MalformedRequest
+        It cannot be read.
+    """
     deferred: list[DeferredBase64] = []
 
     def defer(text: Base64Text) -> bytes | DeferredBase64:

@@ -223,7 +223,7 @@ def _is_quick(request: InferRequest, outputs: Mapping[str, NDArray[Any]]) -> boo
     spelt = [
         array.nbytes
         for name, array in outputs.items()
-        if not (request.wants_binary(name) or request.region_of(name))
+        if request.sends(name) and not request.wants_binary(name)
     ]
     return sum(spelt) <= SMALL_BYTES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +24,11 @@ from convgrad_service.engine.dataplane import (
 )
 from convgrad_service.http_api.answering import Chunk
 from convgrad_service.http_api.body import Body
-from convgrad_service.http_api.json_answer import json_answer, refuse_endless_values
+from convgrad_service.http_api.json_answer import (
+    json_answer,
+    refuse_endless_values,
+    stored_tensor,
+)
 from convgrad_service.http_api.json_body import describe_json_request
 from convgrad_service.problems import Problem
 
@@ -112,16 +117,25 @@ async def _begin_json(plane: Dataplane, call: Call, body: Body) -> AsyncIterator
 
 
 def _encode_json(result: Result) -> list[Chunk]:
-    return json_answer(result.outputs, result.report, result.request.response)
+    request = result.request
+    return json_answer(result.outputs, result.report, request.response, request.store)
 
 
 def _refuse_json(request: Request, problem: Problem) -> None:
-    elements = sum(spec.elements for spec in problem.outputs.values())
+    elements = sum(
+        spec.elements for name, spec in problem.outputs.items() if name not in request.store
+    )
     refuse_endless_values(elements, request.response)
 
 
 def _encode_safetensors(result: Result) -> list[Chunk]:
-    return [*safetensors.encode(result.outputs, {"report": result.report.model_dump_json()})]
+    store = result.request.store
+    metadata = {"report": result.report.model_dump_json()}
+    if store:
+        told = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
+        metadata["stored"] = json.dumps(told)
+    sent = {name: array for name, array in result.outputs.items() if name not in store}
+    return [*safetensors.encode(sent, metadata)]
 
 
 def _refuse_nothing(request: Request, problem: Problem) -> None:

@@ -51,7 +51,7 @@ def refuse_in_json(request: InferRequest, problem: Problem) -> None:
     """
     for name in answer_names(request, problem.outputs):
         spec = problem.outputs[name]
-        if request.wants_binary(name) or request.region_of(name):
+        if request.wants_binary(name) or not request.sends(name):
             continue
         if spec.dtype not in IN_JSON:
             raise MalformedRequest(
@@ -70,7 +70,8 @@ def encode_answer(
 ) -> HttpAnswer:
     """The answer to ``request``; binary data are views of the arrays.
 
-    Of an output in shared memory it says where, and its array is not looked into.
+    Of an output in shared memory, or one that is stored, it says where, and its array is not looked
+    into.
     """
     described: list[dict[str, Any]] = []
     binary: list[memoryview] = []
@@ -82,7 +83,9 @@ def encode_answer(
             "datatype": protocol_name(dtype),
             "shape": list(array.shape),
         }
-        if region := request.region_of(name):
+        if name in request.store:
+            tensor["parameters"] = {"stored": request.store[name]}
+        elif region := request.region_of(name):
             tensor["parameters"] = region_parameters(region, array.nbytes)
         elif request.wants_binary(name):
             data = data_view(array)

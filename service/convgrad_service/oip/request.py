@@ -18,6 +18,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad_service.oip.datatypes import protocol_name
 from convgrad_service.oip.number_list import NumberList
+from convgrad_service.oip.parameters import parsed
 
 __all__ = ["InferInput", "InferOutput", "InferRequest", "Region", "Span"]
 
@@ -103,6 +104,16 @@ class InferRequest:
             if wanted.name == output:
                 return wanted.binary
         return self.binary_by_default
+
+    @property
+    def store(self) -> Mapping[str, str]:
+        """The outputs that are to be stored, each with its name there."""
+        found = parsed(self.parameters).get("store") if "store" in self.parameters else None
+        return found if isinstance(found, dict) else {}
+
+    def sends(self, output: str) -> bool:
+        """Whether the answer holds the elements of ``output``."""
+        return output not in self.store and self.region_of(output) is None
 
     def region_of(self, output: str) -> Region | None:
         """Where in shared memory ``output`` shall be written, if there."""

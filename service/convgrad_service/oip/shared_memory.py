@@ -12,15 +12,12 @@ from typing import Literal, NoReturn, Protocol
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.regions import RegionPart
+from convgrad_service.engine.regions import ANONYMOUS, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 
 __all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
 
 Kind = Literal["system", "cuda"]
-
-ANONYMOUS = ""
-"""The owner of regions where clients have no keys: everybody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,187 @@
+"""``/tensors``: tensors that stay on the server, put, fetched, dropped and listed by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from convgrad.errors import MalformedRequest
+from convgrad.wire import safetensors
+from convgrad.wire.json_tensors import encode_tensor
+from convgrad.wire.shapes import data_view, dtype_of
+from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.engine.regions import ANONYMOUS
+from convgrad_service.http_api.answering import Chunk, refuse_encoded, send_chunks
+from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.json_body import described_tensor, parse_json_body
+from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
+from convgrad_service.http_api.wires import JSON, MEDIA_TYPES, SAFETENSORS
+from convgrad_service.problems.base import TensorSpec
+from convgrad_service.settings import Settings
+
+__all__ = ["stored_routes"]
+
+
+def stored_routes(dataplane: Dataplane, settings: Settings) -> list[BaseRoute]:
+    """The routes, to be added to the application's."""
+
+    async def listed(_: Request) -> Response:
+        tensors = [
+            {
+                "name": info.name,
+                "dtype": info.spec.dtype.value,
+                "shape": list(info.spec.shape),
+                "bytes": info.spec.size_bytes,
+                "expires_in_s": round(info.expires_in_s, 3),
+            }
+            for info in await dataplane.stored.listed(ANONYMOUS)
+        ]
+        return JSONResponse({"tensors": tensors})
+
+    async def drop(request: Request) -> Response:
+        await dataplane.stored.drop(ANONYMOUS, request.path_params["name"])
+        return JSONResponse({})
+
+    one = "/tensors/{name}"
+    return [
+        Route("/tensors", listed, methods=["GET"], name="tensors"),
+        Route(one, drop, methods=["DELETE"], name="drop"),
+        Route(one, _Put(dataplane, settings), methods=["PUT"], name="put"),
+        Route(one, _Get(dataplane), methods=["GET"], name="get"),
+    ]
+
+
+class _Put:
+    """An ASGI application that keeps the tensor of a body."""
+
+    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
+        self._dataplane, self._settings = dataplane, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["name"]
+        headers = Headers(scope=scope)
+        refuse_encoded(headers.get("content-encoding"))
+        media_type = match_content_type(headers.get("content-type"), MEDIA_TYPES)
+        lives_s = _time_to_live_s(headers.get("x-time-to-live"))
+        limit = self._settings.max_json_bytes if media_type == JSON.media_type else None
+        limits = BodyLimits(
+            limit or self._settings.max_body_bytes,
+            self._settings.body_idle_timeout_s,
+            self._settings.min_body_bytes_per_s,
+        )
+        body = Body.of(scope, receive, limits)
+        stored = self._dataplane.stored
+        taken = self._from_json if media_type == JSON.media_type else self._from_safetensors
+        async with taken(body) as (spec, lease):
+            made = await stored.make({name: spec}, lives_s)
+            try:
+                await stored.write(made[name], lease.offset)
+                await stored.commit(ANONYMOUS, made)
+            except BaseException:
+                await stored.abandon(made.values())
+                raise
+        told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
+        await JSONResponse(told)(scope, receive, send)
+
+    @asynccontextmanager
+    async def _from_safetensors(self, body: Body) -> AsyncIterator[tuple[TensorSpec, Lease]]:
+        data_offset = safetensors.header_bytes(await body.at_least(8))
+        head = memoryview(await body.at_least(data_offset))[:data_offset]
+        layout = safetensors.layout(head, None)
+        if len(layout.tensors) != 1:
+            raise MalformedRequest(
+                f"expected a body with the one tensor to keep, got {len(layout.tensors)} tensors"
+            )
+        body.refuse_over_limit(data_offset + layout.data_bytes)
+        (placed,) = layout.tensors.values()
+        async with self._room(TensorSpec(placed.shape, placed.dtype)) as (lease, array):
+            await body.into([data_view(array)], skip=data_offset)
+            yield TensorSpec(placed.shape, placed.dtype), lease
+
+    @asynccontextmanager
+    async def _from_json(self, body: Body) -> AsyncIterator[tuple[TensorSpec, Lease]]:
+        text = await body.whole(self._dataplane.engine)
+        try:
+            described, fill = described_tensor(parse_json_body(text.data), "the tensor")
+            spec = TensorSpec(described.shape, dtype_of(described))
+            async with self._room(spec) as (lease, array):
+                await self._dataplane.in_thread(
+                    lambda: np.copyto(array, described) if fill is None else fill(array),
+                    lease,
+                    text.lease,
+                )
+                text.release()
+                yield spec, lease
+        finally:
+            text.release()
+
+    @asynccontextmanager
+    async def _room(self, spec: TensorSpec) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
+        """A place for a tensor until it has been copied to where it stays."""
+        if spec.size_bytes == 0:
+            raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
+        engine = self._dataplane.engine
+        lease = await leased(engine.reserve(spec.size_bytes))
+        try:
+            yield lease, engine.arena.array(lease.offset, spec)
+        finally:
+            lease.release()
+
+
+class _Get:
+    """An ASGI application that answers with a stored tensor."""
+
+    def __init__(self, dataplane: Dataplane) -> None:
+        self._dataplane = dataplane
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name, plane = scope["path_params"]["name"], self._dataplane
+        accept = ",".join(Headers(scope=scope).getlist("accept"))
+        media_type = choose_accepted(accept, MEDIA_TYPES, SAFETENSORS.media_type)
+        spec, part = (await plane.stored.find(ANONYMOUS, [name]))[name]
+        lease = await leased(plane.engine.reserve(spec.size_bytes))
+        try:
+            await plane.stored.read(part, lease.offset)
+            array = plane.engine.arena.array(lease.offset, spec)
+            if media_type == SAFETENSORS.media_type:
+                chunks: list[Chunk] = [*safetensors.encode({name: array}, {})]
+            else:
+                chunks = await plane.in_thread(lambda: _as_json(array), lease)
+            await send_chunks(
+                send,
+                [(b"content-type", media_type.encode()), (b"vary", b"accept")],
+                chunks,
+                connection=connection_of(scope),
+                in_thread=plane.in_thread,
+            )
+        finally:
+            lease.release()
+
+
+def _as_json(array: NDArray[np.generic]) -> list[Chunk]:
+    return [JSONResponse(encode_tensor(array, "npy")).body]
+
+
+def _time_to_live_s(header: str | None) -> float | None:
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise MalformedRequest(
+            f"X-Time-To-Live is {header[:64]!r}; expected a number of seconds above zero"
+        )
+    return seconds

@@ -1,0 +1,158 @@
+"""Stored tensors: names and owners, the budget, the time, and what is in flight meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
+from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.regions import Regions
+from convgrad_service.engine.stored import Stored
+from convgrad_service.problems.base import TensorSpec
+
+SPEC = TensorSpec((2, 3), DType.FLOAT32)
+Test = Callable[[Stored, Regions, Arena], Awaitable[None]]
+
+
+def run(test: Test, *, budget_bytes: int = 100, longest_s: float = 60.0) -> None:
+    async def within() -> None:
+        arena, regions = Arena.create(2**20), Regions(4)
+        try:
+            async with asyncio.timeout(10):
+                await test(
+                    Stored(regions, arena, budget_bytes=budget_bytes, longest_s=longest_s),
+                    regions,
+                    arena,
+                )
+        finally:
+            regions.close()
+            arena.close()
+
+    asyncio.run(within())
+    assert not [path for path in Path("/proc/self/fd").iterdir() if "stored" in str(_target(path))]
+
+
+def _target(path: Path) -> Path | None:
+    try:
+        return path.readlink()
+    except FileNotFoundError:  # the descriptor that listed the folder
+        return None
+
+
+def kept(stored: Stored, owner: str, name: str, lives_s: float | None = None) -> None:
+    stored.commit(owner, stored.make({name: SPEC}, lives_s))
+
+
+def test_what_was_written_is_read() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        arena.array(4096, SPEC)[:] = np.arange(6).reshape(2, 3)
+        made = stored.make({"w": SPEC}, None)
+        await stored.write(made["w"], 4096)
+        with pytest.raises(NotFound, match='no stored tensor "w"'):
+            stored.find("me", ["w"])
+        stored.commit("me", made)
+        found = stored.find("me", ["w"])["w"]
+        assert found.spec == SPEC
+        await stored.read(found.part, 8192)
+        np.testing.assert_array_equal(arena.array(8192, SPEC), arena.array(4096, SPEC))
+        with pytest.raises(NotFound):
+            stored.find("you", ["w"])
+        assert [info.name for info in stored.listed("me")] == ["w"]
+        assert stored.listed("you") == []
+        assert len(regions) == 0  # of those that clients have registered
+
+    run(test)
+
+
+def test_a_name_given_again_is_the_new_tensors() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        kept(stored, "", "w")
+        before = stored.find("", ["w"])["w"]
+        places = regions.use([before.part])
+        kept(stored, "", "w")
+        assert stored.find("", ["w"])["w"].part != before.part
+        assert stored.used_bytes == 2 * SPEC.size_bytes  # the first is in use still
+        regions.release(places)
+        assert stored.used_bytes == SPEC.size_bytes
+
+    run(test)
+
+
+def test_the_budget_is_kept() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        for name in "abcd":
+            kept(stored, "", name)
+        with pytest.raises(
+            Overloaded, match="hold 96 of 100 bytes, and these need 24 more"
+        ) as told:
+            kept(stored, "", "e")
+        assert 1 <= (told.value.retry_after_s or 0) <= 60
+        with pytest.raises(ProblemTooLarge, match="keeps at most 100"):
+            stored.make({"x": TensorSpec((26,), DType.FLOAT32)}, None)
+        stored.drop("", "a")
+        kept(stored, "", "e")
+        with pytest.raises(NotFound):
+            stored.drop("", "a")
+
+    run(test)
+
+
+def test_what_is_never_committed_is_given_back() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        made = stored.make({"a": SPEC, "b": SPEC}, None)
+        assert stored.used_bytes == 2 * SPEC.size_bytes
+        stored.abandon(made.values())
+        stored.abandon(made.values())
+        assert stored.used_bytes == 0
+        with pytest.raises(NotFound, match="took too long"):
+            stored.commit("", made)
+
+    run(test)
+
+
+def test_time_ends_and_begins_anew_with_each_use() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        kept(stored, "", "used", 0.2)
+        kept(stored, "", "idle", 0.2)
+        kept(stored, "", "long", 1e9)
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            stored.find("", ["used"])
+        assert stored.used_bytes == 2 * SPEC.size_bytes  # nobody asked: it went by itself
+        with pytest.raises(NotFound):
+            stored.find("", ["idle"])
+        used, long = stored.listed("")
+        assert used.name == "used"
+        assert used.expires_in_s <= 0.2
+        assert long.expires_in_s <= 60
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "-x", "a/b", "a b", "ä", "x" * 129, "a\n"])
+def test_names(name: str) -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        with pytest.raises(MalformedRequest, match="cannot be called"):
+            stored.make({name: SPEC}, None)
+        assert stored.used_bytes == 0
+
+    run(test)
+
+
+def test_files_cannot_be_shortened() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        made: dict[str, Any] = stored.make({"a": SPEC}, None)
+        (place,) = regions.use(list(made.values()))
+        with pytest.raises(PermissionError):
+            os.ftruncate(regions.descriptor(place.file), 0)
+        regions.release([place])
+
+    run(test)
