@@ -87,7 +87,7 @@ CODES: dict[str, ErrorCode] = {
         ErrorCode("not-found", "Not found", 404, "NOT_FOUND", False),
         ErrorCode("method-not-allowed", "Method not allowed", 405, None, False),
         ErrorCode("not-acceptable", "Not acceptable", 406, None, False),
-        ErrorCode("request-timeout", "Request timeout", 408, None, True),
+        ErrorCode("request-timeout", "Request timeout", 408, "UNAVAILABLE", True),
         ErrorCode("payload-too-large", "Payload too large", 413, "RESOURCE_EXHAUSTED", False),
         ErrorCode("problem-too-large", "Problem too large", 413, "RESOURCE_EXHAUSTED", False),
         ErrorCode(

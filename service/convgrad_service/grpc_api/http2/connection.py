@@ -44,6 +44,7 @@ _MAX_FRAME_BYTES = 2**24 - 1
 _MAX_SENT_FRAME_BYTES = 2**20
 # Read at once; and from this on straight to where a stream wants it.
 _READ_BYTES, _DIRECT_BYTES = 256 * 1024, 64 * 1024
+_LINGER_S = 0.2
 _COUNTED = {Kind.PRIORITY, Kind.RST_STREAM, Kind.SETTINGS, Kind.PING, Kind.CONTINUATION}
 _DEFAULT_FRAME_BYTES = 16 * 1024
 _DEFAULT_WINDOW = 2**16 - 1
@@ -80,7 +81,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._allowance = Allowance()
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = time.monotonic()
-        self._draining = False
+        self._draining = self._failed = False
 
     # asyncio's side.
 
@@ -110,8 +111,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         for stream in self._streams.values():
             stream.lose()
         self._streams.clear()
-        for task in self._tasks:
-            task.cancel()
+        self._cancel()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where to read to: a stream's own memory, where much is to come for it."""
@@ -125,7 +125,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._failed:
             return  # what came behind an error
         self._heard_s = time.monotonic()
         try:
@@ -148,11 +148,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         for stream in self._streams.values():
             stream.window_opened()
 
-    # The streams' side.
-
     def write(self, data: bytes) -> None:
         """Send frames."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport and not (self._failed or self._transport.is_closing()):
             self._transport.write(data)
 
     def grant(self, stream: int, increment: int) -> None:
@@ -165,10 +163,8 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """End the connection at once."""
-        if self._transport is not None:
+        if self._transport:
             self._transport.abort()
-
-    # The server's side.
 
     @property
     def idle(self) -> bool:
@@ -184,8 +180,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """End the connection, with the streams that are still being served."""
-        for task in self._tasks:
-            task.cancel()
+        self._cancel()
         if self._transport is not None:
             self._transport.close()
 
@@ -227,6 +222,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def whole_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if self._block is not None and (kind != Kind.CONTINUATION or number != self._block[0]):
             raise Http2Error(Error.PROTOCOL_ERROR, "a header block is not continued")
+        if kind == Kind.PUSH_PROMISE:
+            raise Http2Error(Error.PROTOCOL_ERROR, "a client cannot push")
         if kind in _COUNTED:
             self._allowance.spend()
         handler = self._HANDLERS.get(kind)
@@ -353,20 +350,14 @@ class Http2Connection(asyncio.BufferedProtocol):
             raise Http2Error(Error.FLOW_CONTROL_ERROR, "a stream's window is too large")
         stream.window_opened()
 
-    def _on_push(self, flags: int, number: int, payload: bytes) -> None:
-        raise Http2Error(Error.PROTOCOL_ERROR, "a client cannot push")
-
     _HANDLERS: dict[int, Callable[[Http2Connection, int, int, bytes], None]] = {  # noqa: RUF012
         Kind.HEADERS: _on_headers,
         Kind.RST_STREAM: _on_rst_stream,
         Kind.SETTINGS: _on_settings,
-        Kind.PUSH_PROMISE: _on_push,
         Kind.PING: _on_ping,
         Kind.WINDOW_UPDATE: _on_window_update,
         Kind.CONTINUATION: _on_continuation,
     }
-
-    # What bounds a client.
 
     def _within(self, timeout_s: float, otherwise: Callable[[], None]) -> None:
         if self._timer is not None:
@@ -388,7 +379,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: Http2Error) -> None:
         self.write(goaway(self._last_stream, error.code, error.reason))
-        self.close()
+        self._failed = True
+        self._cancel()
+        # Closed with unread bytes before it, the client would see a reset in place of the reason.
+        self._within(_LINGER_S, self.close)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     def _close_if_drained(self) -> None:
         if self._draining and not self._tasks and self._transport is not None:
