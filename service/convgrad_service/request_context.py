@@ -18,11 +18,13 @@ _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
 @dataclass(slots=True)
 class RequestContext:
     """One exchange. ``operation`` is set once it is known that one is asked for; ``code`` is "ok"
-    or the code of the error it was answered with."""
+    or the code of the error it was answered with; ``owner`` names the API key it came with, and is
+    empty where none is needed."""
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
     operation: str | None = None
+    owner: str = ""
     code: str = "ok"
     status: int = 0
     received_bytes: int = 0

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import AfterValidator, ByteSize, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from convgrad_service.keys import read_keys
 
 __all__ = ["Settings", "markdown_table", "setting_fields"]
 
@@ -23,6 +25,11 @@ _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
+
+
+def _readable_keys(path: Path) -> Path:
+    read_keys(path)  # a ValueError that says where
+    return path
 
 
 class Settings(BaseSettings):
@@ -63,6 +70,11 @@ class Settings(BaseSettings):
     kernel_cache: Path | None = Field(
         default=None,
         description="Folder of compiled GPU kernels; unset means one inside the package.",
+    )
+    api_keys: Annotated[Path, AfterValidator(_readable_keys)] | None = Field(
+        default=None,
+        description="File of API keys, a line each as convgrad key writes them; unset means that "
+        "nobody needs one. It is read again when it changes.",
     )
     threads: _Count | None = Field(
         default=None,

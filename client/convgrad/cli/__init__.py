@@ -1,4 +1,4 @@
-"""The command line: ``convgrad serve | health | call | operations | demo | kernels``."""
+"""The command line: ``convgrad serve | health | call | operations | demo | kernels | key``."""
 
 from __future__ import annotations
 

@@ -27,10 +27,11 @@ _COMMANDS = {
     "operations": ("_operations", "list the operations with what they take and return"),
     "demo": ("_demo", "train a small network whose gradients a server computes"),
     "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),
+    "key": ("_service", "make an API key for a server (needs convgrad[service])"),
 }
 # Commands that share a module say which they are.
 _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
-    name: {"command": name} for name in ("serve", "kernels")
+    name: {"command": name} for name in ("serve", "kernels", "key")
 }
 
 

@@ -68,7 +68,8 @@ class Call:
     """One request as its transport hands it over.
 
     ``refuse``, where there is one, raises where the transport could not encode the answer.
-    ``small`` says that decoding takes no time worth a thread.
+    ``small`` says that decoding takes no time worth a thread. ``owner`` is whose stored tensors
+    its names mean.
     """
 
     operation: Operation
@@ -76,6 +77,7 @@ class Call:
     timings: Timings
     refuse: Callable[[Request, Problem], None] | None = None
     small: bool = False
+    owner: str = ANONYMOUS
 
 
 class Work:
@@ -169,7 +171,7 @@ class Work:
         finally:
             _count_waiting(timings, running, time.monotonic() - submitted_s, moved_s)
         if self._kept:
-            await self._plane.stored.commit(ANONYMOUS, self._kept)
+            await self._plane.stored.commit(self._call.owner, self._kept)
             self.is_stored = True
         return Result(self.request, self._outputs, self._report(finished))
 
@@ -235,7 +237,7 @@ class Dataplane:
             with call.timings.stage("decode"):
                 fields = await self.in_thread(decode, holds, inline=call.small)
                 if "stored" in fields:
-                    fields, regions = await self._found(call.operation, fields, regions)
+                    fields, regions = await self._found(call, fields, regions)
                 request, problem = await self.in_thread(
                     lambda: self._prepare(call, fields), holds, inline=call.small
                 )
@@ -330,11 +332,11 @@ class Dataplane:
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
     async def _found(
-        self, operation: Operation, fields: Fields, regions: Mapping[str, RegionPart]
+        self, call: Call, fields: Fields, regions: Mapping[str, RegionPart]
     ) -> tuple[Fields, Mapping[str, RegionPart]]:
         """The fields with blanks for those that name stored tensors, and where those lie."""
-        named = stored_fields(operation, fields)
-        found = await self.stored.find(ANONYMOUS, named.values())
+        named = stored_fields(call.operation, fields)
+        found = await self.stored.find(call.owner, named.values())
         blanks = {
             field: blank(found[name].spec.shape, found[name].spec.dtype, name=field)
             for field, name in named.items()

@@ -46,7 +46,7 @@ _RESPONSE_HEADERS = (
 
 
 class Call:
-    """A call from its headers on. ``path`` is ``/service/Method``."""
+    """A call from its headers on. ``path`` is ``/service/Method``, ``owner`` whose key it has."""
 
     def __init__(self, stream: Stream, max_message_bytes: int) -> None:
         self._stream = stream
@@ -58,6 +58,7 @@ class Call:
         for name, value in stream.headers:
             self._metadata.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
         self.path = self.first(":path")
+        self.owner = ""
         self._allowed_s = self._timeout_s()
 
     def metadata(self, name: str) -> list[str]:

@@ -15,8 +15,9 @@ from typing import TypeVar
 from convgrad.errors import Internal, ServiceError
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.records import Record
-from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.call import OK, Call
 from convgrad_service.grpc_api.http2.stream import StreamGone
+from convgrad_service.keys import KeyRing
 from convgrad_service.request_context import RequestContext
 
 __all__ = ["Exchanges", "status_of"]
@@ -25,6 +26,8 @@ _log = logging.getLogger("convgrad.grpc")
 _access = logging.getLogger("convgrad.access")
 
 # Asked every few seconds, by machines.
+# What a platform asks has no key.
+_OPEN = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _QUIET = frozenset({"ServerLive", "ServerReady", "ModelReady"})
 _REQUEST_ID, _SERVER_TIMING = "x-request-id", "server-timing"
 _CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
@@ -37,36 +40,49 @@ def status_of(error: ServiceError) -> str:
     return error.row.grpc_status or "INTERNAL"
 
 
+def _ending(
+    context: RequestContext, error: ServiceError | None
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Status, details and trailers of a call."""
+    trailers = [(_REQUEST_ID, context.request_id), (_SERVER_TIMING, context.server_timing())]
+    if error is None:
+        return OK, "", trailers
+    trailers.append((_CODE, error.code))
+    if error.retry_after_s is not None:
+        trailers.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
+    return status_of(error), error.detail, trailers
+
+
 class Exchanges:
     """Runs the calls of one server."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, keys: KeyRing | None = None) -> None:
         self._engine = engine
+        self._keys = keys
 
     async def run(
         self, method: str, call: Call, work: Callable[[RequestContext], Awaitable[None]]
     ) -> None:
         """Do ``work``, which sends its answer; end the call with its status."""
         context = self.begin(call)
+
+        async def allowed(context: RequestContext) -> None:
+            if self._keys is not None and method not in _OPEN:
+                call.owner = context.owner = self._keys.owner(call.first("authorization"))
+            await work(context)
+
+        # Recorded once the answer has left: the caller need not wait for that.
         try:
-            _, error = await self.attempt(method, context, work)
+            _, error = await self.attempt(method, context, allowed)
+            await call.finish(*_ending(context, error))
         finally:
             self.record(method, context)
-        trailers = [
-            (_REQUEST_ID, context.request_id),
-            (_SERVER_TIMING, context.server_timing()),
-        ]
-        if error is None:
-            await call.finish(trailers=trailers)
-            return
-        trailers.append((_CODE, error.code))
-        if error.retry_after_s is not None:
-            trailers.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
-        await call.finish(status_of(error), error.detail, trailers)
 
     def begin(self, call: Call) -> RequestContext:
-        """The context of a call, under the id that its metadata gives."""
-        return RequestContext.begin(call.metadata(_REQUEST_ID))
+        """The context of a call, under the id that its metadata gives, and of whose it is."""
+        context = RequestContext.begin(call.metadata(_REQUEST_ID))
+        context.owner = call.owner
+        return context
 
     async def attempt(
         self, method: str, context: RequestContext, work: Callable[[RequestContext], Awaitable[T]]
@@ -112,8 +128,9 @@ class Exchanges:
         )
         _access.log(
             level,
-            'request_id="%s" method=%s code=%s received_bytes=%d sent_bytes=%d total_s=%.6f%s',
+            'request_id="%s" %smethod=%s code=%s received_bytes=%d sent_bytes=%d total_s=%.6f%s',
             context.request_id.replace('"', "'"),
+            f"key={context.owner} " if context.owner else "",
             method,
             context.code,
             context.received_bytes,

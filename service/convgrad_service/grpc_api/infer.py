@@ -27,7 +27,7 @@ from convgrad_service.grpc_api.infer_wire import (
 from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.fields import described, request_fields
 from convgrad_service.oip.request import InferRequest
-from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
+from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
@@ -139,7 +139,7 @@ class InferMethods:
         with context.timings.stage("receive"):
             request = await asked.head()
         context.operation = request.operation.name
-        regions = self._memory.parts(ANONYMOUS, request)
+        regions = self._memory.parts(context.owner, request)
         allowed_s = min(request.timeout_s or math.inf, self._allowed_s(call))
         job = Job(
             request.operation,
@@ -147,6 +147,7 @@ class InferMethods:
             context.timings,
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             small=True,  # shapes and parameters; the tensors are received below
+            owner=context.owner,
         )
 
         def decode() -> Mapping[str, Any]:

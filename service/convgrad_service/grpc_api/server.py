@@ -25,6 +25,7 @@ from convgrad_service.grpc_api.messages import SERVICE, message
 from convgrad_service.grpc_api.receiving import received
 from convgrad_service.grpc_api.reflection import ReflectionMethods
 from convgrad_service.grpc_api.service import DescribingMethods
+from convgrad_service.keys import KeyRing
 from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
@@ -45,7 +46,8 @@ class GrpcServer:
 
     def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
         self._settings = settings
-        self._exchanges = Exchanges(dataplane.engine)
+        keys = KeyRing(settings.api_keys) if settings.api_keys else None
+        self._exchanges = Exchanges(dataplane.engine, keys)
         memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
         infer = InferMethods(dataplane, settings, self._exchanges, memory)
         describing = DescribingMethods(dataplane, memory)
@@ -136,13 +138,13 @@ class GrpcServer:
             _log.exception("the answer to %s could not be sent", call.path[:200])
             call.abort()
 
-    def _unary(self, name: str, method: Callable[[Any], Awaitable[Any]]) -> Handler:
+    def _unary(self, name: str, method: Callable[[Any, str], Awaitable[Any]]) -> Handler:
         request_type = message(SERVICE.methods_by_name[name].input_type.name)
 
         async def handle(call: Call) -> None:
             async def work(context: RequestContext) -> None:
                 request = await received(call, request_type)
-                answer: bytes = (await method(request)).SerializeToString()
+                answer: bytes = (await method(request, context.owner)).SerializeToString()
                 context.sent_bytes = len(answer)
                 await call.send([answer])
 

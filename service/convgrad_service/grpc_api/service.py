@@ -19,12 +19,12 @@ from convgrad_service.oip.models import (
     repository_index,
     server_metadata,
 )
-from convgrad_service.oip.shared_memory import ANONYMOUS, Registration, SharedMemory
+from convgrad_service.oip.shared_memory import Registration, SharedMemory
 from convgrad_service.oip.statistics import model_statistics
 
 __all__ = ["DescribingMethods"]
 
-Method = Callable[[Any], Awaitable[Any]]
+Method = Callable[[Any, str], Awaitable[Any]]
 
 
 class DescribingMethods:
@@ -52,17 +52,17 @@ class DescribingMethods:
             "CudaSharedMemoryUnregister": self._cuda_unregister,
         }
 
-    async def _server_live(self, _: Any) -> Any:
+    async def _server_live(self, _: Any, __: str) -> Any:
         return message("ServerLiveResponse")(live=True)
 
-    async def _server_ready(self, _: Any) -> Any:
+    async def _server_ready(self, _: Any, __: str) -> Any:
         return message("ServerReadyResponse")(ready=self._not_ready() is None)
 
-    async def _server_metadata(self, _: Any) -> Any:
+    async def _server_metadata(self, _: Any, __: str) -> Any:
         metadata = server_metadata(self._memory.extensions)
         return message("ServerMetadataResponse")(**metadata)
 
-    async def _model_ready(self, request: Any) -> Any:
+    async def _model_ready(self, request: Any, __: str) -> Any:
         # Of a model that is not there the protocol says that it is not ready, and no more.
         try:
             operation_named(request.name, request.version)
@@ -70,19 +70,19 @@ class DescribingMethods:
             return message("ModelReadyResponse")(ready=False)
         return message("ModelReadyResponse")(ready=self._not_ready() is None)
 
-    async def _model_metadata(self, request: Any) -> Any:
+    async def _model_metadata(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelMetadataResponse")()
         return ParseDict(model_metadata(operation.name).as_json(), answer)
 
-    async def _model_config(self, request: Any) -> Any:
+    async def _model_config(self, request: Any, __: str) -> Any:
         operation = operation_named(request.name, request.version)
         answer = message("ModelConfigResponse")()
         # Of the JSON's fields those that the message has; the others are empty.
         ParseDict(model_config(operation.name), answer.config, ignore_unknown_fields=True)
         return answer
 
-    async def _model_statistics(self, request: Any) -> Any:
+    async def _model_statistics(self, request: Any, __: str) -> Any:
         names = (
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
@@ -90,7 +90,7 @@ class DescribingMethods:
         counted = model_statistics(await self._dataplane.engine.statistics(), names)
         return ParseDict(counted, answer, ignore_unknown_fields=True)
 
-    async def _repository_index(self, request: Any) -> Any:
+    async def _repository_index(self, request: Any, __: str) -> Any:
         if request.repository_name:
             raise NotFound(
                 f"there is no repository {shown(request.repository_name)}; the only one has no name"
@@ -100,37 +100,37 @@ class DescribingMethods:
         wanted = [model for model in index if reason is None or not request.ready]
         return message("RepositoryIndexResponse")(models=wanted)
 
-    async def _refuse_control(self, _: Any) -> Any:
+    async def _refuse_control(self, _: Any, __: str) -> Any:
         raise UnsupportedProblem("models are this server's operations: none is loaded or unloaded")
 
-    async def _system_status(self, request: Any) -> Any:
+    async def _system_status(self, request: Any, owner: str) -> Any:
         answer = message("SystemSharedMemoryStatusResponse")()
-        for found in await self._memory.status(ANONYMOUS, "system", request.name):
+        for found in await self._memory.status(owner, "system", request.name):
             region = answer.regions[found.name]
             region.name, region.key = found.name, found.key
             region.offset, region.byte_size = found.offset, found.size_bytes
         return answer
 
-    async def _system_register(self, request: Any) -> Any:
+    async def _system_register(self, request: Any, owner: str) -> Any:
         region = Registration(
             "system", request.name, request.byte_size, request.offset, key=request.key
         )
-        await self._memory.register(ANONYMOUS, region)
+        await self._memory.register(owner, region)
         return message("SystemSharedMemoryRegisterResponse")()
 
-    async def _system_unregister(self, request: Any) -> Any:
-        await self._memory.unregister(ANONYMOUS, "system", request.name)
+    async def _system_unregister(self, request: Any, owner: str) -> Any:
+        await self._memory.unregister(owner, "system", request.name)
         return message("SystemSharedMemoryUnregisterResponse")()
 
-    async def _cuda_status(self, request: Any) -> Any:
+    async def _cuda_status(self, request: Any, owner: str) -> Any:
         answer = message("CudaSharedMemoryStatusResponse")()
-        for found in await self._memory.status(ANONYMOUS, "cuda", request.name):
+        for found in await self._memory.status(owner, "cuda", request.name):
             region = answer.regions[found.name]
             region.name, region.device_id = found.name, found.device
             region.byte_size = found.size_bytes
         return answer
 
-    async def _cuda_register(self, request: Any) -> Any:
+    async def _cuda_register(self, request: Any, owner: str) -> Any:
         region = Registration(
             "cuda",
             request.name,
@@ -138,11 +138,11 @@ class DescribingMethods:
             handle=request.raw_handle,
             device=request.device_id,
         )
-        await self._memory.register(ANONYMOUS, region)
+        await self._memory.register(owner, region)
         return message("CudaSharedMemoryRegisterResponse")()
 
-    async def _cuda_unregister(self, request: Any) -> Any:
-        await self._memory.unregister(ANONYMOUS, "cuda", request.name)
+    async def _cuda_unregister(self, request: Any, owner: str) -> Any:
+        await self._memory.unregister(owner, "cuda", request.name)
         return message("CudaSharedMemoryUnregisterResponse")()
 
     def _not_ready(self) -> str | None:

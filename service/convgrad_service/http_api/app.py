@@ -26,6 +26,7 @@ from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
+from convgrad_service.keys import KeyRing
 from convgrad_service.settings import Settings
 
 __all__ = ["app_on", "create_app"]
@@ -90,7 +91,8 @@ def app_on(
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(ExchangeMiddleware, dataplane=dataplane)
+    keys = KeyRing(settings.api_keys) if settings.api_keys else None
+    app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys)
     return app
 
 

@@ -19,6 +19,7 @@ from convgrad.errors import ServiceError
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.http_api.context import RequestContext, begin_context
 from convgrad_service.http_api.problem_details import internal, problem_details
+from convgrad_service.keys import KeyRing
 
 __all__ = ["ClientGone", "ExchangeMiddleware"]
 
@@ -29,6 +30,8 @@ _access = logging.getLogger("convgrad.access")
 _SMALL_BODY_BYTES, _SMALL_BODY_WAIT_S = 64 * 1024, 0.05
 _LINGER_S = 2.0
 
+# What a platform asks has no key.
+_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
@@ -39,9 +42,10 @@ class ClientGone(Exception):
 class ExchangeMiddleware:
     """Wraps the application in the exchange's bookkeeping."""
 
-    def __init__(self, app: ASGIApp, dataplane: Dataplane) -> None:
+    def __init__(self, app: ASGIApp, dataplane: Dataplane, keys: KeyRing | None = None) -> None:
         self.app = app
         self.dataplane = dataplane
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,6 +63,8 @@ class ExchangeMiddleware:
 
     async def _run(self, scope: Scope, exchange: _Exchange, context: RequestContext) -> None:
         try:
+            if self.keys is not None and scope["path"] not in _OPEN_PATHS:
+                context.owner = self.keys.owner(_authorization(scope))
             await self.app(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
@@ -92,9 +98,10 @@ class ExchangeMiddleware:
         )
         _access.log(
             logging.DEBUG if quiet else logging.INFO,
-            "request_id=%s method=%s path=%s status=%d code=%s received_bytes=%d sent_bytes=%d "
+            "request_id=%s %smethod=%s path=%s status=%d code=%s received_bytes=%d sent_bytes=%d "
             "total_s=%.6f%s",
             _field(context.request_id),
+            f"key={context.owner} " if context.owner else "",
             scope["method"],
             _field(scope["path"][:200]),
             context.status,
@@ -104,6 +111,11 @@ class ExchangeMiddleware:
             context.timings.total_s,
             stages,
         )
+
+
+def _authorization(scope: Scope) -> str | None:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    return values[0].decode("latin-1") if values else None
 
 
 class _Exchange:

@@ -34,7 +34,7 @@ from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_i
 from convgrad_service.oip.http_head import read_infer_head
 from convgrad_service.oip.number_list import NumberList
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
-from convgrad_service.oip.shared_memory import ANONYMOUS, SharedMemory
+from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.settings import Settings
 
 __all__ = ["InferEndpoint"]
@@ -66,7 +66,10 @@ class InferEndpoint:
         header_s = requested_timeout_s(headers.get("x-request-timeout"))
         longest_s = self._settings.max_timeout_s
         call = Call(
-            operation, Deadline.after(min(header_s or math.inf, longest_s)), context.timings
+            operation,
+            Deadline.after(min(header_s or math.inf, longest_s)),
+            context.timings,
+            owner=context.owner,
         )
         self._dataplane.admit()
         body = Body.of(scope, receive, self._limits(header_bytes))
@@ -139,7 +142,7 @@ class InferEndpoint:
         body.refuse_over_limit(len(text.data) + sum(_span_bytes(tensor) for tensor in spans))
         call.refuse = lambda _, problem: refuse_in_json(request, problem)
         call.small = True  # shapes and parameters; the elements are filled in below
-        plane, regions = self._dataplane, self._memory.parts(ANONYMOUS, request)
+        plane, regions = self._dataplane, self._memory.parts(call.owner, request)
 
         def decode() -> Mapping[str, Any]:
             return request_fields(request, described)

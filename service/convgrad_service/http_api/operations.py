@@ -46,7 +46,7 @@ class OperationEndpoint:
         deadline = Deadline.after(min(allowed_s or math.inf, longest_s))
         self.dataplane.admit()
         body = Body.of(scope, receive, self._limits(wire_in))
-        call = Call(self.operation, deadline, context.timings, wire_out.refuse)
+        call = Call(self.operation, deadline, context.timings, wire_out.refuse, owner=context.owner)
         async with AsyncExitStack() as held:
             # Only a client that set a deadline counts its own sending towards it.
             async with deadline.enforced() if allowed_s else contextlib.nullcontext():

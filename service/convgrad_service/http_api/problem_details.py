@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -45,6 +46,8 @@ def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers,
         # An error is about this request now; a cache that kept it would answer others with it.
         (b"cache-control", b"no-store"),
     ]
+    if row.http_status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
     return row.http_status, headers, encoded

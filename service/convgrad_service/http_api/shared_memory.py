@@ -12,8 +12,9 @@ from fastapi.responses import JSONResponse
 from convgrad.errors import MalformedRequest, PayloadTooLarge
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
+from convgrad_service.http_api.context import context_of
 from convgrad_service.oip.regions import known_keys, size_of
-from convgrad_service.oip.shared_memory import ANONYMOUS, Kind, Registration, SharedMemory
+from convgrad_service.oip.shared_memory import Kind, Registration, SharedMemory
 
 __all__ = ["shared_memory_router"]
 
@@ -37,19 +38,20 @@ def _add(router: APIRouter, path: str, kind: Kind, memory: SharedMemory) -> None
 
     @router.get(f"{path}/status", summary=f"The regions of {kind} shared memory.")
     @router.get(f"{region}/status", include_in_schema=False)
-    async def status(name: str = "") -> JSONResponse:
-        found = await memory.status(ANONYMOUS, kind, name)
+    async def status(request: Request, name: str = "") -> JSONResponse:
+        found = await memory.status(context_of(request.scope).owner, kind, name)
         return JSONResponse([_described(each) for each in found])
 
     @router.post(f"{region}/register", summary=f"Register a region of {kind} shared memory.")
     async def register(name: str, request: Request) -> JSONResponse:
-        await memory.register(ANONYMOUS, _registration(kind, name, await _fields(request)))
+        registration = _registration(kind, name, await _fields(request))
+        await memory.register(context_of(request.scope).owner, registration)
         return JSONResponse({})
 
     @router.post(f"{path}/unregister", summary=f"Drop all regions of {kind} shared memory.")
     @router.post(f"{region}/unregister", include_in_schema=False)
-    async def unregister(name: str = "") -> JSONResponse:
-        await memory.unregister(ANONYMOUS, kind, name)
+    async def unregister(request: Request, name: str = "") -> JSONResponse:
+        await memory.unregister(context_of(request.scope).owner, kind, name)
         return JSONResponse({})
 
 

@@ -20,10 +20,10 @@ from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.memory import Lease, leased
-from convgrad_service.engine.regions import ANONYMOUS
 from convgrad_service.http_api.answering import Chunk, refuse_encoded, send_chunks
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.json_body import described_tensor, parse_json_body
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.wires import JSON, MEDIA_TYPES, SAFETENSORS
@@ -36,7 +36,8 @@ __all__ = ["stored_routes"]
 def stored_routes(dataplane: Dataplane, settings: Settings) -> list[BaseRoute]:
     """The routes, to be added to the application's."""
 
-    async def listed(_: Request) -> Response:
+    async def listed(request: Request) -> Response:
+        owner = context_of(request.scope).owner
         tensors = [
             {
                 "name": info.name,
@@ -45,12 +46,13 @@ def stored_routes(dataplane: Dataplane, settings: Settings) -> list[BaseRoute]:
                 "bytes": info.spec.size_bytes,
                 "expires_in_s": round(info.expires_in_s, 3),
             }
-            for info in await dataplane.stored.listed(ANONYMOUS)
+            for info in await dataplane.stored.listed(owner)
         ]
         return JSONResponse({"tensors": tensors})
 
     async def drop(request: Request) -> Response:
-        await dataplane.stored.drop(ANONYMOUS, request.path_params["name"])
+        owner = context_of(request.scope).owner
+        await dataplane.stored.drop(owner, request.path_params["name"])
         return JSONResponse({})
 
     one = "/tensors/{name}"
@@ -87,7 +89,7 @@ class _Put:
             made = await stored.make({name: spec}, lives_s)
             try:
                 await stored.write(made[name], lease.offset)
-                await stored.commit(ANONYMOUS, made)
+                await stored.commit(context_of(scope).owner, made)
             except BaseException:
                 await stored.abandon(made.values())
                 raise
@@ -149,7 +151,7 @@ class _Get:
         name, plane = scope["path_params"]["name"], self._dataplane
         accept = ",".join(Headers(scope=scope).getlist("accept"))
         media_type = choose_accepted(accept, MEDIA_TYPES, SAFETENSORS.media_type)
-        spec, part = (await plane.stored.find(ANONYMOUS, [name]))[name]
+        spec, part = (await plane.stored.find(context_of(scope).owner, [name]))[name]
         lease = await leased(plane.engine.reserve(spec.size_bytes))
         try:
             await plane.stored.read(part, lease.offset)

@@ -1,0 +1,123 @@
+"""API keys over real servers: who is let in, by any transport, and whose things are whose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+import convgrad
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.keys import hash_of, new_key
+from tests.contract.oip_server import OipServer, serving_oip
+
+
+class Guarded(NamedTuple):
+    server: OipServer
+    keys: Mapping[str, str]
+    file: Path
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[name]}"}
+
+    def get(self, path: str, name: str | None = None) -> httpx.Response:
+        headers = self.headers(name) if name else {}
+        return httpx.get(f"http://{self.server.http}{path}", headers=headers)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    keys = {name: new_key() for name in ("ada", "bob")}
+    file.write_text("".join(f"{name}:{hash_of(key)}\n" for name, key in keys.items()))
+    with serving_oip(CpuBackend(threads=1), api_keys=file, log_level="info") as server:
+        yield Guarded(server, keys, file)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/operations", "/metrics", "/docs", "/v2", "/v2/models/conv_fwd", "/tensors", "/nothing-here"],
+)
+def test_nothing_is_said_without_a_key(guarded: Guarded, path: str) -> None:
+    refused = guarded.get(path)
+    assert refused.status_code == 401
+    assert refused.json()["code"] == "unauthenticated"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert guarded.get(path, "ada").status_code != 401
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])
+def test_the_platform_may_always_ask(guarded: Guarded, path: str) -> None:
+    assert guarded.get(path).status_code == 200
+
+
+def test_the_sdk_brings_its_key(guarded: Guarded) -> None:
+    x, w = np.ones((1, 2, 4, 4), np.float32), np.ones((3, 2, 1, 1), np.float32)
+    url = f"http://{guarded.server.http}"
+    with convgrad.Client(url, headers=guarded.headers("ada")) as client:
+        assert (client.conv_fwd(x, w) == 2).all()
+    with convgrad.Client(url, retries=0) as client, pytest.raises(convgrad.Unauthenticated):
+        client.conv_fwd(x, w)
+
+
+def test_grpc_needs_a_key_too(guarded: Guarded) -> None:
+    x, w = np.ones((1, 2, 4, 4), np.float32), np.ones((3, 2, 1, 1), np.float32)
+    inputs = []
+    for name, array in (("input", x), ("weight", w)):
+        inputs.append(triton_grpc.InferInput(name, list(array.shape), "FP32"))
+        inputs[-1].set_data_from_numpy(array)
+    key = {key.lower(): value for key, value in guarded.headers("bob").items()}
+    with triton_grpc.InferenceServerClient(guarded.server.grpc) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        answer = client.infer("conv_fwd", inputs, headers=key)
+        assert (answer.as_numpy("output") == 2).all()
+        assert client.get_server_metadata(headers=key).name
+        for refused in (
+            lambda: client.infer("conv_fwd", inputs),
+            lambda: client.get_server_metadata(),
+            lambda: client.get_model_repository_index(),
+            lambda: client.infer("conv_fwd", inputs, headers={"authorization": "Bearer no"}),
+        ):
+            with pytest.raises(InferenceServerException) as error:
+                refused()
+            assert error.value.status() == str(grpc.StatusCode.UNAUTHENTICATED)
+
+
+def test_stored_tensors_are_their_owners(guarded: Guarded) -> None:
+    url = f"http://{guarded.server.http}"
+    x, w = np.ones((1, 2, 4, 4), np.float32), np.ones((3, 2, 1, 1), np.float32)
+    ada = convgrad.Client(url, headers=guarded.headers("ada"))
+    bob = convgrad.Client(url, headers=guarded.headers("bob"))
+    with ada, bob:
+        weight = ada.put("weight", w)
+        assert (ada.conv_fwd(x, weight) == 2).all()
+        assert guarded.get("/tensors", "bob").json() == {"tensors": []}
+        with pytest.raises(convgrad.NotFound):
+            bob.conv_fwd(x, weight)
+        bob.put("weight", 2 * w)
+        assert (ada.conv_fwd(x, weight) == 2).all()
+        assert (bob.conv_fwd(x, weight) == 4).all()
+
+
+def test_logs_name_the_key_and_never_hold_it(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="convgrad.access"):
+        guarded.get("/operations", "ada")
+        httpx.get(
+            f"http://{guarded.server.http}/operations", headers={"Authorization": "Bearer cg_other"}
+        )
+    assert "key=ada " in caplog.text
+    assert "code=unauthenticated" in caplog.text
+    for secret in (*guarded.keys.values(), "cg_other"):
+        assert secret not in caplog.text
+        assert hash_of(secret) not in caplog.text
