@@ -9,7 +9,7 @@
 // Block: a tile of BM pixels x BN channels, in steps of BK source channels of one tap, by warps of
 // WM x WN; taps that no pixel of the tile meets are left out. Source positions are looked up once
 // for each tile and told apart by one bit a tap. Dynamic shared memory: a ring of STAGES steps of
-// both operands (the finished sums pass through it too), then offsets and bits of pixels and taps,
+// both operands (the finished sums pass through there too), then offsets and bits of pixels and taps,
 // which dense_gather.py counts.
 // Relies on its launcher for the grid (channel tiles running fastest, then pixel tiles of the
 // largest phase; groups; phases), and for sources whose channels are side by side in whole 16-byte
@@ -20,6 +20,7 @@
 // zeros, which times an infinity is NaN: results that are not finite are summed again, in order,
 // over the positions inside.
 // Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
+#include "dense_gather_args.cuh"
 #include "dense_mma.cuh"
 #include "vectors.cuh"
 
@@ -30,42 +31,6 @@ using Index = i64;
 #else
 using Index = int;
 #endif
-
-constexpr int kMaxPhases = 16;
-
-struct Phase {
-  int taps, r0, x0, y0, count;
-  u32 factor;  // for dividing by the count
-  int shift;
-};
-
-struct DenseGatherArgs {
-  const void* x;           // the source: input, or grad_output
-  const void* w;           //
-  void* y;                 // the result: output, or grad_input
-  const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
-  i64 x_stride[6];         // N G C D H W, in elements
-  i64 w_stride[6];         // G, result channel, source channel, T R S
-  i64 y_stride[6];         // accumulate's too
-  float alpha;
-  float beta;
-  int batch;
-  int in_channels;   // of the source, in one group
-  int out_channels;  // of the result, in one group
-  int activation;
-  int wide_stores;  // the result's channels are side by side in whole, aligned 16-byte chunks
-  int runs_of_pixels;  // most runs of four pixels lie side by side in the result, aligned
-  int plain;           // the result is the sum itself
-  int may_skip;     // some tile may lie wholly outside some tap
-  int x_size[3];
-  int x_step[3];
-  int x_tap[3];
-  int y_step[3];
-  int r_step[3];
-  int phases[3];
-  Phase phase[3][kMaxPhases];
-};
 
 namespace {
 
@@ -82,7 +47,15 @@ constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
 using TileA = Tile<ELEMENT, BM, BK, false>;
 using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
+// Finished sums take the place of the ring. They are apart by so much that neither four neighbouring
+// pixels of eight runs and four channels, nor what a warp's mma leaves, meet in a bank.
+constexpr int kSumPitch = BN + 8, kSumBytes = BM * (kSumPitch + 1) * 4;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
+constexpr int kRoomBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
+
+__device__ __forceinline__ int sum_at(int pixel, int column) {
+  return pixel * kSumPitch + (pixel & ~3) + column;
+}
 
 // n / phase.count for n below 2^31, without the latency of a division.
 __device__ __forceinline__ u32 over_count(u32 n, const Phase& phase) {
@@ -110,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Phase &phase0 = args.phase[0][part0], &phase1 = args.phase[1][part1];
   const Phase& phase2 = args.phase[2][part2];
   const int all_taps = phase0.taps * phase1.taps * phase2.taps, words = (all_taps + 31) / 32;
-  i64* const result_at = reinterpret_cast<i64*>(base + kRingBytes);  // negative past the end
+  i64* const result_at = reinterpret_cast<i64*>(base + kRoomBytes);  // negative past the end
   Tap* const tap_at = reinterpret_cast<Tap*>(result_at + BM);
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
@@ -317,19 +290,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Any other results pass through the ring as sums, and are finished in runs of neighbours: of
+  // Any other results pass through shared memory as sums, and are finished in runs of neighbours: of
   // channels or of pixels, whichever lie side by side in the result.
-  constexpr int kSlabPitch = BM * (BN + 8) * 4 <= kRingBytes ? BN + 8 : BN;
-  static_assert(BM * kSlabPitch * 4 <= kRingBytes, "the sums pass through the ring");
   float* const slab = reinterpret_cast<float*>(base);
 #pragma unroll
   for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumnPairs * 2; ++j) {
-      float* const to = slab + (warp_row + i * 16 + lane / 4) * kSlabPitch + warp_column + j * 8 +
-                        lane % 4 * 2;
-      store_two(to, sum[i][j][0], sum[i][j][1]);
-      store_two(to + 8 * kSlabPitch, sum[i][j][2], sum[i][j][3]);
+      const int row = warp_row + i * 16 + lane / 4, column = warp_column + j * 8 + lane % 4 * 2;
+      store_two(slab + sum_at(row, column), sum[i][j][0], sum[i][j][1]);
+      store_two(slab + sum_at(row + 8, column), sum[i][j][2], sum[i][j][3]);
     }
   }
   __syncthreads();
@@ -338,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll 1
     for (int i = thread; i < BM * BN; i += kThreads) {
       const int pixel = i / BN, column = i % BN, channel_at = first_channel + column;
-      if (is_finite(slab[pixel * kSlabPitch + column])) continue;
+      if (is_finite(slab[sum_at(pixel, column)])) continue;
       if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
       float value = 0;
       for (int t = 0; t < taps; ++t) {
@@ -348,20 +318,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const T* const ws = w + by.w + channel_at * w_result;
         for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
       }
-      slab[pixel * kSlabPitch + column] = value;
+      slab[sum_at(pixel, column)] = value;
     }
     __syncthreads();
   }
   // Of this group; not to be read where they are null.
   const T* const accumulate = static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
   const T* const bias = static_cast<const T*>(args.bias) + group * args.out_channels;
-  auto finish_runs = [&](auto run, bool of_pixels) {
+  auto finish_runs = [&](auto run) {
     constexpr int kRun = decltype(run)::kCount;
+    constexpr bool of_pixels = decltype(run)::kOfPixels;
     using Neighbours = Vector<T, kRun>;
-    const int along = of_pixels ? BM / kRun : BN / kRun;
+    // Runs of pixels are taken eight of a channel and four channels at a time: from all banks.
+    constexpr int kAlong = (of_pixels ? BM : BN) / kRun, kGroup = of_pixels && kRun > 1 ? 8 : kAlong;
+    constexpr int kBeside = of_pixels && kRun > 1 ? 4 : 1;
 #pragma unroll(kRun == 1 ? 8 : 2)
     for (int i = thread; i < BM * BN / kRun; i += kThreads) {
-      const int beside = i % along * kRun, across = i / along;
+      const int group = i / (kGroup * kBeside), within = i % (kGroup * kBeside);
+      const int beside = (group % (kAlong / kGroup) * kGroup + within % kGroup) * kRun;
+      const int across = group / (kAlong / kGroup) * kBeside + within / kGroup;
       const int pixel = of_pixels ? beside : across, column = of_pixels ? across : beside;
       const int channel_at = first_channel + column;
       if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
@@ -373,10 +348,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
            reinterpret_cast<u64>(y + at) % sizeof(Neighbours) == 0);
       Neighbours before = {}, done;
       if (whole && args.accumulate != nullptr) before = Neighbours::load(accumulate + at);
+      float values[kRun];
+      if constexpr (of_pixels || kRun == 1) {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) values[e] = slab[sum_at(pixel + e, column)];
+      } else {
+#pragma unroll
+        for (int e = 0; e < kRun; e += 4) {
+          const float4 four = *reinterpret_cast<float4*>(slab + sum_at(pixel, column + e));
+          values[e] = four.x, values[e + 1] = four.y;
+          values[e + 2] = four.z, values[e + 3] = four.w;
+        }
+      }
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         const int pixel_e = pixel + (of_pixels ? e : 0), column_e = column + (of_pixels ? 0 : e);
-        float value = slab[pixel_e * kSlabPitch + column_e];
+        float value = values[e];
         if (!whole && result_at[pixel_e] < 0) continue;
         const i64 at_e = result_at[pixel_e] + channel_at * args.y_stride[2];
         value *= args.alpha;
@@ -391,10 +378,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   };
   if (args.wide_stores) {
-    finish_runs(Run<kChunk>(), false);
+    finish_runs(Run<kChunk, false>());
   } else if (args.runs_of_pixels) {
-    finish_runs(Run<4>(), true);
+    finish_runs(Run<4, true>());
+  } else if (args.y_stride[2] != 1) {
+    finish_runs(Run<1, true>());
   } else {
-    finish_runs(Run<1>(), args.y_stride[2] != 1);
+    finish_runs(Run<1, false>());
   }
 }

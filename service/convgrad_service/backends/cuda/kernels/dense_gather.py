@@ -297,11 +297,12 @@ def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Inst
 
 
 def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
-    """The ring; two offsets a pixel and three numbers a tap; bits for both."""
+    """The ring, or the sums; two offsets a pixel and three numbers a tap; bits for both."""
     tap, offset = (24, 8) if wide else (12, 4)
     taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
     bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
-    return tile.ring_bytes + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
+    room = max(tile.ring_bytes, tile.m * (tile.n + 9) * 4)
+    return room + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
 
 
 def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:

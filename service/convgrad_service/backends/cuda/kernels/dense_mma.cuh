@@ -22,10 +22,11 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-// So many results side by side.
-template <int kCount_>
+// So many results side by side, of pixels or of channels.
+template <int kCount_, bool kOfPixels_>
 struct Run {
   static constexpr int kCount = kCount_;
+  static constexpr bool kOfPixels = kOfPixels_;
 };
 
 // Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
