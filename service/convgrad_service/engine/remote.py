@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.channel import Channel
+from convgrad_service.engine.channel import Channel, Kinds
 from convgrad_service.engine.hub import Hub, Running, Status
 from convgrad_service.engine.jobs import Finished, Job, PackedJob
 from convgrad_service.engine.memory import Lease
@@ -25,6 +25,8 @@ from convgrad_service.engine.statistics import OperationStatistics
 
 __all__ = ["Drain", "FrontEnd", "Listens", "RemoteHub"]
 
+# What was observed may be told as late as this.
+_OBSERVE_S = 0.05
 POCKET_BYTES = 4 * 2**20
 # Of a pocket, what one request may take, so that some sixty fit.
 _SMALL_BYTES = 64 * 1024
@@ -78,6 +80,14 @@ class Ask(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class Done(NamedTuple):
+    """To `Compute`: how it was computed, and how long it waited."""
+
+    number: int
+    finished: tuple[Any, ...]
+    waited_s: float
+
+
 class Reply(NamedTuple):
     """To the request of this number: its value, or why there is none."""
 
@@ -85,6 +95,11 @@ class Reply(NamedTuple):
     value: Any = None
     error: BaseException | None = None
     cancelled: bool = False
+
+
+_KINDS = Kinds(
+    Compute, Reply, Record, Reserve, Release, Cancel, Ask, Status, Welcome, Listens, Drain, Done
+)
 
 
 class FrontEnd:
@@ -101,7 +116,7 @@ class FrontEnd:
         gone = asyncio.Event()
         pocket = await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
         try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set)
+            self._channel = await Channel.open(channel_end, self._received, gone.set, _KINDS)
             self._hub.watchers.append(self._channel.tell)
             place = pocket.offset, pocket.size_bytes
             self._channel.tell(Welcome(self._hub.status, self._hub.limit_bytes, place))
@@ -151,6 +166,15 @@ class FrontEnd:
         self._reply_when_done(message.number, task.done, lambda finished: (finished, task.waited_s))
         task.done.add_done_callback(lambda _: self._tasks.pop(message.number, None))
 
+    def _computed(self, number: int, task: Task, done: asyncio.Future[Finished]) -> None:
+        del self._tasks[number]
+        if done.cancelled():
+            self._tell(Reply(number, cancelled=True))
+        elif (error := done.exception()) is not None:
+            self._tell(Reply(number, error=error))
+        else:
+            self._tell(Done(number, tuple(done.result()), task.waited_s or 0.0))
+
     def _cancel(self, message: Cancel) -> None:
         if (task := self._tasks.get(message.number)) is not None:
             self._hub.cancel(task)
@@ -175,7 +199,7 @@ class FrontEnd:
         else:
             future.add_done_callback(reply)
 
-    def _tell(self, message: Reply) -> None:
+    def _tell(self, message: Reply | Done) -> None:
         assert self._channel is not None  # noqa: S101
         self._channel.tell(message)
 
@@ -223,13 +247,14 @@ class RemoteHub:
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._pocket = Places(0, 0)
+        self._observing: asyncio.TimerHandle | None = None
         self._channel: Channel
         self._welcomed: asyncio.Future[None]
 
     async def open(self, channel_end: Any) -> None:
         """Return once the hub has said welcome."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, _KINDS)
         await self._welcomed
 
     def tell(self, message: Any) -> None:
@@ -297,8 +322,16 @@ class RemoteHub:
         self.tell(Cancel(running.number))
 
     def observe(self, record: Record) -> None:
-        """See `Engine.observe`."""
-        self.tell(record)
+        """See `Engine.observe`: told with what is told next, or within a moment."""
+        self._channel.tell(record, soon=False)
+        if self._observing is None:
+            self._observing = asyncio.get_running_loop().call_later(
+                _OBSERVE_S, self._told_what_was_observed
+            )
+
+    def _told_what_was_observed(self) -> None:
+        self._observing = None
+        self._channel.flush()
 
     async def exposition(self) -> bytes:
         """See `Engine.exposition`."""
@@ -342,7 +375,11 @@ class RemoteHub:
         self._pending.pop(number, None)
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, Reply):
+        if isinstance(message, Done):
+            replied = self._pending.get(message.number)
+            if replied is not None and not replied.done():
+                replied.set_result((Finished(*message.finished), message.waited_s))
+        elif isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, Status):
             self.status = message

@@ -259,11 +259,13 @@ class _Exchange:
     @contextmanager
     def unbuffered(self) -> Iterator[None]:
         transport = self._protocol.transport
-        transport.set_write_buffer_limits(high=0)
+        if not transport.is_closing():
+            transport.set_write_buffer_limits(high=0)
         try:
             yield
         finally:
-            transport.set_write_buffer_limits()
+            if not transport.is_closing():
+                transport.set_write_buffer_limits()
 
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
