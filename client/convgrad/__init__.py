@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from convgrad._call import Answer, Call
     from convgrad._client import Client
     from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad._stored import Stored
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -80,6 +81,7 @@ __all__ = [
     "Report",
     "RequestTimeout",
     "ServiceError",
+    "Stored",
     "Unauthenticated",
     "UnsupportedMediaType",
     "UnsupportedProblem",
@@ -98,6 +100,7 @@ _HOMES = {
     "DType": "convgrad.dtypes",
     "MaxPoolResult": "convgrad._results",
     "Report": "convgrad.contract",
+    "Stored": "convgrad._stored",
 }
 _MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import httpx
+from numpy.typing import ArrayLike, NDArray
 
 from convgrad import _calls
 from convgrad._call import Answer, Call
@@ -17,6 +18,7 @@ from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._http_errors import ROOTS
 from convgrad._methods import async_method
 from convgrad._reply import Receiver, Reply, async_raw_chunks
+from convgrad._stored import Stored, drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad.errors import ConvgradError
 
@@ -73,7 +75,33 @@ class AsyncClient:
         Raises
             As `conv_bwd_data`.
         """
+        call = call.storing(self._options.store)
         return await self._complete(call_target(call, self._options.wire), self._options)
+
+    async def put(
+        self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
+    ) -> Stored:
+        """Keep a tensor on the server under a name, which then stands for it in requests.
+
+        It stays for ``time_to_live_s`` since it was last used, at most as long as the server lets
+        it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
+
+        Raises
+            As `conv_bwd_data`; Overloaded while the server keeps as much as it may.
+        """
+        return await self._complete(put_target(name, tensor, time_to_live_s), self._options)
+
+    async def fetch(self, name: str) -> NDArray[Any]:
+        """A stored tensor's elements; raises NotFound where there is none of that name."""
+        return await self._complete(fetch_target(name), self._options)
+
+    async def drop(self, name: str) -> None:
+        """Have the server forget a tensor; raises NotFound where there is none of that name."""
+        await self._complete(drop_target(name), self._options)
+
+    async def stored(self) -> Mapping[str, Stored]:
+        """The tensors that the server keeps, by name."""
+        return await self._complete(list_target(), self._options)
 
     async def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
@@ -92,10 +120,7 @@ class AsyncClient:
         return await self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> AsyncClient:
-        """This client with another ``timeout``, ``retries`` or ``wire``, on the same connections.
-
-        Only the original closes them.
-        """
+        """This client with other options; see `Client.with_options`."""
         other = copy.copy(self)
         other._options = self._options.changed(changes)
         other._owns_http = False

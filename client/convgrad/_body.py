@@ -22,10 +22,11 @@ from convgrad.contract import Report
 from convgrad.errors import InvalidAnswer, MalformedRequest
 from convgrad.wire import json_tensors, safetensors
 
-__all__ = ["WIRES", "Body", "Buffer", "Wire", "decode_answer"]
+__all__ = ["WIRES", "Body", "Buffer", "Wire", "decode_answer", "writable"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Decoded: TypeAlias = tuple[dict[str, NDArray[Any]], Report]
+Decoded: TypeAlias = tuple[dict[str, Any], Report]
+"""Arrays, or for outputs that the server kept `Stored`, by name; and the report."""
 
 # Large enough to cost few calls, small enough that httpx's copy of each stays in the cache.
 _CHUNK_BYTES = 1 << 20
@@ -119,7 +120,8 @@ def _encode_safetensors(call: Call[Any]) -> Sequence[Buffer]:
 def _decode_safetensors(content: NDArray[np.uint8]) -> Decoded:
     tensors, metadata = safetensors.decode(content.data)
     report = Report.model_validate_json(metadata["report"])
-    return {name: _writable(array) for name, array in tensors.items()}, report
+    arrays = {name: writable(array) for name, array in tensors.items()}
+    return {**arrays, **_stored(json.loads(metadata.get("stored", "{}")))}, report
 
 
 def _encode_json(call: Call[Any]) -> Sequence[Buffer | Base64]:
@@ -152,14 +154,24 @@ def _decode_json(content: NDArray[np.uint8]) -> Decoded:
     if not isinstance(fields, dict):
         raise TypeError(f"expected a JSON object, got {type(fields).__name__}")
     report = Report.model_validate(fields.pop("report"))
+    stored = {name: each for name, each in fields.items() if "stored" in each}
     tensors = {
-        name: _writable(json_tensors.decode_tensor(value, name=name))
+        name: writable(json_tensors.decode_tensor(value, name=name))
         for name, value in fields.items()
+        if name not in stored
     }
-    return tensors, report
+    return {**tensors, **_stored(stored)}, report
 
 
-def _writable(array: NDArray[Any]) -> NDArray[Any]:
+def _stored(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the place of the arrays of outputs that the server kept."""
+    from convgrad._stored import stored_from
+
+    return {name: stored_from(each, each["stored"]) for name, each in told.items()}
+
+
+def writable(array: NDArray[Any]) -> NDArray[Any]:
+    """``array`` as its caller's own, copied only where its memory is not."""
     # Views of our own buffer are free to open; those of immutable bytes (JSON) are copied.
     try:
         array.flags.writeable = True

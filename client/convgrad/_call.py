@@ -7,7 +7,7 @@ function of its arguments, so a Call may be sent again, or to another server, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -37,6 +37,12 @@ class Call(Generic[T]):
     parameters: Mapping[str, Any]
     read: Callable[[Outputs], T] = field(repr=False)
 
+    def storing(self, outputs: Mapping[str, str]) -> Call[T]:
+        """The same with these outputs kept on the server under these names, and not sent."""
+        if not outputs:
+            return self
+        return replace(self, parameters={**self.parameters, "store": dict(outputs)})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer(Generic[T]):
@@ -61,15 +67,24 @@ def make_call(
     Arguments left at None count as not given. Raises MalformedRequest with the sentence that the
     server would have answered with.
     """
+    from convgrad._stored import Stored
     from convgrad.contract import OPERATIONS, validate
 
     request_model = OPERATIONS[operation].request
     tensor_names = frozenset(request_model.tensor_fields())
     given = {name: value for name, value in arguments.items() if value is not None}
+    stored = {}
     for name in tensor_names & given.keys():
-        given[name] = as_tensor(name, given[name])
+        if isinstance(given[name], Stored):
+            stored[name], given[name] = given[name].name, given[name].blank()
+        else:
+            given[name] = as_tensor(name, given[name])
     request = validate(request_model, given)
-    return Call(operation, request.tensors(), request.parameters(), read)
+    tensors = {name: array for name, array in request.tensors().items() if name not in stored}
+    parameters = request.parameters()
+    if stored:
+        parameters["stored"] = stored
+    return Call(operation, tensors, parameters, read)
 
 
 def as_tensor(name: str, value: Any) -> NDArray[Any]:

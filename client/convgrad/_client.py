@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
 from convgrad._call import Answer, Call, as_tensor
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._methods import method
+from convgrad._stored import Stored, drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad._transport import HttpxTransport, Transport
 from convgrad.dtypes import DType
@@ -120,6 +121,7 @@ class Client:
         Raises
             As `conv_bwd_data`.
         """
+        call = call.storing(self._options.store)
         if self._shared is not None:
             return self._shared.call(call, self._complete_own)
         return self._complete(call_target(call, self._options.wire), self._options)
@@ -135,6 +137,29 @@ class Client:
         if self._shared is None:
             return np.empty(tuple(shape), array.dtype)
         return self._shared.empty(tuple(shape), DType(array.dtype.name))
+
+    def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
+        """Keep a tensor on the server under a name, which then stands for it in requests.
+
+        It stays for ``time_to_live_s`` since it was last used, at most as long as the server lets
+        it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
+
+        Raises
+            As `conv_bwd_data`; Overloaded while the server keeps as much as it may.
+        """
+        return self._complete(put_target(name, tensor, time_to_live_s), self._options)
+
+    def fetch(self, name: str) -> NDArray[Any]:
+        """A stored tensor's elements; raises NotFound where there is none of that name."""
+        return self._complete(fetch_target(name), self._options)
+
+    def drop(self, name: str) -> None:
+        """Have the server forget a tensor; raises NotFound where there is none of that name."""
+        self._complete(drop_target(name), self._options)
+
+    def stored(self) -> Mapping[str, Stored]:
+        """The tensors that the server keeps, by name."""
+        return self._complete(list_target(), self._options)
 
     def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
@@ -153,9 +178,11 @@ class Client:
         return self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
-        """This client with another ``timeout``, ``retries`` or ``wire``, on the same connections.
+        """This client with another ``timeout``, ``retries``, ``wire`` or ``store``.
 
-        Only the original closes them.
+        It shares the connections, which only the original closes.
+        ``store`` names outputs that the server shall keep and not send: with
+        ``store={"grad_input": "g"}`` what would be grad_input is a `Stored` called g.
         """
         other = copy.copy(self)
         other._options = self._options.changed(changes)

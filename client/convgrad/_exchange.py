@@ -37,6 +37,7 @@ class OptionChanges(TypedDict, total=False):
     timeout: float | None
     retries: int
     wire: str
+    store: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Options:
     wire: str
     headers: Mapping[str, str] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
+    store: Mapping[str, str] = field(default_factory=dict)
     base_path: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class Options:
             timeout_s=changes.get("timeout", self.timeout_s),
             retries=changes.get("retries", self.retries),
             wire=changes.get("wire", self.wire),
+            store=dict(changes.get("store", self.store)),
         )
 
 
@@ -85,6 +88,8 @@ class Target(Generic[R]):
     body: Body | None
     read: Callable[[Reply, int], R]
     """Takes the reply and the number of attempts."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Beside those that every request has; names in small letters."""
 
 
 class Exchange(Generic[R]):
@@ -197,7 +202,7 @@ class Exchange(Generic[R]):
         return remaining_s
 
     def _headers(self, remaining_s: float | None) -> Mapping[str, str]:
-        headers = dict(self._options.headers)  # whose names are in small letters
+        headers = {**self._options.headers, **self._target.headers}  # names in small letters
         headers["accept-encoding"] = "identity"
         headers["x-request-id"] = self.request_id
         body = self._target.body

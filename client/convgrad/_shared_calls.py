@@ -21,6 +21,7 @@ from convgrad._call import Answer, Call
 from convgrad._exchange import Target
 from convgrad._reply import Reply, server_timing_s
 from convgrad._shared_regions import ALIGNMENT_BYTES, Region, RegionPool
+from convgrad._stored import Stored
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, NotFound
 
@@ -93,6 +94,9 @@ class SharedMemory:
             places = self._places(call, held)
             inputs = list(held)
             known = None if self._pool.is_full else self._outputs.get(_kind(call))
+            # Of a stored tensor the shape is not known here, so neither are those of outputs.
+            if call.parameters.keys() & {"stored", "store"}:
+                known = None
             into = None
             if known is not None:
                 into = self._pool.take(sum(_aligned(output.size_bytes) for output in known))
@@ -147,13 +151,11 @@ class SharedMemory:
         try:
             head, data = _split(reply)
             report = Report.model_validate(head["parameters"])
-            found = tuple(
-                _Output(each["name"], _FROM_PROTOCOL[each["datatype"]], tuple(each["shape"]))
-                for each in head["outputs"]
-            )
+            kept, found = _outputs(head["outputs"])
             if into is not None and found != known:
                 raise ValueError("the outputs are others than those of the same request before")
-            arrays, at = {}, 0
+            arrays: dict[str, Any] = dict(kept)
+            at = 0
             source = data if into is None else self._pool.lend(into)
             for output in found:
                 arrays[output.name] = _array(source, output, at)
@@ -183,6 +185,18 @@ class SharedMemory:
     def _control(self, name: str, what: str, body: Body) -> None:
         path = f"v2/systemsharedmemory/region/{name}/{what}"
         self._complete(Target("POST", path, body, lambda reply, attempts: None))
+
+
+def _outputs(told: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:
+    """What the server kept of an answer's outputs, and what it sends."""
+    kept, sent = {}, []
+    for each in told:
+        name, dtype, shape = each["name"], _FROM_PROTOCOL[each["datatype"]], tuple(each["shape"])
+        if (stored := each.get("parameters", {}).get("stored")) is not None:
+            kept[name] = Stored(stored, shape, dtype)
+        else:
+            sent.append(_Output(name, dtype, shape))
+    return kept, tuple(sent)
 
 
 def _kind(call: Call[Any]) -> Any:

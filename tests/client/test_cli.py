@@ -214,7 +214,12 @@ def test_an_answer_cut_off_on_the_wire_is_a_failed_connection(fake: FakeServer) 
 def test_every_operation_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["call", name, "--help"]) == 0
     text = capsys.readouterr().out
-    fields = set(OPERATIONS[name].request.model_fields) - {"response", *OPERATIONS[name].tensors}
+    fields = set(OPERATIONS[name].request.model_fields) - {
+        "response",
+        "stored",
+        "store",
+        *OPERATIONS[name].tensors,
+    }
     for field in fields:
         assert f"-{field.replace('_', '-')}" in text
     assert "--response" not in text

@@ -49,15 +49,20 @@ def test_python_request(computing: LiveServer) -> None:
 
 
 def test_request_of_another_client() -> None:
-    _, code, _ = _blocks("python")
+    _, code, *_ = _blocks("python")
     with serving_oip(CpuBackend()) as server:
         _run(code.replace(GRPC_ADDRESS, server.grpc))
 
 
 def test_request_through_shared_memory() -> None:
-    *_, code = _blocks("python")
+    _, _, code, _ = _blocks("python")
     with serving(CpuBackend(), system_shared_memory=True, log_level="error") as server:
         _run(code.replace(ADDRESS, server.url))
+
+
+def test_request_with_stored_tensors(computing: LiveServer) -> None:
+    *_, code = _blocks("python")
+    _run(code.replace(ADDRESS, computing.url))
 
 
 def _run(code: str) -> None:

@@ -26,7 +26,7 @@ Send one request. Tensors come from .npy, .npz or .safetensors files:
       --stride 2 --padding '[1, 1]' --output grad_input.npy
 """
 # The form of tensors in a JSON answer is between the client and the server alone.
-_NOT_OPTIONS = frozenset({"response"})
+_NOT_OPTIONS = frozenset({"response", "stored", "store"})
 _PARAMETER = "parameter:"
 
 

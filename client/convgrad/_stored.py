@@ -1,0 +1,107 @@
+"""Tensors that stay on the server: what names one, and how they are put, fetched and dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad._body import WIRES, Body, writable
+from convgrad._call import as_tensor
+from convgrad._exchange import Target
+from convgrad._reply import Reply, read_json
+from convgrad.dtypes import DType
+from convgrad.errors import InvalidAnswer, MalformedRequest
+from convgrad.wire import safetensors
+
+__all__ = ["Stored", "drop_target", "fetch_target", "list_target", "put_target", "stored_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that the server keeps; it may stand wherever an operation takes an array.
+
+    What it is called there, its shape and dtype; none of its elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blank(self) -> NDArray[Any]:
+        """An array of the same shape and dtype that takes no memory, to validate a request with."""
+        return np.broadcast_to(np.empty((), self.dtype.numpy), self.shape)
+
+
+def stored_from(told: Mapping[str, Any], name: str) -> Stored:
+    """What the server says of one: a name, a dtype and a shape."""
+    return Stored(name, tuple(told["shape"]), DType(told["dtype"]))
+
+
+def put_target(name: str, tensor: Any, time_to_live_s: float | None) -> Target[Stored]:
+    """Keep ``tensor`` on the server."""
+    array = as_tensor("tensor", tensor)
+    if time_to_live_s is not None and not time_to_live_s > 0:
+        raise MalformedRequest(f"time_to_live_s: expected seconds above zero, got {time_to_live_s}")
+    lives = {} if time_to_live_s is None else {"x-time-to-live": f"{time_to_live_s:g}"}
+    body = Body(WIRES["safetensors"].media_type, safetensors.encode({"tensor": array}, {}))
+
+    def read(reply: Reply, attempts: int) -> Stored:
+        return _read_told(read_json(reply), name)
+
+    return Target("PUT", _path(name), body, read, lives)
+
+
+def fetch_target(name: str) -> Target[NDArray[Any]]:
+    """Bring a stored tensor."""
+
+    def read(reply: Reply, attempts: int) -> NDArray[Any]:
+        try:
+            tensors, _ = safetensors.decode(reply.content.data)
+            (array,) = tensors.values()
+        except (ValueError, MalformedRequest) as refused:
+            raise InvalidAnswer(f"the answer cannot be read: {refused}") from refused
+        return writable(array)
+
+    return Target("GET", _path(name), None, read, {"accept": WIRES["safetensors"].media_type})
+
+
+def drop_target(name: str) -> Target[None]:
+    """Have the server forget a tensor."""
+    return Target("DELETE", _path(name), None, lambda reply, attempts: None)
+
+
+def list_target() -> Target[Mapping[str, Stored]]:
+    """What the server keeps, by name."""
+
+    def read(reply: Reply, attempts: int) -> Mapping[str, Stored]:
+        found = read_json(reply)
+        try:
+            told = {str(each["name"]): each for each in found["tensors"]}
+        except (TypeError, KeyError) as refused:
+            raise InvalidAnswer('expected {"tensors": [{"name": …}, …]}') from refused
+        return MappingProxyType({name: _read_told(each, name) for name, each in told.items()})
+
+    return Target("GET", "tensors", None, read)
+
+
+def _read_told(told: Any, name: str) -> Stored:
+    try:
+        return stored_from(told, name)
+    except (TypeError, KeyError, ValueError) as refused:
+        raise InvalidAnswer(f"expected a tensor's shape and dtype, got {told!r:.200}") from refused
+
+
+def _path(name: str) -> str:
+    # The server says which names there may be; none may lead to another path.
+    return f"tensors/{quote(name, safe='')}"
