@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from convgrad_service.engine.timing import Timings
 
-__all__ = ["RequestContext"]
+__all__ = ["TRACE_HEADERS", "RequestContext"]
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""W3C's headers, whose names are the same in gRPC's metadata."""
 
 # Printable ASCII, spaces included: it goes back in a header and into log lines as it came.
 _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
@@ -19,12 +22,13 @@ _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
 class RequestContext:
     """One exchange. ``operation`` is set once it is known that one is asked for; ``code`` is "ok"
     or the code of the error it was answered with; ``owner`` names the API key it came with, and is
-    empty where none is needed."""
+    empty where none is needed. ``trace`` are the headers that name the caller's trace."""
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
     operation: str | None = None
     owner: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)
     code: str = "ok"
     status: int = 0
     received_bytes: int = 0

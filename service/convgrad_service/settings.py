@@ -7,6 +7,7 @@ line of ``convgrad serve`` is made from the same class. Nothing else reads the e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,18 @@ _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 def _readable_keys(path: Path) -> Path:
     read_keys(path)  # a ValueError that says where
     return path
+
+
+def _reachable_by_traces(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("expected a URL that begins with http:// or https://")
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # one of the packages that it lies in
+        installed = False
+    if not installed:
+        raise ValueError("tracing needs convgrad[otel], which is not installed")
+    return url
 
 
 class Settings(BaseSettings):
@@ -75,6 +88,11 @@ class Settings(BaseSettings):
         default=None,
         description="File of API keys, a line each as convgrad key writes them; unset means that "
         "nobody needs one. It is read again when it changes.",
+    )
+    otlp_endpoint: Annotated[str, AfterValidator(_reachable_by_traces)] | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector that takes traces over OTLP and HTTP, such "
+        "as http://collector:4318/v1/traces; unset means no traces. Needs convgrad[otel].",
     )
     threads: _Count | None = Field(
         default=None,

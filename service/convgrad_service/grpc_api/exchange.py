@@ -18,7 +18,8 @@ from convgrad_service.engine.records import Record
 from convgrad_service.grpc_api.call import OK, Call
 from convgrad_service.grpc_api.http2.stream import StreamGone
 from convgrad_service.keys import KeyRing
-from convgrad_service.request_context import RequestContext
+from convgrad_service.request_context import TRACE_HEADERS, RequestContext
+from convgrad_service.tracing import Traces
 
 __all__ = ["Exchanges", "status_of"]
 
@@ -56,9 +57,12 @@ def _ending(
 class Exchanges:
     """Runs the calls of one server."""
 
-    def __init__(self, engine: Engine, keys: KeyRing | None = None) -> None:
+    def __init__(
+        self, engine: Engine, keys: KeyRing | None = None, traces: Traces | None = None
+    ) -> None:
         self._engine = engine
         self._keys = keys
+        self._traces = traces
 
     async def run(
         self, method: str, call: Call, work: Callable[[RequestContext], Awaitable[None]]
@@ -82,6 +86,9 @@ class Exchanges:
         """The context of a call, under the id that its metadata gives, and of whose it is."""
         context = RequestContext.begin(call.metadata(_REQUEST_ID))
         context.owner = call.owner
+        if self._traces is not None:
+            named = {name: call.first(name) for name in TRACE_HEADERS}
+            context.trace = {name: value for name, value in named.items() if value}
         return context
 
     async def attempt(
@@ -119,6 +126,8 @@ class Exchanges:
                     context.sent_bytes,
                 )
             )
+        if self._traces is not None:
+            self._traces.record(context, "grpc")
         quiet = context.code == "ok" and method in _QUIET
         level = logging.DEBUG if quiet else logging.INFO
         if not _access.isEnabledFor(level):

@@ -29,6 +29,7 @@ from convgrad_service.keys import KeyRing
 from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
+from convgrad_service.tracing import traces_to
 
 __all__ = ["GrpcServer"]
 
@@ -47,7 +48,8 @@ class GrpcServer:
     def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
         self._settings = settings
         keys = KeyRing(settings.api_keys) if settings.api_keys else None
-        self._exchanges = Exchanges(dataplane.engine, keys)
+        self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
+        self._exchanges = Exchanges(dataplane.engine, keys, self._traces)
         memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
         infer = InferMethods(dataplane, settings, self._exchanges, memory)
         describing = DescribingMethods(dataplane, memory)
@@ -112,6 +114,8 @@ class GrpcServer:
             await asyncio.sleep(_CLOSING_S)
         for connection in list(self._connections):
             connection.close()
+        if self._traces is not None:
+            self._traces.close()
         # Their transports end in their own time.
         while self._connections and loop.time() < until_s + _LAST_S:  # noqa: ASYNC110
             await asyncio.sleep(_CLOSING_S)
@@ -128,14 +132,14 @@ class GrpcServer:
                 return
             handler = self._handlers.get(call.path)
             if handler is None:
-                await self._exchanges.run(call.path[:200], call, _no_such_method)
+                await self._exchanges.run("unknown", call, _no_such_method)
                 return
             await handler(call)
         except StreamGone:
             pass
         # A stream's failure is its own; what can be told its caller has been.
         except Exception:  # noqa: BLE001
-            _log.exception("the answer to %s could not be sent", call.path[:200])
+            _log.exception("the answer to %.200r could not be sent", call.path)
             call.abort()
 
     def _unary(self, name: str, method: Callable[[Any, str], Awaitable[Any]]) -> Handler:

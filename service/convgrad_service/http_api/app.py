@@ -28,6 +28,7 @@ from convgrad_service.http_api.problem_details import from_http_exception, probl
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.keys import KeyRing
 from convgrad_service.settings import Settings
+from convgrad_service.tracing import traces_to
 
 __all__ = ["app_on", "create_app"]
 
@@ -50,10 +51,14 @@ def app_on(
 ) -> FastAPI:
     """The application in front of a dataplane; ``close`` is called once it has ended."""
 
+    traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         dataplane.close()
+        if traces is not None:
+            traces.close()
         if close is not None:
             close()
 
@@ -92,7 +97,7 @@ def app_on(
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys) if settings.api_keys else None
-    app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys)
+    app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces)
     return app
 
 

@@ -20,6 +20,8 @@ from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.http_api.context import RequestContext, begin_context
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.keys import KeyRing
+from convgrad_service.request_context import TRACE_HEADERS
+from convgrad_service.tracing import Traces
 
 __all__ = ["ClientGone", "ExchangeMiddleware"]
 
@@ -42,10 +44,17 @@ class ClientGone(Exception):
 class ExchangeMiddleware:
     """Wraps the application in the exchange's bookkeeping."""
 
-    def __init__(self, app: ASGIApp, dataplane: Dataplane, keys: KeyRing | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        dataplane: Dataplane,
+        keys: KeyRing | None = None,
+        traces: Traces | None = None,
+    ) -> None:
         self.app = app
         self.dataplane = dataplane
         self.keys = keys
+        self.traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,6 +101,9 @@ class ExchangeMiddleware:
                 received_bytes=context.received_bytes,
                 sent_bytes=context.sent_bytes,
             )
+        if self.traces is not None:
+            context.trace = _trace(scope)
+            self.traces.record(context, "http")
         quiet = context.status < 400 and scope["path"].startswith(_QUIET_PATHS)
         stages = "".join(
             f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
@@ -111,6 +123,11 @@ class ExchangeMiddleware:
             context.timings.total_s,
             stages,
         )
+
+
+def _trace(scope: Scope) -> dict[str, str]:
+    named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    return {name: value for name, value in named if name in TRACE_HEADERS}
 
 
 def _authorization(scope: Scope) -> str | None:
