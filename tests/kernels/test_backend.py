@@ -56,6 +56,24 @@ def test_the_order_of_the_outputs_is_the_problems(backend: Backend) -> None:
         assert list(backend.run(problem, tensors).outputs) == list(problem.outputs)
 
 
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
+def test_outputs_go_to_their_places(backend: Backend, case: Case) -> None:
+    problem, tensors = stated(case)
+    wanted = backend.run(problem, tensors).outputs
+    places = {
+        name: np.full(spec.shape, 77, spec.dtype.numpy) for name, spec in problem.outputs.items()
+    }
+    found = backend.run(problem, tensors, None, places).outputs
+    for name, place in places.items():
+        # A backend need not use a place; what it does use is what it answers with.
+        if found[name] is place:
+            assert_same_bits(place, wanted[name])
+        else:
+            assert (place == 77).all()
+    if backend.name == "cpu":
+        assert all(found[name] is place for name, place in places.items())
+
+
 def test_a_request_cancelled_before_it_began(backend: Backend) -> None:
     cancelled = threading.Event()
     cancelled.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,8 @@ class CpuBackend(OnHost):
         started = time.perf_counter()
         whole = {name: _in_elements(array) for name, array in tensors.items()}
         try:
-            ran = runner(self._machine, problem, whole, cancelled)
+            machine = replace(self._machine, out=out) if out else self._machine
+            ran = runner(machine, problem, whole, cancelled)
         except MemoryError as error:
             raise DeviceOutOfMemory(
                 f"there is not enough free memory for {problem.operation}: {error}"

@@ -31,8 +31,7 @@ def run_backprop_input(
     """Piece by piece, so that the plain copies that blocked formats need stay small."""
     pieces = problem.split(_parts(problem))
     conv = problem.conv
-    spec = problem.outputs["grad_input"]
-    grad_input = np.empty(spec.shape, spec.dtype.numpy)
+    grad_input = machine.output("grad_input", problem.outputs["grad_input"])
     plain_weight = problem.weight_format.unpack(tensors["weight"], conv.groups, problem.weight_size)
     weight = weight_view(plain_weight, PLAIN, conv.groups)
     ran = Ran({"grad_input": grad_input}, "", 0)

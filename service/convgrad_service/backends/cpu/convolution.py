@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu.channel_sum import channel_sum
@@ -32,7 +31,7 @@ def run_forward(
 ) -> Ran:
     """conv_fwd."""
     conv, layout = problem.conv, problem.layout
-    output = np.empty(problem.output_spec.shape, problem.dtype.numpy)
+    output = machine.output("output", problem.output_spec)
     choice, used = forward_into(
         machine,
         conv,
@@ -51,7 +50,7 @@ def run_bwd_data(
 ) -> Ran:
     """conv_bwd_data."""
     conv, layout = problem.conv, problem.layout
-    grad_input = np.empty(problem.input_spec.shape, problem.dtype.numpy)
+    grad_input = machine.output("grad_input", problem.input_spec)
     accumulate = tensors["accumulate"] if problem.epilogue.accumulate else None
     choice, used = bwd_data_into(
         machine,
@@ -72,7 +71,7 @@ def run_transpose(
 ) -> Ran:
     """conv3d_transpose: the gradient of the input of the convolution it transposes, and a bias."""
     conv, layout = problem.conv, problem.layout
-    output = np.empty(problem.input_spec.shape, problem.dtype.numpy)
+    output = machine.output("output", problem.input_spec)
     choice, used = bwd_data_into(
         machine,
         conv,
@@ -97,8 +96,7 @@ def run_bwd_weight(
     grad_output = activation_view(tensors["grad_output"], layout, conv.groups)
     ran = Ran({}, f"channel_sum/{machine.device.level}", 0)
     if "grad_weight" in problem.wanted:
-        spec = problem.outputs["grad_weight"]
-        grad_weight = np.empty(spec.shape, spec.dtype.numpy)
+        grad_weight = machine.output("grad_weight", problem.outputs["grad_weight"])
         add = tensors["accumulate"] if problem.epilogue.accumulate else None
         choice, used = bwd_weight_into(
             machine,
@@ -113,7 +111,7 @@ def run_bwd_weight(
         )
         ran = _ran({"grad_weight": grad_weight}, choice, used)
     if "grad_bias" in problem.wanted:
-        grad_bias = np.empty(problem.bias_spec.shape, problem.weight_dtype.numpy)
+        grad_bias = machine.output("grad_bias", problem.outputs["grad_bias"])
         into = _by_group(grad_bias, conv.groups)
         used = channel_sum(machine, grad_output, into, cancelled=cancelled)
         ran = replace(

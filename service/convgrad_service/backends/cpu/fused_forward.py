@@ -36,8 +36,7 @@ def run_fused(
 ) -> Ran:
     """output = activation1(conv1(activation0(conv0(input) + bias0)) + bias1)."""
     pieces = problem.split(_parts(problem))
-    spec = problem.outputs["output"]
-    output = np.empty(spec.shape, spec.dtype.numpy)
+    output = machine.output("output", problem.outputs["output"])
     weights = [
         weight_view(tensors[f"weight{i}"], problem.layout, conv.groups)
         for i, conv in enumerate((problem.conv0, problem.conv1))

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu import max_pool
@@ -24,9 +23,7 @@ def run_forward(
     machine: Machine, problem: MaxPoolFwd, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
     """maxpool2d_fwd and maxpool3d_fwd."""
-    outputs = {
-        name: np.empty(spec.shape, spec.dtype.numpy) for name, spec in problem.outputs.items()
-    }
+    outputs = {name: machine.output(name, spec) for name, spec in problem.outputs.items()}
     layout = problem.layout
     used = max_pool.forward(
         machine.library,
@@ -45,8 +42,7 @@ def run_backward(
     machine: Machine, problem: MaxPoolBwd, tensors: Tensors, cancelled: threading.Event | None
 ) -> Ran:
     """maxpool2d_bwd and maxpool3d_bwd, from the input or from indices."""
-    spec = problem.outputs["grad_input"]
-    grad_input = np.empty(spec.shape, spec.dtype.numpy)
+    grad_input = machine.output("grad_input", problem.outputs["grad_input"])
     layout = problem.layout
     used = max_pool.backward(
         machine.library,

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Rehearsal, Workers
 from convgrad_service.plans.cpu_device import CpuDevice
-from convgrad_service.problems.base import Piece
+from convgrad_service.problems.base import Piece, TensorSpec
 
 __all__ = ["Machine", "Ran", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The loaded kernels, the threads that run them, and the description that plans read."""
+    """The loaded kernels, the threads that run them, and the description that plans read.
+
+    ``out`` are places for outputs by name; they have the outputs' shapes and types.
+    """
 
     library: Library
     workers: Workers
     device: CpuDevice
+    out: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def output(self, name: str, spec: TensorSpec) -> NDArray[Any]:
+        """Where an output is to be written."""
+        place = self.out.get(name)
+        return np.empty(spec.shape, spec.dtype.numpy) if place is None else place
 
     def rehearsing(self) -> Machine:
         """The same, on threads that launch nothing."""
