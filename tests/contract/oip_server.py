@@ -28,6 +28,8 @@ class OipServer:
     http: str
     grpc: str
     dataplane: Dataplane
+    grpc_server: GrpcServer
+    loop: asyncio.AbstractEventLoop
 
 
 @contextmanager
@@ -37,12 +39,12 @@ def serving_oip(backend: Backend, **settings: Any) -> Iterator[OipServer]:
     bound = listening_socket(chosen.http_host, 0)
     app = create_app(chosen, backend)
     server = ConvgradServer(app, chosen)
-    grpc_ports: list[int] = []
+    grpc_server = GrpcServer(app.state.dataplane, chosen)
+    running: list[tuple[int, asyncio.AbstractEventLoop]] = []
     started = threading.Event()
 
     async def serve() -> None:
-        grpc_server = GrpcServer(app.state.dataplane, chosen)
-        grpc_ports.append(await grpc_server.start())
+        running.append((await grpc_server.start(), asyncio.get_running_loop()))
         serving = asyncio.create_task(server.serve([bound]))
         while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
             await asyncio.sleep(0.005)
@@ -57,7 +59,10 @@ def serving_oip(backend: Backend, **settings: Any) -> Iterator[OipServer]:
             assert thread.is_alive(), "the server did not start"
         http_port = bound.getsockname()[1]
         host = chosen.http_host
-        yield OipServer(f"{host}:{http_port}", f"{host}:{grpc_ports[0]}", app.state.dataplane)
+        grpc_port, loop = running[0]
+        yield OipServer(
+            f"{host}:{http_port}", f"{host}:{grpc_port}", app.state.dataplane, grpc_server, loop
+        )
     finally:
         server.should_exit = True
         thread.join(20)

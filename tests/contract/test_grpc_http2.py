@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import time
 import zlib
@@ -28,7 +29,7 @@ from convgrad_service.grpc_api.http2.frames import (
 from convgrad_service.grpc_api.http2.frames import settings as settings_frame
 from tests.contract.http2_client import CALL_HEADERS, Http2Client, connected, grpc_message
 from tests.contract.oip_server import OipServer, serving_oip
-from tests.fake_backends import Zeros
+from tests.fake_backends import Blocking, Zeros
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 
@@ -325,6 +326,11 @@ CONNECTION_ERRORS: dict[str, tuple[bytes, Error]] = {
         ),
         Error.ENHANCE_YOUR_CALM,
     ),
+    "a flood of tiny frames": (
+        header_block(1, CALL_HEADERS, 16_384) + frame(Kind.DATA, 0, 1, b"x") * 3000,
+        Error.ENHANCE_YOUR_CALM,
+    ),
+    "a flood of windows": (window_update(0, 1) * 3000, Error.ENHANCE_YOUR_CALM),
     "more than a stream's window": (
         header_block(1, CALL_HEADERS, 16_384) + frame(Kind.DATA, 0, 1, bytes(2**19)),
         Error.FLOW_CONTROL_ERROR,
@@ -404,6 +410,23 @@ def test_windows_that_change_under_an_answer(raw: Http2Client) -> None:
     headers, data = raw.answer(1)
     assert headers["grpc-status"] == "0"
     assert 30 + len(data) > 4096
+
+
+def test_draining_finishes_what_is_served_and_ignores_what_is_new() -> None:
+    backend = Blocking()
+    with serving_oip(backend) as server, connected(server.grpc) as raw:
+        raw.open(1, INFER)
+        raw.data(1, grpc_message(pool_request()), last=True)
+        assert backend.started.acquire(timeout=5)
+        stopping = asyncio.run_coroutine_threadsafe(server.grpc_server.stop(5), server.loop)
+        kind, _, _, payload = next(found for found in raw.frames() if found[0] == Kind.GOAWAY)
+        assert (kind, payload) == (Kind.GOAWAY, struct.pack(">LL", 1, Error.NO_ERROR))
+        raw.open(3, INFER)
+        raw.data(3, grpc_message(pool_request()), last=True)
+        backend.release.set()
+        assert raw.answer(1)[0]["grpc-status"] == "0"
+        assert raw.closed()
+        stopping.result(5)
 
 
 @given(st.binary(max_size=200), st.integers(0, 9), st.integers(0, 255), st.integers(0, 5))

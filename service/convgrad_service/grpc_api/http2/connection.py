@@ -45,7 +45,8 @@ _MAX_SENT_FRAME_BYTES = 2**20
 # Read at once; and from this on straight to where a stream wants it.
 _READ_BYTES, _DIRECT_BYTES = 256 * 1024, 64 * 1024
 _LINGER_S = 0.2
-_COUNTED = {Kind.PRIORITY, Kind.RST_STREAM, Kind.SETTINGS, Kind.PING, Kind.CONTINUATION}
+_SMALL_DATA_BYTES = 64
+_COUNTED = frozenset(Kind) - {Kind.DATA, Kind.HEADERS, Kind.PUSH_PROMISE, Kind.GOAWAY}
 _DEFAULT_FRAME_BYTES = 16 * 1024
 _DEFAULT_WINDOW = 2**16 - 1
 # The connection's window is opened wide: what a client can make us hold, streams' windows bound.
@@ -70,7 +71,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._streams: dict[int, Stream] = {}
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._decoder = hpack.Decoder(max_header_list_size=limits.max_header_bytes)
-        self._last_stream = 0
+        self._last_seen = self._last_stream = 0  # opened by the client, served by us
         self._peer_window = _DEFAULT_WINDOW
         self._granted = MAX_WINDOW
         self._parser = Parser(self, _MAX_FRAME_BYTES, limits.max_header_bytes)
@@ -78,7 +79,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._data: Stream | None = None  # whose DATA frame has begun
         self._direct: Stream | None = None  # whose memory is being read to
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags, header block
-        self._allowance = Allowance()
+        self.allowance = Allowance()
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = time.monotonic()
         self._draining = self._failed = False
@@ -193,10 +194,10 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._block is not None:
             raise Http2Error(Error.PROTOCOL_ERROR, "a header block is not continued")
         stream = self._streams.get(number)
-        if stream is None and (number == 0 or number > self._last_stream or number % 2 == 0):
+        if stream is None and (number == 0 or number > self._last_seen or number % 2 == 0):
             raise Http2Error(Error.PROTOCOL_ERROR, f"DATA on stream {number}, which is idle")
-        if length == 0 and not flags & END_STREAM:
-            self._allowance.spend()
+        if length < _SMALL_DATA_BYTES and not flags & END_STREAM:
+            self.allowance.spend()
         self._granted -= length
         if self._granted < 0:
             raise Http2Error(Error.FLOW_CONTROL_ERROR, "more than the connection's window")
@@ -225,7 +226,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if kind == Kind.PUSH_PROMISE:
             raise Http2Error(Error.PROTOCOL_ERROR, "a client cannot push")
         if kind in _COUNTED:
-            self._allowance.spend()
+            self.allowance.spend()
         handler = self._HANDLERS.get(kind)
         if handler is not None:
             handler(self, flags, number, payload)
@@ -265,13 +266,14 @@ class Http2Connection(asyncio.BufferedProtocol):
                 raise Http2Error(Error.PROTOCOL_ERROR, "headers in the midst of a stream")
             stream.end()  # trailers, which gRPC's clients have no use for
             return
-        if number % 2 == 0 or number <= self._last_stream:
+        if number % 2 == 0 or number <= self._last_seen:
             raise Http2Error(Error.PROTOCOL_ERROR, f"stream {number} cannot be opened")
+        self._last_seen = number
         if self._draining:
             return  # GOAWAY has said so
         self._last_stream = number
         if len(self._tasks) >= self._limits.max_streams:
-            self._allowance.spend()
+            self.allowance.spend()
             self.reset(number, Error.REFUSED_STREAM)
             return
         stream = Stream(self, number, headers, self._peer_window)
@@ -294,7 +296,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _on_rst_stream(self, flags: int, number: int, payload: bytes) -> None:
         _of_size(payload, 4, "RST_STREAM")
-        if number == 0 or number > self._last_stream:
+        if number == 0 or number > self._last_seen:
             raise Http2Error(Error.PROTOCOL_ERROR, "RST_STREAM of an idle stream")
         stream = self._streams.pop(number, None)
         if stream is None:
@@ -332,7 +334,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if not increment:
             raise Http2Error(Error.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
         if number:
-            if number > self._last_stream:
+            if number > self._last_seen:
                 raise Http2Error(Error.PROTOCOL_ERROR, "WINDOW_UPDATE of an idle stream")
             stream = self._streams.get(number)
             if stream is not None:

@@ -11,6 +11,8 @@ __all__ = ["Allowance", "Limits", "Patience"]
 
 # Ten pings a second and a reset for every call are still far from it.
 _BURST, _PER_S = 2000.0, 200.0
+# What a client answers to each frame of data that it is sent: pings that measure the way, windows.
+_PER_FRAME_SENT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,14 @@ class Limits:
 
 class Allowance:
     """How many frames a client may still send that cost us more than they cost it: those that make
-    us answer, start or forget something. It grows back with time."""
+    us answer, start or forget something. It grows back with time, and with what we send."""
 
     def __init__(self) -> None:
         self._left, self._at_s = _BURST, time.monotonic()
+
+    def earn(self) -> None:
+        """A frame of data was sent to the client."""
+        self._left = min(self._left + _PER_FRAME_SENT, _BURST)
 
     def spend(self) -> None:
         """Count one; raises Http2Error if it was one too many."""

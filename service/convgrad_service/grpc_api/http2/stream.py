@@ -78,8 +78,8 @@ class Stream:
         self._filled = 0
         self._wanted = 0
         self._received, self._sendable_again = Signal(), Signal()
-        self._received_bytes = 0
-        self._last_s = time.monotonic()
+        self._received_bytes = self._sent_bytes = 0
+        self._last_s = self._sending_s = time.monotonic()
 
     # What the connection calls.
 
@@ -234,6 +234,7 @@ class Stream:
             self._connection.write(begin + data + end)
         else:
             self._connection.write(begin)
+            self._sending_s, self._sent_bytes = time.monotonic(), 0
             for view in views:
                 await self._send_part(view, max_frame)
             self._connection.write(end)
@@ -267,6 +268,7 @@ class Stream:
                 part = part[len(piece) :]
             if pieces:
                 self._connection.write(b"".join(pieces))
+                self._sent_bytes += batched
             while part and (
                 min(self.send_window, self._connection.send_window) <= 0 or self._connection.paused
             ):
@@ -275,8 +277,12 @@ class Stream:
 
     async def _sendable(self) -> None:
         """Wait until it may be worth trying to send again."""
-        if not await self._sendable_again.wait(self._connection.patience.send_idle_s):
-            # It reads nothing: whatever else it has asked for on this connection waits as well.
+        patience = self._connection.patience
+        happened = await self._sendable_again.wait(patience.send_idle_s)
+        took_s = time.monotonic() - self._sending_s
+        least = (took_s - patience.send_idle_s) * patience.min_bytes_per_s
+        if not happened or least > self._sent_bytes:
+            # It hardly reads: what else it has asked for on this connection waits as well.
             self._connection.abort()
             raise StreamGone
 
@@ -308,6 +314,7 @@ class Stream:
     def _spend(self, size: int) -> None:
         self.send_window -= size
         self._connection.send_window -= size
+        self._connection.allowance.earn()
 
     def _refuse_closed(self) -> None:
         if self.closed:
