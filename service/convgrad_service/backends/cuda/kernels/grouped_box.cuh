@@ -15,6 +15,7 @@ struct Box {
   int extent[4];  // images, D, H, W
   int chunks;     // of a position
   int pitch;      // in bytes
+  int columns_at_once, rows_at_once;  // that a block's threads copy, a chunk of a position each
 };
 
 // A tensor's strides in bytes, of N and of D, H, W.
@@ -38,6 +39,20 @@ struct Walk {
     split(radix, first, n, d, h, w);
     split(radix, by, step_n, step_d, step_h, step_w);
   }
+  // From numbers that quick_divide does not take.
+  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, u32 by, bool) {
+    divide(radix, first, n, d, h, w);
+    divide(radix, by, step_n, step_d, step_h, step_w);
+  }
+  __device__ __forceinline__ static void divide(const int (&radix)[4], u32 number, int& n, int& d,
+                                                int& h, int& w) {
+    const u32 rows = number / static_cast<u32>(radix[3]);
+    const u32 planes = rows / static_cast<u32>(radix[2]);
+    n = planes / static_cast<u32>(radix[1]);
+    d = planes - n * radix[1];
+    h = rows - planes * radix[2];
+    w = number - rows * radix[3];
+  }
   __device__ __forceinline__ static void split(const int (&radix)[4], int number, int& n, int& d,
                                                int& h, int& w) {
     const int rows = quick_divide(number, radix[3]);
@@ -58,51 +73,78 @@ struct Walk {
   }
 };
 
-// Starts the copies of the box whose first image is `image` and whose first position is `from`,
-// the next ones `step` further; `tensor` points to the first channel, of which `real_chunks` exist.
-// A thread keeps its column and chunk and goes down the rows, which costs a few instructions each.
-template <int kThreads>
-__device__ __forceinline__ void copy_box(u32 to, const Box& box, const char* tensor,
-                                         const BoxStrides& stride, int image, int batch,
-                                         const int (&from)[3], const int (&step)[3],
-                                         const int (&size)[3], int real_chunks) {
-  const int thread = threadIdx.x;
-  const int across = box.extent[3] * box.chunks, lanes = min(across, kThreads);
-  const int at_once = quick_divide(kThreads, lanes), first_row = quick_divide(thread, lanes);
-  if (first_row >= at_once) return;
-  const int row_pitch = box.extent[3] * box.pitch;
-  const i64 row_bytes = static_cast<i64>(step[1]) * stride.spatial[1] * at_once;
+// One thread's part in copying boxes of one shape: a chunk of every columns_at_once-th column and
+// every rows_at_once-th row. What does not change from box to box is worked out once.
+struct Copier {
+  const char* lane;  // the tensor at this thread's chunk, column and row of a box that starts at 0
+  u32 to;            // likewise in shared memory, from the box's beginning
+  int column, row;
+  bool real;
+
+  // Of the channels that `tensor` points to, `real_chunks` chunks exist.
+  __device__ __forceinline__ Copier(const Box& box, const char* tensor, const BoxStrides& stride,
+                                    const int (&step)[3], int real_chunks) {
+    const int thread = threadIdx.x;
+    const int position = quick_divide(thread, box.chunks);
+    const int chunk = thread - position * box.chunks;
+    row = quick_divide(position, box.columns_at_once);
+    column = position - row * box.columns_at_once;
+    real = chunk < real_chunks;
+    if (row >= box.rows_at_once) row = box.extent[2];  // no part in it
+    lane = tensor + chunk * 16 + static_cast<i64>(row * step[1]) * stride.spatial[1] +
+           static_cast<i64>(column * step[2]) * stride.spatial[2];
+    to = (row * box.extent[3] + column) * box.pitch + chunk * 16;
+  }
+
+  // Starts the copies of the box whose first image is `image` and whose first position is `from`,
+  // the next ones `step` further.
+  __device__ __forceinline__ void copy(u32 box_at, const Box& box, const BoxStrides& stride,
+                                       int image, int batch, const int (&from)[3],
+                                       const int (&step)[3], const int (&size)[3]) const {
+    const int row_pitch = box.extent[3] * box.pitch;
+    const i64 next_row = static_cast<i64>(box.rows_at_once * step[1]) * stride.spatial[1];
+    const i64 next_plane = static_cast<i64>(step[0]) * stride.spatial[0];
+    const char* first = lane + image * stride.image +
+                        static_cast<i64>(from[0]) * stride.spatial[0] +
+                        static_cast<i64>(from[1]) * stride.spatial[1] +
+                        static_cast<i64>(from[2]) * stride.spatial[2];
+    const int first_h = from[1] + row * step[1], next_h = box.rows_at_once * step[1];
+    u32 column_to = box_at + to;
 #pragma unroll 1
-  for (int slot = thread - first_row * lanes; slot < across; slot += kThreads) {
-    const int column = quick_divide(slot, box.chunks), chunk = slot - column * box.chunks;
-    const int w = from[2] + column * step[2];
-    const bool real = chunk < real_chunks && static_cast<u32>(w) < static_cast<u32>(size[2]);
-    const char* const first = tensor + chunk * 16 + static_cast<i64>(w) * stride.spatial[2] +
-                              static_cast<i64>(from[1] + first_row * step[1]) * stride.spatial[1];
-    u32 plane_to = to + column * box.pitch + chunk * 16 + first_row * row_pitch;
+    for (int w = column; w < box.extent[3]; w += box.columns_at_once) {
+      const bool wide = real && static_cast<u32>(from[2] + w * step[2]) <
+                                    static_cast<u32>(size[2]);
+      const char* of_image = first;
+      u32 plane_to = column_to;
 #pragma unroll 1
-    for (int n = 0; n < box.extent[0]; ++n) {
-      const char* const of_image = first + (image + n) * stride.image;
+      for (int n = 0; n < box.extent[0]; ++n, of_image += stride.image) {
+        const bool exists = wide && image + n < batch;
+        const char* plane = of_image;
+        int d = from[0];
 #pragma unroll 1
-      for (int i = 0; i < box.extent[1]; ++i, plane_to += box.extent[2] * row_pitch) {
-        const int d = from[0] + i * step[0];
-        const bool plane = real && image + n < batch &&
-                           static_cast<u32>(d) < static_cast<u32>(size[0]);
-        const char* row = of_image + static_cast<i64>(d) * stride.spatial[0];
-        u32 target = plane_to;
-        int h = from[1] + first_row * step[1];
-#pragma unroll 4
-        for (int j = first_row; j < box.extent[2]; j += at_once) {
-          const bool there = plane && static_cast<u32>(h) < static_cast<u32>(size[1]);
-          copy_chunk(target, there ? row : tensor, there);
-          row += row_bytes;
-          target += at_once * row_pitch;
-          h += at_once * step[1];
+        for (int i = 0; i < box.extent[1]; ++i) {
+          const bool there = exists && static_cast<u32>(d) < static_cast<u32>(size[0]);
+          const char* at = plane;
+          u32 target = plane_to;
+          int h = first_h;
+#pragma unroll 2
+          for (int j = row; j < box.extent[2]; j += box.rows_at_once) {
+            const bool inside = there && static_cast<u32>(h) < static_cast<u32>(size[1]);
+            copy_async<16>(target, inside ? at : lane, inside ? 16 : 0);
+            at += next_row;
+            target += box.rows_at_once * row_pitch;
+            h += next_h;
+          }
+          plane += next_plane;
+          plane_to += box.extent[2] * row_pitch;
+          d += step[0];
         }
       }
+      first += static_cast<i64>(box.columns_at_once * step[2]) * stride.spatial[2];
+      column_to += box.columns_at_once * box.pitch;
     }
   }
-}
+};
 
 // Brings a chunk of weights to shared memory, of which only the channels of one group are real:
 // `from` points to the group's channel 0, the chunk starts at `channel`. `vector` is how many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -15,6 +16,7 @@ __all__ = [
     "BoxStrides",
     "LatticeAxis",
     "Size4",
+    "box_args",
     "images_together",
     "lattice_axis",
     "tile_extents",
@@ -36,7 +38,16 @@ class BoxArgs(ctypes.Structure):
         ("extent", ctypes.c_int32 * 4),
         ("chunks", ctypes.c_int32),
         ("pitch", ctypes.c_int32),
+        ("columns_at_once", ctypes.c_int32),
+        ("rows_at_once", ctypes.c_int32),
     )
+
+
+def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> BoxArgs:
+    """A box of `images, D, H, W` positions, copied by so many threads."""
+    most = threads // chunks
+    columns = min(most, extent[3])
+    return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
 
 
 @dataclass(frozen=True, slots=True)

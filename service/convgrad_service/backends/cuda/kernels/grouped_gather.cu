@@ -20,123 +20,15 @@
 // the source and other groups' channels enter as products with zero, which an infinity makes NaN:
 // results that are not finite are summed again, in order, over what belongs to them.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
+#include "grouped_result.cuh"
 #include "grouped_units.cuh"
 
 using namespace convgrad;
-
-constexpr int kMaxPhases = 16;
-
-struct Phase {
-  int taps, r0, x0, y0, count;
-};
-
-struct GroupedGatherArgs {
-  const void* x;           // the source: input, or grad_output
-  const void* w;
-  void* y;                 // the result: output, or grad_input
-  const void* accumulate;  // like y, or null
-  const void* bias;        // one for each of the result's channels, or null
-  i64 x_group, y_group;    // strides of a group, in elements
-  i64 y_stride[4];         // N D H W, in elements
-  i64 w_stride[6];         // G, out channel, in channel (of the convolution), T R S, in elements
-  BoxStrides x_stride;
-  Box box;                 // of the source
-  float alpha;
-  float beta;
-  int batch;
-  int groups;
-  int x_channels;  // of the source, in one group
-  int y_channels;  // of the result, in one group
-  int merged;      // groups merged
-  int merges;
-  int own;  // EXACT: 8 result channels are whole groups, and each meets its own group alone
-  int slice;       // merges in a block
-  int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
-  int w_pitch;   // bytes from one out channel of the weights to the next
-  int activation;
-  int plain;  // the result is the sum itself
-  int tile[4];    // positions: images, D, H, W
-  int tiles[4];   // in the largest phase
-  int x_size[3];
-  int x_step[3];  // in units of the lattice, as x_tap
-  int x_tap[3];
-  int lattice[3];
-  int y_step[3];
-  int r_step[3];
-  int phases[3];
-  int stage_bytes;  // from one box to the next, 0 where a block has one
-  int weights_at, results_at, sources_at, steps_at, rows_at;  // in shared memory
-  Phase phase[3][kMaxPhases];
-};
 
 namespace {
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
 constexpr u32 kNowhere = ~0u;
-
-// What only results that are not finite, or not the sum itself, need of a block: kept in shared
-// memory, for the registers are full.
-struct Place {
-  Phase phase[3];
-  int from[3], low[3], to[3], image, group;
-};
-
-// The sum for one result: channel k of a group at a position of the box, in order, over what is
-// inside.
-__device__ float sum_again(const GroupedGatherArgs& args, const Place& at, int position, int group,
-                           int k) {
-  using T = ELEMENT;
-  const Walk p(args.tile, position, 0);
-  const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
-                                                      group * args.x_group) +
-                        (at.image + p.n) * args.x_stride.image;
-  const T* const w = static_cast<const T*>(args.w) + group * args.w_stride[0] +
-                     k * args.w_stride[ACROSS ? 2 : 1];
-  float value = 0;
-#pragma unroll 1
-  for (int j0 = 0; j0 < at.phase[0].taps; ++j0) {
-    const int d = at.from[0] + (p.d * args.x_step[0] + j0 * args.x_tap[0] - at.low[0]) * args.lattice[0];
-    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0])) continue;
-#pragma unroll 1
-    for (int j1 = 0; j1 < at.phase[1].taps; ++j1) {
-      const int h = at.from[1] + (p.h * args.x_step[1] + j1 * args.x_tap[1] - at.low[1]) * args.lattice[1];
-      if (static_cast<u32>(h) >= static_cast<u32>(args.x_size[1])) continue;
-#pragma unroll 1
-      for (int j2 = 0; j2 < at.phase[2].taps; ++j2) {
-        const int v = at.from[2] + (p.w * args.x_step[2] + j2 * args.x_tap[2] - at.low[2]) * args.lattice[2];
-        if (static_cast<u32>(v) >= static_cast<u32>(args.x_size[2])) continue;
-        const T* const xs = reinterpret_cast<const T*>(
-            x + static_cast<i64>(d) * args.x_stride.spatial[0] +
-            static_cast<i64>(h) * args.x_stride.spatial[1] +
-            static_cast<i64>(v) * args.x_stride.spatial[2]);
-        const T* const ws = w + (at.phase[0].r0 + j0 * args.r_step[0]) * args.w_stride[3] +
-                            (at.phase[1].r0 + j1 * args.r_step[1]) * args.w_stride[4] +
-                            (at.phase[2].r0 + j2 * args.r_step[2]) * args.w_stride[5];
-#pragma unroll 1
-        for (int c = 0; c < args.x_channels; ++c) {
-          value += widen(xs[c]) * widen(ws[c * args.w_stride[ACROSS ? 1 : 2]]);
-        }
-      }
-    }
-  }
-  return value;
-}
-
-// Finishes one sum.
-__device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Place& place,
-                                       float value, i64 at, int position, int group, int k) {
-  using T = ELEMENT;
-  at += place.image * args.y_stride[0] + place.to[0] * args.y_stride[1] +
-        place.to[1] * args.y_stride[2] + place.to[2] * args.y_stride[3];
-  if (!is_finite(value)) value = sum_again(args, place, position, group, k);
-  at += group * args.y_group + k;
-  const T* accumulate = static_cast<const T*>(args.accumulate);
-  if (accumulate != nullptr) accumulate += at;
-  const T* bias = static_cast<const T*>(args.bias);
-  if (bias != nullptr) bias += group * args.y_channels + k;
-  static_cast<T*>(args.y)[at] = narrow<T>(
-      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
-}
 
 }  // namespace
 
@@ -145,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
   __shared__ Place place;
+  __shared__ Spot spots[3];  // of this box, the next one and the one after it
   char* const base = reinterpret_cast<char*>(shared);
   u32* const result_at = reinterpret_cast<u32*>(base + args.results_at);
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
@@ -152,62 +45,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
-  // The block's slice and phase.
-  const int slice = blockIdx.y;
-  u32 part = blockIdx.z;
-  const int part2 = part % static_cast<u32>(args.phases[2]);
-  part /= static_cast<u32>(args.phases[2]);
-  const int part1 = part % static_cast<u32>(args.phases[1]);
-  const int part0 = part / static_cast<u32>(args.phases[1]);
-  const Phase phase[3] = {args.phase[0][part0], args.phase[1][part1], args.phase[2][part2]};
-  const int first_merge = slice * args.slice, first_group = first_merge * args.merged;
+  // The block's slice and phase, and its first two boxes of those of the largest phase.
+  const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
+  const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
+  if (thread == 0) {
+    u32 part = blockIdx.z;
+#pragma unroll
+    for (int dim = 2; dim >= 0; --dim) {
+      const u32 above = part / static_cast<u32>(args.phases[dim]);
+      place.phase[dim] = args.phase[dim][part - above * args.phases[dim]];
+      part = above;
+      place.low[dim] = min(0, (place.phase[dim].taps - 1) * args.x_tap[dim]);
+    }
+    place.group = first_group;
+    spots[0] = spot_of(args, place, blockIdx.x);
+    spots[1] = spot_of(args, place, blockIdx.x + gridDim.x);
+  }
   const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
   const int x_chunks = x_merge / kChunk;
-  const int taps = phase[0].taps * phase[1].taps * phase[2].taps;
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
   const T* const w = static_cast<const T*>(args.w) + first_group * args.w_stride[0];
-  // A tap's least distance from a position: there the source's box starts.
-  int low[3];
-#pragma unroll
-  for (int dim = 0; dim < 3; ++dim) low[dim] = min(0, (phase[dim].taps - 1) * args.x_tap[dim]);
-
-  // The boxes of this block, of those of the largest phase.
-  const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
-  struct Corner {
-    int image, at[3];
-  };
-  auto corner_of = [&](int index) {
-    u32 rest = index;
-    auto digit = [&](int radix) {
-      const u32 above = rest / static_cast<u32>(radix);
-      const int value = rest - above * radix;
-      rest = above;
-      return value;
-    };
-    Corner corner;
-    corner.at[2] = digit(args.tiles[3]) * args.tile[3];
-    corner.at[1] = digit(args.tiles[2]) * args.tile[2];
-    corner.at[0] = digit(args.tiles[1]) * args.tile[1];
-    corner.image = rest * args.tile[0];
-    return corner;
-  };
-  auto y_of = [&](const Corner& corner, int dim) {
-    return static_cast<i64>(phase[dim].y0 + corner.at[dim] * args.y_step[dim]);
-  };
-  auto source_of = [&](const Corner& corner, int dim) {
-    return phase[dim].x0 + (corner.at[dim] * args.x_step[dim] + low[dim]) * args.lattice[dim];
-  };
-  const int x_left = (args.groups - first_group) * args.x_channels / kChunk;
-  auto copy = [&](int index, u32 to) {
+  const Copier copier(args.box, reinterpret_cast<const char*>(x), args.x_stride,
+                                args.lattice, (args.groups - first_group) * args.x_channels / kChunk);
+  __syncthreads();
+  const Phase(&phase)[3] = place.phase;
+  const int taps = phase[0].taps * phase[1].taps * phase[2].taps;
+  auto copy = [&](int index, const Spot& spot, u32 to) {
     if (index < boxes && taps > 0) {
-      const Corner corner = corner_of(index);
-      const int from[3] = {source_of(corner, 0), source_of(corner, 1), source_of(corner, 2)};
-      copy_box<kThreads>(to, args.box, reinterpret_cast<const char*>(x), args.x_stride,
-                         corner.image, args.batch, from, args.lattice, args.x_size, x_left);
+      copier.copy(to, args.box, args.x_stride, spot.image, args.batch, spot.from, args.lattice,
+                  args.x_size);
     }
     commit_copies();
   };
+
   // Weights as [merge][tap][out channel][in channel], zero between different groups.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
   const int out_channels = ACROSS ? args.x_channels : args.y_channels;
@@ -233,6 +104,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       char* to = base + args.weights_at + row * args.w_pitch + chunk * 16;
       for (int merge = 0; merge < merges; ++merge, to += merge_bytes) {
         const T* const own = first + merge * args.merged * args.w_stride[0];
+        if (args.w_tap != 0) {
+          const T* from = own + slot * args.w_tap;
+          for (int i = slot; i <= taps && slot < at_once; i += at_once) {
+            copy_weights(to + i * tap_bytes, i < taps ? from : own, channel,
+                         i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
+            from += at_once * args.w_tap;
+          }
+          continue;
+        }
         Walk tap(radix, slot, at_once);
         for (int i = slot; i <= taps && slot < at_once; i += at_once, tap.next(radix)) {
           const T* const from =
@@ -244,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
 
-  copy(blockIdx.x, box_at);
+  copy(blockIdx.x, spots[0], box_at);
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
   const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
@@ -256,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (i < chunks) {
       const int j01 = quick_divide(tap, phase[2].taps);
       const int j0 = quick_divide(j01, phase[1].taps);
-      const int d = j0 * args.x_tap[0] - low[0];
-      const int h = (j01 - j0 * phase[1].taps) * args.x_tap[1] - low[1];
-      const int v = (tap - j01 * phase[2].taps) * args.x_tap[2] - low[2];
+      const int d = j0 * args.x_tap[0] - place.low[0];
+      const int h = (j01 - j0 * phase[1].taps) * args.x_tap[1] - place.low[1];
+      const int v = (tap - j01 * phase[2].taps) * args.x_tap[2] - place.low[2];
       to.a = ((d * args.box.extent[2] + h) * args.box.extent[3] + v) * args.box.pitch + chunk * 16;
     }
     step_at[i] = to;
@@ -295,33 +175,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     from.own_a = own * kSize, from.own_b = own * (ACROSS ? args.w_pitch : kSize);
   }
   u32 stage_at = box_at, next_at = box_at + args.stage_bytes;
+  int turn = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
-    copy(index + gridDim.x, next_at);
-    const Corner corner = corner_of(index);
-    T* const y = static_cast<T*>(args.y) + first_group * args.y_group +
-                 corner.image * args.y_stride[0] + y_of(corner, 0) * args.y_stride[1] +
-                 y_of(corner, 1) * args.y_stride[2] + y_of(corner, 2) * args.y_stride[3];
-    const int images = args.batch - corner.image, ds = phase[0].count - corner.at[0];
-    const int hs = phase[1].count - corner.at[1], ws = phase[2].count - corner.at[2];
-    const bool whole = images >= args.tile[0] && ds >= args.tile[1] && hs >= args.tile[2] &&
-                       ws >= args.tile[3];
+    copy(index + gridDim.x, spots[turn == 2 ? 0 : turn + 1], next_at);
+    wait_copies<1>();
+    __syncthreads();
+    const Spot& spot = spots[turn];
+    if (thread == kThreads - 1) {
+      spots[turn == 0 ? 2 : turn - 1] = spot_of(args, place, index + 2 * gridDim.x);
+    }
+    T* const y = static_cast<T*>(args.y) + first_group * args.y_group + spot.y;
+    const bool whole = spot.whole;
     auto real = [&](int position) {
       if (whole) return true;
       const Walk p(args.tile, position, 0);
-      return p.n < images && p.d < ds && p.h < hs && p.w < ws;
+      return p.n < spot.left[0] && p.d < spot.left[1] && p.h < spot.left[2] && p.w < spot.left[3];
     };
-    if (thread == 0) {
-      for (int dim = 0; dim < 3; ++dim) {
-        place.phase[dim] = phase[dim];
-        place.from[dim] = source_of(corner, dim);
-        place.low[dim] = low[dim];
-        place.to[dim] = y_of(corner, dim);
-      }
-      place.image = corner.image, place.group = first_group;
-    }
-    wait_copies<1>();
-    __syncthreads();
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += kWarps) {
     const int row_and_column = quick_divide(unit, packs);
@@ -400,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           continue;
         }
         const int own = quick_divide(channel, args.y_channels);
-        settle(args, place, slab[row * (kColumns + 4) + column], at, position,
+        settle(args, place, spot, slab[row * (kColumns + 4) + column], at, position,
                place.group + (merge + s) * args.merged + own,
                channel - own * args.y_channels);
       }
@@ -408,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
     __syncthreads();
+    turn = turn == 2 ? 0 : turn + 1;
     if (args.stage_bytes) {
       const u32 read = stage_at;
       stage_at = next_at, next_at = read;

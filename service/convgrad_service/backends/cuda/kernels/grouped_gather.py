@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.grouped_box import (
     BoxStrides,
     LatticeAxis,
     Size4,
+    box_args,
     images_together,
     lattice_axis,
     tile_extents,
@@ -44,7 +45,7 @@ MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 RESERVED_BYTES = 1024
 # In shared memory beside what a launch asks for.
-PLACE_BYTES = 128
+PLACE_BYTES = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +80,23 @@ class Unit:
 
 
 UNITS = {
-    1: Unit(4, 2, 1, 4, 5),
-    2: Unit(4, 1, 2, 4, 5),
-    3: Unit(4, 1, 3, 4, 3),
-    4: Unit(4, 1, 4, 4, 3),
+    1: Unit(4, 2, 1, 8, 2),
+    2: Unit(4, 1, 2, 8, 2),
+    3: Unit(4, 1, 3, 8, 2),
+    4: Unit(4, 1, 4, 8, 2),
 }
 """By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
 position are written together."""
 
 
 EXACT_UNITS = {
-    1: Unit(4, 1, 1, 4, 4),
-    2: Unit(4, 1, 2, 4, 3),
-    3: Unit(2, 1, 3, 4, 4),
-    4: Unit(2, 1, 4, 4, 4),
+    1: Unit(4, 1, 1, 8, 2),
+    2: Unit(4, 1, 2, 8, 2),
+    3: Unit(2, 1, 3, 8, 2),
+    4: Unit(2, 1, 4, 8, 2),
 }
 """Likewise where products are FMAs."""
-SMALL = Unit(4, 2, 1, 4, 5, 5)
+SMALL = Unit(4, 2, 1, 8, 2, 5)
 """For 3x3 taps of 8 channels: two taps a step."""
 
 
@@ -127,6 +128,7 @@ class GroupedGatherArgs(ctypes.Structure):
         ("x_group", ctypes.c_int64),
         ("y_group", ctypes.c_int64),
         ("y_stride", ctypes.c_int64 * 4),
+        ("w_tap", ctypes.c_int64),
         ("w_stride", ctypes.c_int64 * 6),
         ("x_stride", BoxStrides),
         ("box", BoxArgs),
@@ -210,11 +212,11 @@ class GroupedGather:
         args.x_group, args.y_group = source.strides[1], result.strides[1]
         args.y_stride[:] = (result.strides[0], *result.strides[3:])
         args.w_stride[:] = work.w.strides
+        args.w_tap = _tap_stride(work, axes)
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size
         args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
-        args.box.extent[:] = shape.extent
-        args.box.chunks, args.box.pitch = shape.chunks, shape.pitch
+        args.box = box_args(shape.extent, shape.chunks, shape.pitch, unit.warps * 32)
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.groups = work.batch, work.groups
         channels = work.in_channels, work.out_channels
@@ -415,6 +417,22 @@ def _vector(work: ConvWork) -> int:
         ):
             return vector
     return 1
+
+
+def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
+    """From one tap's weights to the next one's; 0 where they do not lie evenly, or where phases
+    have but some."""
+    if any(len(axis.phases) > 1 for axis in axes):
+        return 0
+    after = 1
+    found = 0
+    for extent, stride in zip(reversed(work.kernel), reversed(work.w.strides[3:]), strict=True):
+        if extent > 1:
+            found = found or stride
+            if stride != found * after:
+                return 0
+        after *= extent
+    return found
 
 
 def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:

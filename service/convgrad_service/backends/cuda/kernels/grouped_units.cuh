@@ -129,9 +129,11 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
   const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
-#pragma unroll(STEPS ? STEPS : 2)
-  for (int step = 0; step < (STEPS ? STEPS : from.steps); ++step) {
-    const int a_offset = STEPS ? from.a[step < STEPS ? step : 0] : from.a_at(step);
+  // One fragment at a time is not where time goes.
+  constexpr int kKept = kRows > 1 ? STEPS : 0;
+#pragma unroll(kKept ? kKept : 2)
+  for (int step = 0; step < (kKept ? kKept : from.steps); ++step) {
+    const int a_offset = kKept ? from.a[step < kKept ? step : 0] : from.a_at(step);
     u32 b[PACK * NF + 1][2];
     if constexpr (ACROSS && kSize == 4) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
@@ -145,7 +147,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         }
       }
     } else {
-      const int b_offset = STEPS ? from.b[step < STEPS ? step : 0] : from.b_at(step);
+      const int b_offset = kKept ? from.b[step < kKept ? step : 0] : from.b_at(step);
 #pragma unroll
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];

@@ -110,38 +110,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 each = all / static_cast<u32>(args.splits);
   const int more = all - each * args.splits;  // splits with one box more, the first ones
   const int begin = split * each + min(split, more), end = begin + each + (split < more);
+  const u32 in_phase = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
+  // A box: its image and its first pixel in x and y.
   struct Place {
-    int image, m[3], part[3];
+    int image, x[3], y[3];
   };
-  auto place_of = [&](int index) {
-    u32 number = index;
-    Place at;
-    at.m[2] = digit(number, args.tiles[3]) * args.tile[3];
-    at.m[1] = digit(number, args.tiles[2]) * args.tile[2];
-    at.m[0] = digit(number, args.tiles[1]) * args.tile[1];
-    at.part[2] = digit(number, args.phases[2]);
-    at.part[1] = digit(number, args.phases[1]);
-    at.part[0] = digit(number, args.phases[0]);
-    at.image = number * args.tile[0];
-    return at;
+  auto place_at = [&](const Walk& box, int phase) {
+    u32 number = phase;
+    const int part2 = digit(number, args.phases[2]), part1 = digit(number, args.phases[1]);
+    const int part[3] = {static_cast<int>(number), part1, part2}, at[3] = {box.d, box.h, box.w};
+    Place place;
+    place.image = box.n * args.tile[0];
+#pragma unroll
+    for (int dim = 0; dim < 3; ++dim) {
+      const Phase& of = args.phase[dim][part[dim]];
+      const int first = at[dim] * args.tile[dim + 1];
+      place.x[dim] = of.x0 + first * args.x_step[dim] * args.lattice[dim];
+      place.y[dim] = of.y0 + first * args.y_step[dim];
+    }
+    return place;
   };
-  auto x_from = [&](const Place& at, int dim) {
-    return args.phase[dim][at.part[dim]].x0 + at.m[dim] * args.x_step[dim] * args.lattice[dim];
-  };
-  auto y_from = [&](const Place& at, int dim) {
-    return args.phase[dim][at.part[dim]].y0 + at.m[dim] * args.y_step[dim];
-  };
+  const Copier copier_x(args.x_box, reinterpret_cast<const char*>(x), args.x_stride,
+                                  args.lattice, x_chunks);
+  const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride,
+                                  args.y_step, y_chunks);
+  int phase = static_cast<u32>(begin) / in_phase;
+  Walk walk(args.tiles, begin - phase * in_phase, 1, true);
   auto copy = [&](int index, int stage) {
     if (index < end) {
-      const Place at = place_of(index);
+      const Place at = place_at(walk, phases > 1 ? phase : 0);
       const u32 to = boxes_at + stage * args.stage_bytes;
-      const int x_first[3] = {x_from(at, 0), x_from(at, 1), x_from(at, 2)};
-      const int y_first[3] = {y_from(at, 0), y_from(at, 1), y_from(at, 2)};
-      copy_box<kThreads>(to, args.x_box, reinterpret_cast<const char*>(x), args.x_stride, at.image,
-                         args.batch, x_first, args.lattice, args.x_size, x_chunks);
-      copy_box<kThreads>(to + args.y_at, args.y_box, reinterpret_cast<const char*>(y),
-                         args.y_stride, at.image, args.batch, y_first, args.y_step, args.y_size,
-                         y_chunks);
+      copier_x.copy(to, args.x_box, args.x_stride, at.image, args.batch, at.x, args.lattice,
+                    args.x_size);
+      copier_y.copy(to + args.y_at, args.y_box, args.y_stride, at.image, args.batch, at.y,
+                    args.y_step, args.y_size);
+      walk.next(args.tiles);
+      if (walk.n >= args.tiles[0]) walk.n -= args.tiles[0], ++phase;
     }
     commit_copies();
   };
@@ -306,19 +310,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     tap_of(tap, at);
     float value = 0;
     for (int index = begin; index < end; ++index) {
-      const Place place = place_of(index);
+      const u32 of_phase = static_cast<u32>(index) / in_phase;
+      const Walk box(args.tiles, index - of_phase * in_phase, 1, true);
+      const Place place = place_at(box, of_phase);
       for (int pixel = 0; pixel < pixels; ++pixel) {
-        u32 digits = pixel;
-        const int m2 = digit(digits, args.tile[3]), m1 = digit(digits, args.tile[2]);
-        const int m0 = digit(digits, args.tile[1]), m[3] = {m0, m1, m2};
-        const int image = place.image + static_cast<int>(digits);
+        const Walk p(args.tile, pixel, 0);
+        const int m[3] = {p.d, p.h, p.w}, image = place.image + p.n;
         bool inside = image < args.batch;
         i64 x_offset = image * args.x_stride.image, y_offset = image * args.y_stride.image;
 #pragma unroll
         for (int dim = 0; dim < 3; ++dim) {
-          const int from = x_from(place, dim) +
+          const int from = place.x[dim] +
                            (m[dim] * args.x_step[dim] + at[dim] * args.x_tap[dim]) * args.lattice[dim];
-          const int to = y_from(place, dim) + m[dim] * args.y_step[dim];
+          const int to = place.y[dim] + m[dim] * args.y_step[dim];
           inside &= static_cast<u32>(from) < static_cast<u32>(args.x_size[dim]) &&
                     to < args.y_size[dim];
           x_offset += static_cast<i64>(from) * args.x_stride.spatial[dim];

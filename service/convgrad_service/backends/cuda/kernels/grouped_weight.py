@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.grouped_box import (
     BoxStrides,
     LatticeAxis,
     Size4,
+    box_args,
     images_together,
     lattice_axis,
     tile_extents,
@@ -68,8 +69,8 @@ class Item:
 ITEMS = {
     1: Item(5, 1, 8, 2),
     2: Item(5, 2, 8, 2),
-    3: Item(5, 3, 4, 3),
-    4: Item(5, 4, 4, 3),
+    3: Item(5, 3, 8, 2),
+    4: Item(5, 2, 8, 2),
 }
 """By columns: with 3x3 taps, five times 16 rows are all of 8 channels, or half of 16."""
 
@@ -171,9 +172,9 @@ class GroupedWeight:
             strides = BoxStrides(operand.strides[0] * size)
             strides.spatial[:] = [stride * size for stride in operand.strides[3:]]
             setattr(args, f"{name}_stride", strides)
-        args.x_box.extent[:], args.y_box.extent[:] = block.x_extent, share.tile
-        args.x_box.chunks, args.x_box.pitch = merge.in_chunks * share.slice, block.x_pitch
-        args.y_box.chunks, args.y_box.pitch = merge.out_chunks * share.slice, block.y_pitch
+        threads = item.warps * 32
+        args.x_box = box_args(block.x_extent, merge.in_chunks * share.slice, block.x_pitch, threads)
+        args.y_box = box_args(share.tile, merge.out_chunks * share.slice, block.y_pitch, threads)
         for name in ("batch", "groups", "in_channels", "out_channels"):
             setattr(args, name, getattr(work, name))
         args.merged, args.slice = merge.groups, share.slice
@@ -216,9 +217,10 @@ class GroupedWeight:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
+        items = dict.fromkeys(ITEMS.values())
         return [
-            *(_instance(item, dtype, False) for item in ITEMS.values() for dtype in DTYPES),
-            *(_instance(item, DType.FLOAT32, True) for item in ITEMS.values()),
+            *(_instance(item, dtype, False) for item in items for dtype in DTYPES),
+            *(_instance(item, DType.FLOAT32, True) for item in items),
             *lane_sum_instances(),
         ]
 
