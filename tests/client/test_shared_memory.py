@@ -36,9 +36,10 @@ def live() -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(live: LiveServer) -> Iterator[convgrad.Client]:
+    before = len(regions(live))
     with convgrad.Client(live.url, transport="shm") as client:
         yield client
-    assert len(regions(live)) == 0
+    assert len(regions(live)) <= before, list(regions(live)._regions)
     assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
 
 
