@@ -29,6 +29,7 @@ class TreeServer:
     """Where it listens, and its inside."""
 
     url: str
+    grpc: str
     tree: Tree
 
     @property
@@ -68,6 +69,7 @@ def serving_tree(
     started = threading.Event()
     ending: list[Callable[[], object]] = []
     failures: list[BaseException] = []
+    grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
         tree = Tree(chosen, bound, WorkerRecipe(make_backend, slots))
 
@@ -75,7 +77,7 @@ def serving_tree(
             ended = asyncio.Event()
             loop = asyncio.get_running_loop()
             ending.append(lambda: loop.call_soon_threadsafe(ended.set))
-            await tree.start()
+            grpc_ports.append(await tree.start())
             started.set()
             await ended.wait()
             await tree.stop()
@@ -93,7 +95,8 @@ def serving_tree(
         try:
             assert started.wait(30)
             assert not failures, failures
-            yield TreeServer(f"http://127.0.0.1:{bound.getsockname()[1]}", tree)
+            http_port = bound.getsockname()[1]
+            yield TreeServer(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_ports[0]}", tree)
         finally:
             for end in ending:
                 end()
