@@ -43,6 +43,10 @@ class FakeRuntime:
             raise self.CUDARuntimeError
         self.locked.append((address, size))
 
+    def hostUnregister(self, address: int) -> None:  # noqa: N802
+        (found,) = (each for each in self.locked if each[0] == address)
+        self.locked.remove(found)
+
 
 class FakeEvent:
     def __init__(self, disable_timing: bool) -> None:
@@ -166,6 +170,30 @@ def test_what_lies_elsewhere_or_in_pieces_is_not_copied_directly(
     assert subject.stretches(host[:10]) is None
     runtime.refuses = False
     assert subject.stretches(host[:10]) is None  # asked once, and never again
+
+
+def test_several_ranges_are_adopted_and_let_go(
+    adopted: tuple[Pinned, Bytes], runtime: FakeRuntime
+) -> None:
+    subject, host = adopted
+    others = [np.zeros(5000, np.uint8) for _ in range(3)]
+    for other in others:
+        assert subject.stretches(other[:10]) is None
+        subject.adopt(other.ctypes.data, other.nbytes)
+    for memory_of in (*others, host):
+        start = memory_of.ctypes.data
+        assert subject.stretches(memory_of[4090:4100]) == [(start + 4090, 6), (start + 4096, 4)]
+    assert len(runtime.locked) == 8
+    subject.release(others[1].ctypes.data)
+    assert len(runtime.locked) == 6
+    assert subject.stretches(others[1][:10]) is None
+    assert subject.stretches(others[2][:10]) is not None
+    # What is refused of one is not refused of another.
+    subject.adopt(others[1].ctypes.data, others[1].nbytes)
+    runtime.refuses = True
+    assert subject.stretches(others[1][:10]) is None
+    runtime.refuses = False
+    assert subject.stretches(host[8192:8200]) is not None
 
 
 def test_adopted_memory_goes_there_and_back_without_staging(

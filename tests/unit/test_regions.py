@@ -219,3 +219,31 @@ memory[0]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "unguarded now\n", done.stderr
     assert done.returncode == -signal.SIGBUS
+
+
+def test_a_device_is_told_of_memory_before_it_is_used_and_before_it_goes(
+    regions: Regions, key: str
+) -> None:
+    class Adopter:
+        def __init__(self) -> None:
+            self.held: dict[int, int] = {}
+
+        def adopt(self, address: int, size_bytes: int) -> None:
+            self.held[address] = size_bytes
+
+        def release(self, address: int) -> None:
+            del self.held[address]
+
+    adopter = Adopter()
+    segments = Segments(adopter)
+    regions.register("", RegionInfo("a", key, 0, PAGE))
+    (place,) = regions.use([RegionPart("", "a", 0, 4)])
+    segments.open(place.file, regions.descriptor(place.file))
+    segments.open(place.file, regions.descriptor(place.file))  # again: it is there
+    array = segments.array(place, TensorSpec((1,), DType.FLOAT32))
+    assert adopter.held == {array.ctypes.data: 4 * PAGE}
+    segments.close(place.file)
+    assert adopter.held  # a kernel may be at it still
+    del array
+    assert not adopter.held
+    regions.release([place])

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Place", "Segments", "array_at"]
+__all__ = ["Adopter", "Place", "Segments", "array_at"]
 
 Place = int | InRegion
 """Where a tensor lies: an offset in the arena, or a place in a client's region."""
@@ -32,8 +32,16 @@ Place = int | InRegion
 _ALIGNMENT_BYTES = 64
 
 
+class Adopter(Protocol):
+    """Who is told of memory in which tensors will lie: a `ServingBackend`, for one."""
+
+    def adopt(self, address: int, size_bytes: int) -> None: ...
+
+    def release(self, address: int) -> None: ...
+
+
 class _Segment:
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, adopter: Adopter | None) -> None:
         found = os.fstat(descriptor)
         self.file = (found.st_dev, found.st_ino)
         try:
@@ -41,15 +49,20 @@ class _Segment:
         except ValueError:  # it has become empty
             raise _shortened() from None
         self.bytes = np.frombuffer(memory, np.uint8)
-        self.guard = Guard(self.bytes.ctypes.data, found.st_size)
-        # The mapping goes with the last tensor in it, and the guard just before.
+        address = int(self.bytes.ctypes.data)
+        self.guard = Guard(address, found.st_size)
+        # The mapping goes with the last tensor in it, and these just before.
         weakref.finalize(self.bytes, self.guard.remove).atexit = False
+        if adopter is not None:
+            adopter.adopt(address, found.st_size)
+            weakref.finalize(self.bytes, adopter.release, address).atexit = False
 
 
 class Segments:
     """Mappings by the number that the hub gave each region. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, adopter: Adopter | None = None) -> None:
+        self._adopter = adopter
         self._segments: dict[int, _Segment] = {}
         self._opening = threading.Lock()
 
@@ -63,7 +76,7 @@ class Segments:
         """
         with self._opening:
             if number not in self._segments:
-                self._segments[number] = _Segment(descriptor)
+                self._segments[number] = _Segment(descriptor, self._adopter)
 
     def close(self, number: int) -> None:
         """Unmap a region that no job uses any more."""

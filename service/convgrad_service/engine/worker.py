@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from convgrad.errors import ServiceError
-from convgrad_service.backends.base import Backend, ServingBackend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Pipe
 from convgrad_service.engine.jobs import Finished, Job, run_job
@@ -92,9 +92,11 @@ def worker_main(start: Start) -> None:
 
 
 class _Worker:
-    def __init__(self, backend: Backend, arena: Arena, jobs: Pipe, files: socket.socket) -> None:
+    def __init__(
+        self, backend: ServingBackend, arena: Arena, jobs: Pipe, files: socket.socket
+    ) -> None:
         self._backend, self._arena, self._jobs, self._files = backend, arena, jobs, files
-        self._segments = Segments()
+        self._segments = Segments(backend)
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._cancelled: dict[int, threading.Event] = {}

@@ -114,6 +114,10 @@ class CudaBackend:
         """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""
         self._pinned.adopt(address, size_bytes)
 
+    def release(self, address: int) -> None:
+        """See `ServingBackend.release`."""
+        self._pinned.release(address)
+
     @property
     def fault(self) -> str | None:
         """Why this process cannot use the GPU any more; None while it can."""

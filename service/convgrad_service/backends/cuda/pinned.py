@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Any
 
@@ -22,21 +23,46 @@ memory from the system for good, so a server locks no more than its requests hav
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
-class Pinned:
-    """A range of host memory, page-locked piece by piece. Safe to use from any thread.
+class _Range:
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.locked: set[int] = set()
+        self.refused = False
 
-    Where the system refuses to lock it, there simply is none, and copies go the longer way.
+    def granule(self, number: int) -> tuple[int, int]:
+        """Address and size of a granule."""
+        start = self.start + number * GRANULE_BYTES
+        return start, min(GRANULE_BYTES, self.end - start)
+
+
+class Pinned:
+    """Ranges of host memory, page-locked piece by piece. Safe to use from any thread.
+
+    Where the system refuses to lock one, copies of what lies there go the longer way.
     """
 
     def __init__(self) -> None:
         self._runtime: Any = import_cupy().cuda.runtime
         self._lock = threading.Lock()
-        self._start = self._end = 0
-        self._locked: set[int] = set()
+        # By where they start; replaced and never changed, so that readers need no lock.
+        self._ranges: tuple[_Range, ...] = ()
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """Take on a range, which starts on a page and stays mapped as long as the process lives."""
-        self._start, self._end = address, address + size_bytes
+        """Take on a range, which starts on a page and stays mapped until `release`."""
+        added = _Range(address, address + size_bytes)
+        with self._lock:
+            self._ranges = tuple(sorted((*self._ranges, added), key=_start))
+
+    def release(self, address: int) -> None:
+        """Let go of the range that starts there, which nothing copies from or to any more."""
+        with self._lock:
+            (found,) = (each for each in self._ranges if each.start == address)
+            self._ranges = tuple(each for each in self._ranges if each is not found)
+            for number in found.locked:
+                try:
+                    self._runtime.hostUnregister(found.granule(number)[0])
+                except self._runtime.CUDARuntimeError as error:
+                    _log.warning("host memory cannot be given back: %s", error)
 
     def stretches(self, array: NDArray[Any]) -> list[tuple[int, int]] | None:
         """Address and size of each part of an array that can be copied at once.
@@ -44,31 +70,37 @@ class Pinned:
         None where the array lies elsewhere, or not in one piece.
         """
         address, end = array.ctypes.data, array.ctypes.data + array.nbytes
-        if not self._start <= address <= end <= self._end or not array.flags.c_contiguous:
+        ranges = self._ranges
+        found = ranges[bisect_right(ranges, address, key=_start) - 1] if ranges else None
+        if found is None or not found.start <= address <= end <= found.end:
             return None
-        first = (address - self._start) // GRANULE_BYTES
-        last = max(first, (end - 1 - self._start) // GRANULE_BYTES)
-        for granule in range(first, last + 1):
-            if granule not in self._locked and not self._lock_granule(granule):
+        if not array.flags.c_contiguous:
+            return None
+        first = (address - found.start) // GRANULE_BYTES
+        last = max(first, (end - 1 - found.start) // GRANULE_BYTES)
+        for number in range(first, last + 1):
+            if number not in found.locked and not self._lock_granule(found, number):
                 return None
         # A copy may not cross from one locked piece into the next.
-        cuts = [self._start + granule * GRANULE_BYTES for granule in range(first + 1, last + 1)]
+        cuts = [found.granule(number)[0] for number in range(first + 1, last + 1)]
         bounds = [address, *cuts, end]
         return [(low, high - low) for low, high in pairwise(bounds)]
 
-    def _lock_granule(self, granule: int) -> bool:
-        start = self._start + granule * GRANULE_BYTES
+    def _lock_granule(self, found: _Range, number: int) -> bool:
         with self._lock:
-            if granule in self._locked:
+            if number in found.locked:
                 return True
-            if self._start == self._end:
+            if found.refused:
                 return False
             try:
-                size = min(GRANULE_BYTES, self._end - start)
-                self._runtime.hostRegister(start, size, _PORTABLE)
+                self._runtime.hostRegister(*found.granule(number), _PORTABLE)
             except self._runtime.CUDARuntimeError as error:
                 _log.warning("host memory cannot be page-locked, copies will be slower: %s", error)
-                self._start = self._end = 0
+                found.refused = True
                 return False
-            self._locked.add(granule)
+            found.locked.add(number)
             return True
+
+
+def _start(found: _Range) -> int:
+    return found.start
