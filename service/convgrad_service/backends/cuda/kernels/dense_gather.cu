@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                  static_cast<int>(pixel - rest2 * phase2.count)};
   };
   for (int i = thread; i < words; i += kThreads) kept[i] = args.may_skip ? 0u : ~0u;
-  __syncthreads();
+  if (args.may_skip) __syncthreads();
   for (int i = thread; i < BM; i += kThreads) {
     const Pixel at = pixel_of(i);
     const bool real = first_pixel + i < pixels;
