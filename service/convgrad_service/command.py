@@ -53,9 +53,15 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     from convgrad.errors import DeviceUnavailable
     from convgrad_service.logs import configure_logs
     from convgrad_service.server import listening_socket
+    from convgrad_service.tls import TlsError, server_context
     from convgrad_service.tree import CannotListen, Tree, run_until_signalled
 
     configure_logs(settings.log_level)
+    try:
+        secure = "s" if server_context(settings, "h2") else ""
+    except TlsError as error:
+        print(f"convgrad serve: {error}", file=sys.stderr)
+        return 2
     try:
         listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
     except OSError as error:
@@ -68,8 +74,8 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         shown = f"[{host}]" if ":" in host else host
         # For people and for programs; programs may rather wait for the port file.
         print(
-            f"convgrad listens on http://{shown}:{port}\n"
-            f"convgrad listens on grpc://{shown}:{grpc_port}",
+            f"convgrad listens on http{secure}://{shown}:{port}\n"
+            f"convgrad listens on grpc{secure}://{shown}:{grpc_port}",
             flush=True,
         )
         if port_file is not None:

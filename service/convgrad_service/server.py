@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.http_api.protocol import guarded_protocol
 from convgrad_service.settings import Settings
+from convgrad_service.tls import server_context
 
 __all__ = ["ConvgradServer", "listening_socket"]
 
@@ -37,6 +38,7 @@ class ConvgradServer(uvicorn.Server):
         *,
         announce: Callable[[int], None] | None = None,
     ) -> None:
+        tls = server_context(settings, "http/1.1")
         super().__init__(
             uvicorn.Config(
                 app,
@@ -53,6 +55,7 @@ class ConvgradServer(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=settings.keep_alive_s,
                 timeout_graceful_shutdown=1,  # what could finish has, see on_tick
+                ssl_context_factory=None if tls is None else (lambda *_: tls),
             )
         )
         self._dataplane: Dataplane = app.state.dataplane

@@ -76,6 +76,19 @@ class Settings(BaseSettings):
         description="Processes that serve HTTP, on the same port; all share the devices, the "
         "limits and the metrics.",
     )
+    tls_certificate: Path | None = Field(
+        default=None,
+        description="File of the certificate chain (PEM) for TLS on both ports; unset means plain "
+        "text. Renewed files are noticed.",
+    )
+    tls_key: Path | None = Field(
+        default=None, description="File of the certificate's private key (PEM), not encrypted."
+    )
+    tls_client_ca: Path | None = Field(
+        default=None,
+        description="File of the authorities (PEM) of which one must have signed a client's "
+        "certificate; unset means that clients need none.",
+    )
     backend: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What computes; auto is the GPU where CuPy finds one that works, else the CPU.",

@@ -29,6 +29,7 @@ from convgrad_service.keys import KeyRing
 from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.request_context import RequestContext
 from convgrad_service.settings import Settings
+from convgrad_service.tls import server_context
 from convgrad_service.tracing import traces_to
 
 __all__ = ["GrpcServer"]
@@ -95,6 +96,7 @@ class GrpcServer:
             settings.http_host,
             settings.grpc_port,
             family=socket.AF_UNSPEC,
+            ssl=server_context(settings, "h2"),
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return port

@@ -40,6 +40,11 @@ class Connection(Protocol):
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection of an exchange, where the server offers one."""
+    """The connection of an exchange, where the server offers one.
+
+    Over TLS it does not: there what is read and written is not what lies in memory.
+    """
+    if scope.get("scheme") == "https":
+        return None
     connection: Connection | None = scope.get(CONNECTION)
     return connection

@@ -1,0 +1,204 @@
+"""TLS on both ports: every client of the plain ones over it, certificates checked both ways."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+
+import convgrad
+from convgrad_service import tls
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.command import serve
+from convgrad_service.settings import Settings
+from tests.contract.oip_server import OipServer, serving_oip
+from tests.fake_backends import Zeros
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+
+
+@dataclass(frozen=True)
+class Files:
+    """An authority's certificate, and certificates with keys that it signed."""
+
+    folder: Path
+
+    @property
+    def authority(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def certificate(self, name: str) -> Path:
+        return self.folder / f"{name}.pem"
+
+    def key(self, name: str) -> Path:
+        return self.folder / f"{name}.key"
+
+    def sign(self, name: str) -> None:
+        """Make (again) what is signed for ``name``."""
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+        self._openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                      "-keyout", self.key(name), "-out", self.folder / "request",
+                      "-subj", f"/CN={name}", "-addext", names)  # fmt: skip
+        self._openssl("x509", "-req", "-in", self.folder / "request", "-CA", self.authority,
+                      "-CAkey", self.key("ca"), "-CAcreateserial", "-days", "2",
+                      "-copy_extensions", "copyall", "-out", self.certificate(name))  # fmt: skip
+
+    def found(self) -> None:
+        """Make the authority."""
+        self._openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+                      "-nodes", "-keyout", self.key("ca"), "-out", self.authority,
+                      "-subj", "/CN=authority", "-days", "2")  # fmt: skip
+
+    def server(self) -> dict[str, Any]:
+        """Settings of a server with the certificate of that name."""
+        return {"tls_certificate": self.certificate("server"), "tls_key": self.key("server")}
+
+    def client_context(self, name: str | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.authority)
+        if name is not None:
+            context.load_cert_chain(self.certificate(name), self.key(name))
+        return context
+
+    @staticmethod
+    def _openssl(*arguments: str | Path) -> None:
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    made = Files(tmp_path_factory.mktemp("keys"))
+    made.found()
+    for name in ("server", "client"):
+        made.sign(name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(files: Files) -> Iterator[OipServer]:
+    with serving_oip(CpuBackend(), **files.server()) as running:
+        yield running
+
+
+def pooled(server: OipServer, array: np.ndarray[Any, Any], **security: Any) -> Any:
+    tensor = grpc_client.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
+    with grpc_client.InferenceServerClient(server.grpc, ssl=True, **security) as client:
+        result = client.infer(
+            "maxpool2d_fwd", [tensor], parameters={"kernel_size": 2}, client_timeout=20
+        )
+        return result.as_numpy("output")
+
+
+@pytest.mark.parametrize("size", [4, 64, 2048])
+def test_tensors_over_both_ports(server: OipServer, files: Files, seed: int, size: int) -> None:
+    array = np.random.default_rng(seed).standard_normal((1, 2, size, size), dtype=np.float32)
+    wanted = array.reshape(1, 2, size // 2, 2, size // 2, 2).max((3, 5))
+    roots = {"root_certificates": str(files.authority)}
+    np.testing.assert_array_equal(pooled(server, array, **roots), wanted)
+    with (
+        httpx.Client(verify=files.client_context(), timeout=20) as http,
+        convgrad.Client(f"https://{server.http}", http_client=http) as client,
+    ):
+        np.testing.assert_array_equal(client.maxpool2d_fwd(array, 2).output, wanted)
+
+
+def test_clients_know_whom_they_talk_to(server: OipServer) -> None:
+    with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+        httpx.get(f"https://{server.http}/v2")
+    with pytest.raises(Exception, match=r"UNAVAILABLE|Deadline"):
+        pooled(server, np.zeros((1, 1, 2, 2), np.float32))
+
+
+def test_plain_text_is_no_way_in(server: OipServer) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{server.http}/v2")
+    with pytest.raises(Exception, match=r"UNAVAILABLE|Deadline"):
+        grpc_client.InferenceServerClient(server.grpc).is_server_live(client_timeout=5)
+
+
+def test_clients_are_asked_for_certificates(files: Files) -> None:
+    with serving_oip(Zeros(), **files.server(), tls_client_ca=files.authority) as server:
+        url = f"https://{server.http}/v2/health/live"
+        assert httpx.get(url, verify=files.client_context("client")).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url, verify=files.client_context())
+        array = np.zeros((1, 1, 2, 2), np.float32)
+        security = {
+            "root_certificates": str(files.authority),
+            "private_key": str(files.key("client")),
+            "certificate_chain": str(files.certificate("client")),
+        }
+        assert pooled(server, array, **security).shape == (1, 1, 1, 1)
+        with pytest.raises(Exception, match=r"UNAVAILABLE|Deadline"):
+            pooled(server, array, root_certificates=str(files.authority))
+
+
+def shown_certificate(server: OipServer, files: Files) -> bytes:
+    host, port = server.grpc.split(":")
+    with (
+        socket.create_connection((host, int(port)), 5) as plain,
+        files.client_context().wrap_socket(plain, server_hostname="localhost") as secure,
+    ):
+        certificate = secure.getpeercert(binary_form=True)
+        assert certificate is not None
+        return certificate
+
+
+def test_renewed_certificates_are_served(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    renewed = Files(files.folder)
+    with serving_oip(Zeros(), **renewed.server()) as server:
+        first = shown_certificate(server, files)
+        assert shown_certificate(server, files) == first
+        # Half written: the old one goes on being served.
+        whole = renewed.certificate("server").read_bytes()
+        renewed.certificate("server").write_bytes(whole[: len(whole) // 2])
+        assert shown_certificate(server, files) == first
+        renewed.sign("server")
+        assert shown_certificate(server, files) != first
+
+
+def test_alpn_names_what_is_spoken(server: OipServer, files: Files) -> None:
+    for address, protocol in ((server.grpc, "h2"), (server.http, "http/1.1")):
+        host, port = address.split(":")
+        context = files.client_context()
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with (
+            socket.create_connection((host, int(port)), 5) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as secure,
+        ):
+            assert secure.selected_alpn_protocol() == protocol
+            assert secure.version() in ("TLSv1.2", "TLSv1.3")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("server.pem", None, None), (None, "server.key", None), (None, None, "ca.pem"),
+     ("missing.pem", "server.key", None), ("server.pem", "client.key", None),
+     ("server.pem", "server.key", "server.key")],
+)  # fmt: skip
+def test_settings_that_cannot_be(files: Files, names: tuple[str | None, ...]) -> None:
+    paths = [None if name is None else files.folder / name for name in names]
+    certificate, key, authority = paths
+    settings = Settings(tls_certificate=certificate, tls_key=key, tls_client_ca=authority)
+    with pytest.raises(tls.TlsError, match=r"belong together|cannot serve TLS with"):
+        tls.server_context(settings, "h2")
+
+
+def test_without_settings_there_is_no_tls() -> None:
+    assert tls.server_context(Settings(), "h2") is None
+
+
+def test_the_command_says_what_is_wrong(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    code = serve(["--tls-certificate", str(files.certificate("server"))])
+    assert code == 2
+    assert "tls_certificate and tls_key belong together" in capsys.readouterr().err
