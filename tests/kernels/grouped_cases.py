@@ -22,7 +22,7 @@ GROUPED: dict[str, Conv] = {
     "c24": Conv(1, 48, 48, (5, 6), (3, 3), padding=1, groups=2),
     "c32": Conv(2, 64, 64, (7, 7), (3, 3), padding=1, groups=2),
     "c40_to_56": Conv(1, 80, 112, (3, 4), (3, 3), padding=1, groups=2),
-    "c64": Conv(1, 128, 128, (4, 5), (3, 3), padding=1, groups=2),
+    "c64_to_8": Conv(1, 128, 16, (4, 5), (3, 3), padding=1, groups=2),
     # Geometry
     "c8_strided": Conv(2, 16, 16, (11, 9), (3, 3), 2, 1, groups=2),
     "c4_strided_3_by_2": Conv(1, 16, 16, (11, 10), (4, 5), (3, 2), 2, groups=4),

@@ -17,6 +17,9 @@ from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
+from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
+from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
@@ -37,15 +40,25 @@ COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
 DEPTHWISE = (Depthwise(), ThroughChannelsLast(Depthwise(), COPIES))
 DEPTHWISE_WEIGHT = (DepthwiseWeight(), ThroughChannelsLast(DepthwiseWeight(), COPIES))
+# Few channels a group.
+GROUPED = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES))
+GROUPED_WEIGHT = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
 FIRST_DATA = (Patches((DenseGather(),)), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, *FIRST_FORWARD, DenseGather(), GatherTile(), GatherDirect()),
-    bwd_data=(*DEPTHWISE, *FIRST_DATA, DenseGather(), GatherTile(), GatherDirect()),
-    bwd_weight=(*DEPTHWISE_WEIGHT, *FIRST_WEIGHT, DenseWeight(), WeightTile(), WeightDirect()),
+    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, DenseGather(), GatherTile(), GatherDirect()),
+    bwd_weight=(
+        *DEPTHWISE_WEIGHT,
+        *GROUPED_WEIGHT,
+        *FIRST_WEIGHT,
+        DenseWeight(),
+        WeightTile(),
+        WeightDirect(),
+    ),
     fused=(),
     channel_sums=(ChannelSumsKernel(),),
     pool_fwd=(PoolWindows(), MaxPoolForward()),

@@ -48,18 +48,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // The block's slice and phase, and its first two boxes of those of the largest phase.
   const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
   const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
-  if (thread == 0) {
+  if (thread < 2) {
+    Place mine;
     u32 part = blockIdx.z;
 #pragma unroll
     for (int dim = 2; dim >= 0; --dim) {
-      const u32 above = part / static_cast<u32>(args.phases[dim]);
-      place.phase[dim] = args.phase[dim][part - above * args.phases[dim]];
+      const u32 above = gridDim.z > 1 ? part / static_cast<u32>(args.phases[dim]) : 0;
+      mine.phase[dim] = args.phase[dim][part - above * args.phases[dim]];
       part = above;
-      place.low[dim] = min(0, (place.phase[dim].taps - 1) * args.x_tap[dim]);
+      mine.low[dim] = min(0, (mine.phase[dim].taps - 1) * args.x_tap[dim]);
     }
-    place.group = first_group;
-    spots[0] = spot_of(args, place, blockIdx.x);
-    spots[1] = spot_of(args, place, blockIdx.x + gridDim.x);
+    mine.group = first_group;
+    if (thread == 0) place = mine;
+    spots[thread] = spot_of(args, mine, blockIdx.x + thread * gridDim.x);
   }
   const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;

@@ -27,6 +27,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS = 64
 """Of merged groups, on either side."""
 LEAST_BYTES = 64
+DENSE_CHANNELS = 48
 MAX_TAPS = 512
 MAX_STRIDE_BYTES = 2**31 - 1
 MAX_EXTENT = 2**24
@@ -117,6 +118,8 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
             f"{work.in_channels} and {work.out_channels} channels a group, {merge.groups} groups "
             f"merged, are more than {MAX_CHANNELS}"
         )
+    if not is_exact(work) and min(work.in_channels, work.out_channels) >= DENSE_CHANNELS:
+        return f"{DENSE_CHANNELS} and more channels a group fill the dense kernels' tiles"
     if work.taps > MAX_TAPS:
         return f"{work.taps} taps are more than {MAX_TAPS}"
     for side, operand, channels in (

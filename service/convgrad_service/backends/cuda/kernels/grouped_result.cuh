@@ -71,7 +71,8 @@ __device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 i
   spot.whole = 1;
 #pragma unroll
   for (int dim = 2; dim >= 0; --dim) {
-    const u32 above = index / static_cast<u32>(args.tiles[dim + 1]);
+    const u32 above = index < (1u << 20) ? quick_divide(index, args.tiles[dim + 1])
+                                         : index / static_cast<u32>(args.tiles[dim + 1]);
     const int first = (index - above * args.tiles[dim + 1]) * args.tile[dim + 1];
     const Phase& phase = place.phase[dim];
     index = above;
