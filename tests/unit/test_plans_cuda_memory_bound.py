@@ -11,8 +11,10 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_lines import Box, PoolLines
@@ -28,7 +30,16 @@ SUITE = Path(__file__).parents[1] / "perf" / "suite" / "layers.json"
 LAYERS: list[dict[str, Any]] = json.loads(SUITE.read_text(encoding="utf-8"))
 DEPTHWISE = [layer for layer in LAYERS if layer["class"] == "depthwise"]
 POOLS = [layer for layer in LAYERS if layer["class"] == "pool"]
-FAST = (Depthwise(), DepthwiseWeight(), PoolCellRows(), PoolCells(), PoolStrips(), PoolLines())
+FAST = (
+    Depthwise(),
+    DepthwiseMma(),
+    DepthwiseWeight(),
+    DepthwiseWeightMma(),
+    PoolCellRows(),
+    PoolCells(),
+    PoolStrips(),
+    PoolLines(),
+)
 INSTANCES = {instance for family in FAST for instance in family.instances()}
 TYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 

@@ -10,7 +10,9 @@ from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_first import ThroughChannelsLast
+from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
@@ -38,8 +40,18 @@ __all__ = ["FAMILIES"]
 # Copies between orders of dimensions.
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
-DEPTHWISE = (Depthwise(), ThroughChannelsLast(Depthwise(), COPIES))
-DEPTHWISE_WEIGHT = (DepthwiseWeight(), ThroughChannelsLast(DepthwiseWeight(), COPIES))
+DEPTHWISE = (
+    Depthwise(),
+    DepthwiseMma(),
+    ThroughChannelsLast(Depthwise(), COPIES),
+    ThroughChannelsLast(DepthwiseMma(), COPIES),
+)
+DEPTHWISE_WEIGHT = (
+    DepthwiseWeight(),
+    DepthwiseWeightMma(),
+    ThroughChannelsLast(DepthwiseWeight(), COPIES),
+    ThroughChannelsLast(DepthwiseWeightMma(), COPIES),
+)
 # Few channels a group.
 GROUPED = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES))

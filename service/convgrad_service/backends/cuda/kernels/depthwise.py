@@ -26,6 +26,10 @@ from convgrad_service.plans.cuda_works import ConvWork
 __all__ = ["TILES", "Depthwise", "Tile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# Of 16-bit types, beside one-dimensional kernels: where tensor cores are not faster, or have none.
+IN_16_BITS = ((3, 3, 1), (3, 3, 2), (7, 7, 2))
+# Their registers do not suffice for more than the sums.
+TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 
 WARPS = 4
@@ -53,7 +57,7 @@ TILES = {
     (5, 5, 2): Tile(2, 2, 4),
     (7, 7, 1): Tile(1, 7, 4),
     (7, 7, 2): Tile(2, 2, 3),
-    (13, 13, 1): Tile(1, 4, 3),
+    (13, 13, 1): Tile(1, 3, 2),
     (3, 1, 1): Tile(2, 1, 5),
     (4, 1, 1): Tile(2, 1, 5),
     (5, 1, 1): Tile(2, 1, 5),
@@ -93,7 +97,9 @@ class Depthwise:
         if reason is not None:
             return reason
         plane = plane_of(work)
-        if plane is None or (*plane.kernel, plane.stride) not in TILES:
+        if plane is None or not _has_instance(
+            work.dtype, (*plane.kernel, plane.stride), not work.epilogue_free
+        ):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, _tile(plane))
         if launch.shared_bytes > device.shared_bytes_per_block:
@@ -135,7 +141,8 @@ class Depthwise:
         groups = ceil_div(columns, _strips(tile) * tile.columns)
         per_chunk = plane.batch * groups
         if chunk is None:
-            resident = resident_blocks(device, shared_bytes, tile.blocks) * WARPS
+            blocks = _blocks(tile, not work.epilogue_free)
+            resident = resident_blocks(device, shared_bytes, blocks) * WARPS
             reach = ceil_div(plane.kernel[0], plane.stride) - 1
             chunk = chunk_rows(rows, reach, per_chunk * channel_tiles, resident)
             chunk = min(chunk, tile.most_rows)
@@ -167,7 +174,19 @@ class Depthwise:
             for dtype in DTYPES
             for backward in (False, True)
             for epilogue in (False, True)
+            if _has_instance(dtype, kernel, epilogue)
         ]
+
+
+def _has_instance(dtype: DType, kernel: tuple[int, int, int], epilogue: bool) -> bool:
+    if kernel not in TILES or (epilogue and kernel in TOO_LARGE_FOR_EPILOGUES):
+        return False
+    return dtype.itemsize == 4 or kernel[1] == 1 or kernel in IN_16_BITS
+
+
+def _blocks(tile: Tile, epilogue: bool) -> int:
+    """An epilogue takes registers."""
+    return max(1, tile.blocks - epilogue)
 
 
 def _tile(plane: Plane) -> Tile:
@@ -200,7 +219,7 @@ def _instance(
         "COLUMNS": tile.columns,
         "WARPS": WARPS,
         "STAGES": STAGES[dtype.itemsize],
-        "BLOCKS": tile.blocks,
+        "BLOCKS": _blocks(tile, epilogue),
         "BACKWARD": int(backward),
         "EPILOGUE": int(epilogue),
     }

@@ -13,135 +13,19 @@
 // by one column from column to column. A dilated kernel is a larger one, whose other taps are zeros.
 // Kernels may have up to KERNEL_H rows, and columns such that a
 // strip reads no more than UNITS units.
-// A warp owns 2 channels of a tile of strips and a chunk of rows, and walks down the source's rows:
+// A warp owns CHANNELS channels of a tile of strips and a chunk of rows, and walks down the source's rows:
 // a row is added to every row of the result that it reaches, which live in a ring of accumulators.
-// In one step, between two barriers, the block multiplies a row, turns the next one, starts a copy
-// of a later one, and writes the rows finished in the step before.
-// Shared memory: STAGES rows in planes, two rows in lines, two rows of results in lines; in the
-// lines' place, first, the kernel's taps.
+// Rows go in groups of ROWS: between two barriers, the block multiplies a group, turns the next one,
+// starts copies of a later one, and writes the rows that the group before finished.
+// Shared memory: STAGES groups as they are, two in lines, the results of two in lines; in the lines'
+// place, first, the kernel's taps.
 // Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes.
 // Deterministic: sums run in the order of the source's rows.
 // Padding and the second factor's zeros meet elements that may be Inf; a sum that is not finite is
 // computed again from the valid taps alone.
-#include "depthwise_strips.cuh"
-
-namespace convgrad {
-
-struct DepthwiseMmaArgs {
-  const void* x;  // the source: input, or grad_output
-  const void* w;
-  void* y;                 // the result: output, or grad_input
-  const void* accumulate;  // like y, or null
-  const void* bias;        // one for each channel, or null
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
-  i64 w_stride[3];         // C R S
-  i64 y_stride[3];
-  i64 accumulate_stride[3];
-  float alpha;
-  float beta;
-  int activation;
-  int batch;
-  int channels;    // of the result
-  int x_channels;  // as many, or forward 1 / multiplier of them
-  int multiplier;  // results of each channel of x, forward
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
-  int kernel[2];    // as far as it reaches, dilated
-  int dilation[2];  // taps are so many rows and columns apart
-  int flipped;  // whether w is read from its last row and column on
-  StripTiling tiling;
-};
-
-}  // namespace convgrad
+#include "depthwise_mma.cuh"
 
 using namespace convgrad;
-
-namespace {
-
-using T = ELEMENT;
-
-constexpr int kThreads = WARPS * 32;
-constexpr int kChannels = WARPS * 2;
-constexpr int kOctets = kChannels / 8;
-constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
-#if BACKWARD
-constexpr int kOpen = kReach * STRIDE;  // open rows of the result
-constexpr int kTurn = kReach;           // rows of x after which they repeat
-constexpr int kPhases = STRIDE;         // rows, and columns, of the result for one of x
-constexpr int kApart = 1;               // units of x between neighbouring strips
-#else
-constexpr int kOpen = kReach;
-constexpr int kTurn = kReach * STRIDE;
-constexpr int kPhases = 1;
-constexpr int kApart = STRIDE;
-#endif
-constexpr int kColumns = kPhases * kStripColumns;  // of the result, of a strip
-constexpr int kFirst = BACKWARD ? kReach - 1 : KERNEL_H - 1;  // step that finishes rows
-constexpr int kStepsApart = BACKWARD ? 1 : STRIDE;            // and the next one that does
-// The pairs of taps that an element pair of the second factor can be.
-constexpr int kLastPair = UNITS * kStripColumns - 2;  // its greatest place along the reduction
-#if BACKWARD
-constexpr int kPairs = kColumns + STRIDE * kLastPair;
-#else
-constexpr int kPairs = kLastPair + 1 + (kStripColumns - 1) * STRIDE;
-#endif
-using Copier = UnitCopier<T, kOctets, COPIES, kThreads, 1>;
-using Lines = Turner<kOctets, WARPS, COPIES * kTileStrips>;
-// Results lie in lines too, a strip a unit; one unit more keeps channels in different banks.
-constexpr int kResultPitch = (kTileStrips + 1) * 16;
-constexpr int kResultBytes = kChannels * kResultPitch;
-constexpr int kResultsBytes = kPhases * kPhases * kResultBytes;  // of one step
-constexpr int kWarpStrips = kTileStrips / WARPS;                 // that a warp writes
-
-// Where a strip of results is in its line.
-__device__ __forceinline__ int result_unit(int channel, int strip) {
-  return strip ^ ((channel >> 3 & (kOctets - 1)) << 1);
-}
-
-// The result of a sum.
-__device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float sum, const T* added,
-                                          int c) {
-#if EPILOGUE
-  const T* const bias = static_cast<const T*>(args.bias);
-  sum = finish<T, float>(sum, args.alpha, args.beta, added, bias == nullptr ? bias : bias + c,
-                         args.activation);
-#endif
-  return sum;
-}
-
-// One result from its valid taps alone.
-__device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int row, int column) {
-  const T* const x =
-      static_cast<const T*>(args.x) + n * args.x_stride[0] + c / args.multiplier;
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
-  float sum = 0;
-  for (int r = 0; r < args.kernel[0]; r += args.dilation[0]) {
-    for (int s = 0; s < args.kernel[1]; s += args.dilation[1]) {
-#if BACKWARD
-      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
-      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
-      const int h = u / STRIDE, k = v / STRIDE;
-#else
-      const int h = row * STRIDE + r - args.pad[0], k = column * STRIDE + s - args.pad[1];
-#endif
-      if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-      const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
-      const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
-      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
-             widen(w[from_r / args.dilation[0] * args.w_stride[1] +
-                     from_s / args.dilation[1] * args.w_stride[2]]);
-    }
-  }
-  const T* added = static_cast<const T*>(args.accumulate);
-  if (added != nullptr) {
-    added += n * args.accumulate_stride[0] + row * args.accumulate_stride[1] +
-             column * args.accumulate_stride[2] + c;
-  }
-  return narrow<T>(finished(args, sum, added, c));
-}
-
-}  // namespace
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_mma(const __grid_constant__ DepthwiseMmaArgs args) {
@@ -152,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int pitch = line_pitch(tiling.slots);
   const int stage_bytes = tiling.slots * kStripColumns * kOctets * 16;
   const int line_bytes = kChannels * pitch;
-  const int lines = STAGES * stage_bytes, results = lines + 2 * line_bytes;
+  const int lines = STAGES * ROWS * stage_bytes, results = lines + 2 * ROWS * line_bytes;
 
   const int first_channel = blockIdx.x % tiling.channel_tiles * kChannels;
   const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
@@ -173,79 +57,42 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int result_row = first_row;
 #endif
   const int end = strip_at<kApart>(tiling, tile, kTileStrips - 1, tiling.units).slot + UNITS;
-  Copier copier(shared_address(shared), static_cast<const T*>(args.x), args.x_stride, args.batch,
+  Copier copier(shared_address(shared), args.x, args.x_stride, args.batch,
                 tile.n, tile.strip * kApart, tiling.units, tiling.slots, end, top, args.x_size[0],
                 left, args.x_size[1], sources.first, sources.end);
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
-    if (stage < steps) copier.copy(stage * stage_bytes, top + stage);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const int row = stage * ROWS + i;
+      if (row < steps) copier.copy(row * stage_bytes, top + row, args.x_pitch);
+    }
     commit_copies();
   }
 
-  // The kernel's rows as second factors: by way of a table of all pairs of taps that follow one
-  // another along the reduction.
-  u32* const pairs = reinterpret_cast<u32*>(shared + lines);
-  for (int i = threadIdx.x; i < kChannels * KERNEL_H * kPairs; i += kThreads) {
-    const int row = i / kPairs, c = first_channel + row / KERNEL_H, r = row % KERNEL_H;
+  Taps taps;
 #if BACKWARD
-    const int s = i % kPairs + STRIDE * (reach - kLastPair);
-    constexpr int next = -STRIDE;
+  load_taps(taps, args, reinterpret_cast<u32*>(shared + lines), first_channel, reach);
 #else
-    const int s = i % kPairs - (kStripColumns - 1) * STRIDE;
-    constexpr int next = 1;
+  load_taps(taps, args, reinterpret_cast<u32*>(shared + lines), first_channel, 0);
 #endif
-    const bool there = r < args.kernel[0] && r % args.dilation[0] == 0 && c < args.channels;
-    const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
-    const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0] +
-                       from_r / args.dilation[0] * args.w_stride[1];
-    u32 both = 0;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int tap = s + e * next, from_s = args.flipped ? args.kernel[1] - 1 - tap : tap;
-      if (there && tap >= 0 && tap < args.kernel[1] && tap % args.dilation[1] == 0) {
-        const u32 bits = w[from_s / args.dilation[1] * args.w_stride[2]].bits;
-        both |= bits << 16 * e;
-      }
-    }
-    pairs[i] = both;
-  }
-  __syncthreads();
-  u32 taps[2][KERNEL_H][kPhases][UNITS];
-#pragma unroll
-  for (int channel = 0; channel < 2; ++channel) {
-#pragma unroll
-    for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll
-      for (int phase = 0; phase < kPhases; ++phase) {
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-          const int from = unit * kStripColumns + 2 * t, to = phase * kStripColumns + g;
-#if BACKWARD
-          const int at = to + STRIDE * (kLastPair - from);
-#else
-          const int at = from + (kStripColumns - 1 - to) * STRIDE;
-#endif
-          taps[channel][r][phase][unit] =
-              pairs[((warp * 2 + channel) * KERNEL_H + r) * kPairs + at];
-        }
-      }
-    }
-  }
 
   // What this lane reads of a row's lines, and writes of the results'.
   const Lines turner(tiling.slots, pitch);
   const int own_slot =
       strip_at<kApart>(tiling, tile, lane % 16, tiling.units).slot + lane / 16;
-  const int line = sources.line(first_channel + warp * 2);
-  const int own_line = kept_value(line * pitch + own_slot * 16);
-  const int next_line =
-      kept_value((sources.line(first_channel + warp * 2 + 1) - line) * pitch);
-  // Both channels are of one octet, so that their units are permuted alike.
+  int own_line[kOwn];
+#pragma unroll
+  for (int channel = 0; channel < kOwn; ++channel) {
+    const int line = sources.line(first_channel + warp * kOwn + channel);
+    own_line[channel] = kept_value(line * pitch + own_slot * 16);
+  }
+  // A warp's channels are of one octet, so that their units are permuted alike.
   const int own_result =
-      kept_value(warp * 2 * kResultPitch + result_unit(warp * 2, g) * 16 + t * 4);
+      kept_value(warp * kOwn * kResultPitch + result_unit(warp * kOwn, g) * 16 + t * 4);
   // The strips that this warp writes: a lane has one column and kOctets * 2 channels.
   constexpr int kVector = kOctets * 2;
-  T* out[kWarpStrips];
+  u32 out[kWarpStrips];  // in pieces of 8 bytes
   u32 writes = 0;
   int from_result[kWarpStrips * kOctets / 4];
 #pragma unroll
@@ -258,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       const bool there = at.n < args.batch && to >= 0 && to < args.y_size[1] && c < args.channels;
       writes |= static_cast<u32>(there) << (i * kPhases + phase);
     }
-    out[i] = kept_pointer(static_cast<T*>(args.y) + at.n * args.y_stride[0] +
-                          column * args.y_stride[2] + c + result_row * args.y_stride[1]);
+    const i64 start = at.n * args.y_stride[0] + column * args.y_stride[2] + c;
+    out[i] = kept_value(static_cast<u32>((start + result_row * args.y_stride[1]) / 4));
   }
 #pragma unroll
   for (int i = 0; i < kWarpStrips * kOctets / 4; ++i) {
@@ -278,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   for (int half = 0; half < 2; ++half) {
     const StripAt at = strip_at<kApart>(tiling, tile, g + half * 8, tiling.units);
     const int column = first_column + at.strip * kColumns + 2 * t;
-    const int c = first_channel + warp * 2;
+    const int c = first_channel + warp * kOwn;
     added[half] = static_cast<const T*>(args.accumulate) + at.n * args.accumulate_stride[0] +
                   result_row * args.accumulate_stride[1] + column * args.accumulate_stride[2] + c;
 #pragma unroll
@@ -291,86 +138,128 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
 #endif
 
-  // Writes the rows that `step` finished; they follow one another.
-  const auto write = [&](int step) {
-    if (step < kFirst || (step - kFirst) % kStepsApart != 0) return;
+  // The rows that `step` finished; they follow one another.
+  constexpr int kReads = kPhases * kPhases * kWarpStrips * kOctets / 4;
+  const auto finished_by = [&](int step) {
+    return step >= kFirst && step < steps && (step - kFirst) % kStepsApart == 0;
+  };
+  const auto read_results = [&](u32(&words)[kReads][4], int step, int buffer) {
+    const u32 from = shared_address(shared) + results + buffer * kResultsBytes;
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      constexpr int kEach = kWarpStrips * kOctets / 4;
+      load_matrices_transposed(words[i], from + i / kEach * kResultBytes + from_result[i % kEach]);
+    }
+  };
+  const auto write_results = [&](const u32(&words)[kReads][4], int step) {
 #pragma unroll
     for (int a = 0; a < kPhases; ++a) {
       const int row = result_row + (step - kFirst) / kStepsApart * kPhases + a;
       const bool there = row >= 0 && row < args.y_size[0];
 #pragma unroll
       for (int phase = 0; phase < kPhases; ++phase) {
-        const u32 from = shared_address(shared) + results + (step & 1) * kResultsBytes +
-                         (a * kPhases + phase) * kResultBytes;
-        const i64 offset = phase * kStripColumns * args.y_stride[2];
+        const u32(*const own)[4] = words + (a * kPhases + phase) * (kWarpStrips * kOctets / 4);
 #pragma unroll
-        for (int i = 0; i < kWarpStrips * kOctets / 4; ++i) {
-          u32 words[4];
-          load_matrices_transposed(words, from + from_result[i]);
+        for (int i = 0; i < kWarpStrips; ++i) {
+          // Only their sum need be inside.
+          const u32 piece =
+              out[i] + phase * static_cast<u32>(kStripColumns / 4 * args.y_stride[2]);
+          T* const to = static_cast<T*>(args.y) + static_cast<i64>(piece) * 4;
+          const bool wanted = there && writes >> (i * kPhases + phase) & 1;
           if constexpr (kOctets == 4) {
-            if (there && writes >> (i * kPhases + phase) & 1) {
-              *reinterpret_cast<uint4*>(out[i] + offset) =
-                  make_uint4(words[0], words[1], words[2], words[3]);
+            if (wanted) {
+              *reinterpret_cast<uint4*>(to) = make_uint4(own[i][0], own[i][1], own[i][2], own[i][3]);
             }
           } else {
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              store_if(there && writes >> ((2 * i + k) * kPhases + phase) & 1,
-                       out[2 * i + k] + offset, make_uint2(words[2 * k], words[2 * k + 1]));
-            }
+            store_if(wanted, to, make_uint2(own[i / 2][i % 2 * 2], own[i / 2][i % 2 * 2 + 1]));
           }
         }
       }
 #pragma unroll
-      for (int i = 0; i < kWarpStrips; ++i) out[i] += args.y_stride[1];
+      for (int i = 0; i < kWarpStrips; ++i) out[i] += args.y_pitch;
     }
   };
 
-  float sums[2][kOpen][kPhases][4] = {};
+  float sums[kOwn][kOpen][kPhases][4] = {};
   float probe = 0;  // NaN once any sum was not finite
   wait_copies<STAGES - 1>();
   __syncthreads();  // nor is the table read any more
-  turner.turn(shared, 0, lines);
-  for (int turn = 0; turn <= steps; turn += kTurn) {
 #pragma unroll
-    for (int j = 0; j < kTurn; ++j) {
-      const int step = turn + j;
-      if (step <= steps) {
-        wait_copies<STAGES - 2>();
-        __syncthreads();
-        if (step + STAGES < steps) {
-          copier.copy(step % STAGES * stage_bytes, top + step + STAGES);
+  for (int i = 0; i < ROWS; ++i) {
+    if (i >= steps) break;
+    Lines::Words words;
+    turner.load(words, shared_address(shared) + i * stage_bytes);
+    turner.store(words, shared + lines + i * line_bytes);
+  }
+  for (int turn = 0; turn < steps + ROWS; turn += kUnrolled) {
+#pragma unroll
+    for (int first = 0; first < kUnrolled; first += ROWS) {
+      if (turn + first >= steps + ROWS) break;
+      wait_copies<STAGES - 2>();
+      __syncthreads();
+      const int group = (turn + first) / ROWS, now = group & 1, next = group + 1;
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int row = turn + first + STAGES * ROWS + i;
+        if (row < steps) {
+          copier.copy((group % STAGES * ROWS + i) * stage_bytes, top + row, args.x_pitch);
         }
-        commit_copies();
-        if (step + 1 < steps) {
-          turner.turn(shared, (step + 1) % STAGES * stage_bytes,
-                      lines + (step + 1 & 1) * line_bytes);
-        }
-        if (step > 0) write(step - 1);
+      }
+      commit_copies();
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int j = first + i, step = turn + j;
         const int h = top + step;
-        if (step < steps && h >= 0 && h < args.x_size[0]) {
-          const u32 from = shared_address(shared) + lines + (step & 1) * line_bytes + own_line;
-          u32 columns[2][4], beyond[2][2];
+        const bool exists = step < steps && h >= 0 && h < args.x_size[0];
+        const bool turns = step + ROWS < steps, writes_rows = finished_by(step - ROWS);
+        const u32 raw = shared_address(shared) + (next % STAGES * ROWS + i) * stage_bytes;
+        unsigned char* const turned = shared + lines + ((1 - now) * ROWS + i) * line_bytes;
+        const int other = (1 - now) * ROWS + i;
+        u32 columns[kOwn][4], beyond[kOwn][2];
+        const auto load_columns = [&] {
+          if (!exists) return;
+          const u32 from =
+              shared_address(shared) + lines + (now * ROWS + i) * line_bytes;
 #pragma unroll
-          for (int channel = 0; channel < 2; ++channel) {
-            load_matrices(columns[channel], from + channel * next_line);
+          for (int channel = 0; channel < kOwn; ++channel) {
+            load_matrices(columns[channel], from + own_line[channel]);
             if constexpr (UNITS == 3) {
-              load_matrices(beyond[channel], from + channel * next_line + (2 - lane / 16) * 16);
+              load_matrices(beyond[channel], from + own_line[channel] + (2 - lane / 16) * 16);
             }
           }
+        };
+        u32 written[kReads][4];
+        if constexpr (EARLY) {
+          // Loads first, so that one waits while the others are under way.
+          load_columns();
+          Lines::Words words;
+          if (turns) turner.load(words, raw);
+          if (writes_rows) read_results(written, step - ROWS, other);
+          if (turns) turner.store(words, turned);
+          if (writes_rows) write_results(written, step - ROWS);
+        } else {
+          if (turns) turner.turn(raw, turned);
+          if (writes_rows) {
+            read_results(written, step - ROWS, other);
+            write_results(written, step - ROWS);
+          }
+          load_columns();
+        }
+        if (exists) {
+          // What is finished by this row comes first.
 #pragma unroll
-          for (int r = 0; r < KERNEL_H; ++r) {
+          for (int r = KERNEL_H - 1; r >= 0; --r) {
 #if BACKWARD
-            const int slot = (j * STRIDE + r) % kOpen;
+            const int slot = (j * STRIDE + KERNEL_H - 1 - r) % kOpen, tap = KERNEL_H - 1 - r;
 #else
             if (wrapped(j - r, STRIDE) != 0) continue;
-            const int slot = wrapped(j - r, kTurn) / STRIDE;
+            const int slot = wrapped(j - r, kTurn) / STRIDE, tap = r;
 #endif
 #pragma unroll
-            for (int channel = 0; channel < 2; ++channel) {
+            for (int channel = 0; channel < kOwn; ++channel) {
 #pragma unroll
               for (int phase = 0; phase < kPhases; ++phase) {
-                const u32(&own)[UNITS] = taps[channel][r][phase];
+                const u32(&own)[UNITS] = taps[channel][tap][phase];
                 mma<T>(sums[channel][slot][phase], columns[channel], own[0], own[1]);
                 if constexpr (UNITS == 3) {
                   mma<T>(sums[channel][slot][phase], beyond[channel], own[2]);
@@ -379,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             }
           }
         }
+        if (step >= steps) continue;
         // What no later row of x reaches is done.
 #pragma unroll
         for (int a = 0; a < kPhases; ++a) {
@@ -389,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           const int slot = wrapped(j - (KERNEL_H - 1), kTurn) / STRIDE;
 #endif
 #pragma unroll
-          for (int channel = 0; channel < 2; ++channel) {
+          for (int channel = 0; channel < kOwn; ++channel) {
 #pragma unroll
             for (int phase = 0; phase < kPhases; ++phase) {
               float(&sum)[4] = sums[channel][slot][phase];
@@ -398,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 probe = fmaf(sum[i], 0.0f, probe);
 #if EPILOGUE
                 const int row = result_row + (step - kFirst) / kStepsApart * kPhases + a;
-                const int c = first_channel + warp * 2 + channel;
+                const int c = first_channel + warp * kOwn + channel;
                 const bool adding = step >= kFirst && row >= 0 && row < args.y_size[0] &&
                                     adds >> (i / 2 * kPhases * 2 + phase * 2 + i % 2) & 1;
                 const T* const from = added[i / 2] + channel +
@@ -408,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 }
 #endif
               }
-              unsigned char* const to = shared + results + (step & 1) * kResultsBytes +
+              unsigned char* const to = shared + results + (now * ROWS + i) * kResultsBytes +
                                         (a * kPhases + phase) * kResultBytes + own_result +
                                         channel * kResultPitch;
               *reinterpret_cast<u32*>(to) = narrow_two<T>(sum[0], sum[1]);
@@ -435,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   for (int half = 0; half < 2; ++half) {
     const StripAt at = strip_at<kApart>(tiling, tile, g + half * 8, tiling.units);
     if (at.n >= args.batch) continue;
-    for (int i = 0; i < kPhases * 4; ++i) {
-      const int c = first_channel + warp * 2 + i / (kPhases * 2);
+    for (int i = 0; i < kOwn * kPhases * 2; ++i) {
+      const int c = first_channel + warp * kOwn + i / (kPhases * 2);
       const int column = first_column + at.strip * kColumns + i / 2 % kPhases * kStripColumns +
                          2 * t + i % 2;
       if (c >= args.channels || column < 0 || column >= args.y_size[1]) continue;

@@ -33,7 +33,8 @@ __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
 @dataclass(frozen=True, slots=True)
 class MmaTile:
     """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
-    with 2 channels each, rows in flight, and the blocks that a multiprocessor is to hold.
+    with ``own`` channels each, rows between barriers and how many times as many are in flight,
+    whether loads go before all else, and the blocks that a multiprocessor is to hold.
 
     ``start`` is what a block takes beside its rows, in rows.
     """
@@ -43,9 +44,18 @@ class MmaTile:
     backward: bool
     units: int
     warps: int = 8
+    rows: int = 1
+    early: bool = False
     stages: int = 4
     blocks: int = 2
-    start: int = 8
+    own: int = 2
+    epilogues: bool = True
+    start: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Of a block."""
+        return self.warps * self.own
 
 
 # The first that takes a kernel is used. The backward of stride 1 is a forward, the kernel flipped.
@@ -53,7 +63,7 @@ MMA_TILES = (
     MmaTile(3, 1, False, 2),
     MmaTile(5, 1, False, 2),
     MmaTile(7, 1, False, 2),
-    MmaTile(13, 1, False, 3, blocks=1),
+    MmaTile(13, 1, False, 3, blocks=1, epilogues=False),
     MmaTile(3, 2, False, 3),
     MmaTile(5, 2, False, 3),
     MmaTile(7, 2, False, 3),
@@ -68,6 +78,8 @@ class DepthwiseMmaArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
         *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y", "accumulate")),
+        ("x_pitch", ctypes.c_uint32),
+        ("y_pitch", ctypes.c_uint32),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
         ("activation", ctypes.c_int32),
@@ -148,7 +160,7 @@ class DepthwiseMma:
             )
         apart = 1 if tile.backward else stride
         strips = Strips(plane.batch, ceil_div(columns, STRIP_COLUMNS), apart, tile.units)
-        channels = tile.warps * 2
+        channels = tile.channels
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         items = strips.tiles * channel_tiles
@@ -164,6 +176,7 @@ class DepthwiseMma:
         args.w_stride[:] = plane.weight_strides(work.w)
         if work.accumulate is not None:
             args.accumulate_stride[:] = plane.strides(work.accumulate)
+        args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 4
         args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
         args.batch, args.channels = plane.batch, work.groups * work.out_channels
@@ -188,6 +201,7 @@ class DepthwiseMma:
             for tile in self._tiles
             for dtype in DTYPES
             for epilogue in (False, True)
+            if tile.epilogues or not epilogue
         ]
 
     def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
@@ -203,23 +217,24 @@ class DepthwiseMma:
                 (tile.backward, tile.stride) == (backward, plane.stride)
                 and rows <= tile.kernel_rows
                 and read <= tile.units * STRIP_COLUMNS
+                and (tile.epilogues or work.epilogue_free)
             ):
                 return tile
         return None
 
 
 def _shared_bytes(tile: MmaTile, slots: int) -> int:
-    channels = tile.warps * 2
+    channels = tile.channels
     phases = tile.stride if tile.backward else 1
     results = phases * phases * channels * (TILE_STRIPS + 1) * 16
-    rows = tile.stages * plane_bytes(slots, channels)
+    rows = tile.stages * tile.rows * plane_bytes(slots, channels)
     # Pairs of taps: their places along the reduction, times the columns of a result.
     last = tile.units * STRIP_COLUMNS - 2
     pairs = last + 1 + (STRIP_COLUMNS - 1) * tile.stride
     if tile.backward:
         pairs = (STRIP_COLUMNS + last) * tile.stride
     taps = channels * tile.kernel_rows * pairs * 4
-    return rows + max(2 * line_bytes(slots, channels) + 2 * results, taps)
+    return rows + max(2 * tile.rows * (line_bytes(slots, channels) + results), taps)
 
 
 def _blocks(tile: MmaTile, epilogue: bool) -> int:
@@ -228,7 +243,6 @@ def _blocks(tile: MmaTile, epilogue: bool) -> int:
 
 
 def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
-    apart = 1 if tile.backward else tile.stride
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
         "KERNEL_H": tile.kernel_rows,
@@ -236,10 +250,11 @@ def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
         "BACKWARD": int(tile.backward),
         "UNITS": tile.units,
         "WARPS": tile.warps,
+        "CHANNELS": tile.own,
+        "ROWS": tile.rows,
+        "EARLY": int(tile.early),
         "STAGES": tile.stages,
         "BLOCKS": _blocks(tile, epilogue),
-        # Of 16 units each: strips that share none need the most.
-        "COPIES": max(tile.units, apart),
         "EPILOGUE": int(epilogue),
     }
     return Instance(

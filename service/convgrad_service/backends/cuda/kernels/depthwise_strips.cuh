@@ -4,7 +4,7 @@
 // A strip is 8 neighbouring columns of a row; 16 of them, side by side and on through the images of
 // the batch, are one side of a product, for one channel. Tensor cores want a channel's columns side
 // by side, and memory has the channels so. A block brings a row's columns into shared memory as they
-// are, in planes of 8 channels, and turns them around in 8 x 8 matrices: one matrix load and one
+// are, and turns them around in 8 x 8 matrices: one matrix load and one
 // store of 16 bytes a lane for 32 columns of 8 channels. From there on each channel has lines of its
 // own, of units of 8 columns.
 // Between the strips of two images lie the columns that the first one's last strip reads beyond
@@ -57,29 +57,34 @@ __device__ __forceinline__ StripAt strip_at(const StripTiling& tiling, const Til
   return {tile.n + images, own, images * units + (own - tile.strip) * kApart};
 }
 
-// In a plane of 8 channels, where 16 bytes of a column are.
+// Where 16 bytes of a column are: a column's channels lie together, as they came, but permuted.
 template <int kOctets>
-__device__ __forceinline__ int permuted_column(int column, int octet) {
-  return column ^ ((column >> 3 & 3) << 1) ^ (octet << (kOctets == 4 ? 1 : 2));
+__device__ __forceinline__ int place_of(int column, int octet) {
+  static_assert(kOctets == 2 || kOctets == 4, "16 or 32 channels");
+  if (kOctets == 4) return column * 4 + (octet ^ (column >> 3 & 3));
+  return (column ^ (column >> 4 & 1) << 1) * 2 + (octet ^ (column >> 3 & 1));
 }
 
-// A thread's part in copying rows of units into planes.
+// A thread's part in copying rows of units.
 template <class T, int kOctets, int kCopies, int kThreads, int kParities>
 struct UnitCopier {
   static_assert(kThreads / kOctets % 32 == 0, "a permutation of 32 columns repeats");
-  static constexpr int kStepBytes = kThreads / kOctets * 16;
+  static constexpr int kStepBytes = kThreads * 16;
+  static constexpr int kPiece = 16 / sizeof(T);
 
-  const T* next[kCopies];
-  i64 pitch;
+  const T* from;
+  u32 next[kCopies];  // in pieces of 16 bytes
   int rows;
   u32 inside, target;  // a bit for each copy that is there, and, 16 bits on, that has a place
 
   // `units` of an image, from unit `first` of image n on; `end` of `slots` are wanted. Unit 0 starts
   // at column `left`; kParities units share kParities * 8 columns, each has every kParities-th.
-  __device__ __forceinline__ UnitCopier(u32 to, const T* from, const i64 (&stride)[3], int batch,
+  __device__ __forceinline__ UnitCopier(u32 to, const void* from, const i64 (&stride)[3], int batch,
                                         int n, int first, int units, int slots, int end, int row,
                                         int rows, int left, int columns, int channel, int channels)
-      : pitch(stride[1]), rows(rows), inside(0) {
+      : from(static_cast<const T*>(from)),
+        rows(rows),
+        inside(0) {
     const int octet = threadIdx.x % kOctets, own = threadIdx.x / kOctets;
     const int c = channel + octet * 8;
 #pragma unroll
@@ -89,29 +94,32 @@ struct UnitCopier {
       const int at = left + (unit / kParities * kStripColumns + column % kStripColumns) * kParities +
                      unit % kParities;
       const bool there = slot < end && n + images < batch && at >= 0 && at < columns && c < channels;
-      next[i] = from + row * stride[1] +
-                (there ? (n + images) * stride[0] + at * stride[2] + c : 0);
+      // What is not there is not read, nor are rows outside: wherever that points.
+      const i64 start = (there ? (n + images) * stride[0] + at * stride[2] + c : 0);
+      next[i] = kept_value(static_cast<u32>((start + row * stride[1]) / kPiece));
       inside |= static_cast<u32>(there) << i;
       inside |= static_cast<u32>(slot < slots) << (16 + i);
     }
     inside = kept_value(inside);
-    target = kept_value(to + (octet * slots * kStripColumns + permuted_column<kOctets>(own, octet)) * 16);
+    target = kept_value(to + place_of<kOctets>(own, octet) * 16);
   }
 
-  // The next row, which is `row`, into the stage `offset_bytes` from the first on.
-  __device__ __forceinline__ void copy(int offset_bytes, int row) {
-    const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
+  // The next row, which is `row`, into the stage `offset_bytes` from the first on; `pitch` is a row's,
+  // in pieces.
+  __device__ __forceinline__ void copy(int offset_bytes, int row, u32 pitch) {
+    const u32 exists = kept_value(static_cast<u32>(row) < static_cast<u32>(rows) ? inside : 0);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (inside >> (16 + i) & 1) {
-        copy_chunk(target + offset_bytes + i * kStepBytes, next[i], exists && (inside >> i & 1));
+        copy_async<16>(target + offset_bytes + i * kStepBytes,
+                       from + static_cast<i64>(next[i]) * kPiece, (exists >> i & 1) * 16);
       }
       next[i] += pitch;
     }
   }
 };
 
-// A warp's part in turning planes of up to kMost units into lines.
+// A warp's part in turning rows of up to kMost units into lines.
 template <int kOctets, int kWarps, int kMost>
 struct Turner {
   static_assert(kWarps % kOctets == 0, "a warp keeps to its octet");
@@ -128,20 +136,36 @@ struct Turner {
     const int first = warp / kOctets;
     count = kept_value((slots / 4 - first + kGroups - 1) / kGroups);
     const int column = first * 32 + row / 2 * 8 + matrix * 2 + row % 2;
-    from = kept_value((octet * slots * kStripColumns + permuted_column<kOctets>(column, octet)) * 16);
+    from = kept_value(place_of<kOctets>(column, octet) * 16);
     to = kept_value((octet * 8 + lane / 4) * pitch + (first * 4 + lane % 4) * 16);
   }
 
-  __device__ __forceinline__ void turn(unsigned char* shared, int planes, int lines) const {
-    const u32 source = shared_address(shared + planes) + from;
-    unsigned char* const target = shared + lines + to;
+  // Both at once, matrix by matrix; or all loads first, where there are registers for them.
+  __device__ __forceinline__ void turn(u32 row, unsigned char* lines) const {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i >= count) break;
       u32 words[4];
-      load_matrices_transposed(words, source + i * (kGroups * 32 * 16));
-      *reinterpret_cast<uint4*>(target + i * (kGroups * 4 * 16)) =
+      load_matrices_transposed(words, row + from + i * (kGroups * 32 * kOctets * 16));
+      *reinterpret_cast<uint4*>(lines + to + i * (kGroups * 4 * 16)) =
           make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  using Words = u32[kRounds][4];
+
+  __device__ __forceinline__ void load(Words& words, u32 row) const {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i < count) load_matrices_transposed(words[i], row + from + i * (kGroups * 32 * kOctets * 16));
+    }
+  }
+  __device__ __forceinline__ void store(const Words& words, unsigned char* lines) const {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i < count) {
+        *reinterpret_cast<uint4*>(lines + to + i * (kGroups * 4 * 16)) =
+            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+      }
     }
   }
 };

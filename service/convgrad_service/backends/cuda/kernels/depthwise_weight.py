@@ -57,13 +57,15 @@ class WeightTile:
     blocks: int
 
 
+# Of 16-bit types, beside one-dimensional kernels: where tensor cores are not faster.
+IN_16_BITS = ((3, 3, 1), (3, 3, 2))
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES = {
     (3, 3, 1): WeightTile(3, 2, 7, 2),
     (3, 3, 2): WeightTile(3, 2, 4, 2),
     (5, 5, 1): WeightTile(5, 2, 7, 1),
     (5, 5, 2): WeightTile(5, 2, 2, 2),
-    (7, 7, 1): WeightTile(7, 1, 7, 2),
+    (7, 7, 1): WeightTile(4, 1, 7, 2),
     (7, 7, 2): WeightTile(7, 1, 2, 2),
     (13, 13, 1): WeightTile(5, 1, 4, 1),
     (3, 1, 1): WeightTile(3, 2, 1, 2),
@@ -105,7 +107,7 @@ class DepthwiseWeight:
         if reason is not None:
             return reason
         plane = plane_of(work)
-        if plane is None or (*plane.kernel, plane.stride) not in WEIGHT_TILES:
+        if plane is None or not _has_instance(work.dtype, (*plane.kernel, plane.stride)):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         tile = _tile(plane)
         needed = _shared_bytes(work.dtype, plane, tile)
@@ -191,7 +193,14 @@ class DepthwiseWeight:
             for kernel, tile in WEIGHT_TILES.items()
             for dtype, results in RESULTS.items()
             for result in results
+            if _has_instance(dtype, kernel)
         ]
+
+
+def _has_instance(dtype: DType, kernel: tuple[int, int, int]) -> bool:
+    if kernel not in WEIGHT_TILES:
+        return False
+    return dtype.itemsize == 4 or kernel[1] == 1 or kernel in IN_16_BITS
 
 
 def _tile(plane: Plane) -> WeightTile:

@@ -9,11 +9,12 @@
 // one tap; there are at most 8 diagonals, so of two elements 8 rows apart only one is wanted.
 // A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are cut into
 // parts. A dilated kernel is a larger one, not all of whose taps are wanted.
-// A warp owns 2 channels of the block's items, tiles of strips and chunks of rows, and walks down the
-// rows of x; the rows of y that meet them wait in a ring of registers. In one step, between two
-// barriers, the block multiplies a row, turns the next one, and starts a copy of a later one.
+// A warp owns CHANNELS channels of the block's items, tiles of strips and chunks of rows, and walks down the
+// rows of x; the rows of y that meet them wait in a ring of registers. Rows go in groups of ROWS:
+// between two barriers, the block multiplies a group, turns the next one, and starts copies of a later
+// one.
 // Grid: blocks * channel tiles * parts of the kernel.
-// Shared memory: STAGES rows of x and of y in planes, two of each in lines, and the sums of every
+// Shared memory: STAGES groups of x and of y as they are, two of each in lines, and the sums of every
 // FLUSH rows, since tensor cores do not round but cut.
 // Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums up, in
 // order.
@@ -36,6 +37,8 @@ struct DepthwiseWeightMmaArgs {
   i64 y_stride[3];
   i64 w_stride[3];  // C R S
   i64 accumulate_stride[3];
+  u32 x_pitch;  // of a row, in 16 bytes
+  u32 y_pitch;
   double alpha;
   double beta;
   int batch;
@@ -63,18 +66,23 @@ using T = ELEMENT;
 using R = RESULT;
 
 constexpr int kThreads = WARPS * 32;
-constexpr int kChannels = WARPS * 2;
+constexpr int kOwn = CHANNELS;  // of a warp
+constexpr int kChannels = WARPS * kOwn;
 constexpr int kOctets = kChannels / 8;
 constexpr int kRing = (KERNEL_H + STRIDE - 1) / STRIDE;
 constexpr int kTurn = kRing * STRIDE;
-using CopierX = UnitCopier<T, kOctets, COPIES, kThreads, STRIDE>;
-using CopierY = UnitCopier<T, kOctets, 1, kThreads, 1>;
-using LinesX = Turner<kOctets, WARPS, COPIES * kTileStrips>;
+// Units of x that a tile needs where strips share none.
+constexpr int kMostSlots = kTileStrips * STRIDE * 2;
+using CopierX = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads, STRIDE>;
+using CopierY = UnitCopier<T, kOctets, kTileStrips * kOwn / 32, kThreads, 1>;
+using LinesX = Turner<kOctets, WARPS, kMostSlots>;
 using LinesY = Turner<kOctets, WARPS, kTileStrips>;
 constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
-constexpr int kFlushTurns = (FLUSH + kTurn - 1) / kTurn;
-// A lane's sums: for both channels, of each two columns of y.
-constexpr int kWarpSums = KERNEL_H * STRIDE * 2 * 2;
+// Rows after which rings and groups repeat, and how often before products are added up.
+constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
+constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
+// A lane's sums: for each channel, of each two columns of y.
+constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
 
 // A tap's sum over the items of `block`, from the pairs that exist.
 __device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int block, int c, int r,
@@ -133,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int pitch_x = line_pitch(tiling.slots), pitch_y = line_pitch(kTileStrips);
   const int stage_x = tiling.slots * kStripColumns * kOctets * 16, stage = stage_x + kStageY;
   const int row_x = kChannels * pitch_x, row = row_x + kChannels * pitch_y;
-  const int lines = STAGES * stage;
-  float* const sums = reinterpret_cast<float*>(shared + lines + 2 * row);
-  float* const own_sums = sums + warp * kWarpSums * 32 + lane;
+  const int lines = STAGES * ROWS * stage;
+  float* const sums = reinterpret_cast<float*>(shared + lines + 2 * ROWS * row);
+  const int own_sums = warp * kWarpSums * 32 + lane;
 
   const int channel_tile = blockIdx.x % tiling.channel_tiles;
   const int blocks = args.blocks, block = blockIdx.x / tiling.channel_tiles % blocks;
@@ -144,19 +152,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int first_s = kernel_part % args.parts_across * args.part[1];
   const int first_channel = channel_tile * kChannels;
   const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
-  const int line_x = sources.line(first_channel + warp * 2);
-  const int next_line_x = (sources.line(first_channel + warp * 2 + 1) - line_x) * pitch_x;
+  int line_x[kOwn];
+#pragma unroll
+  for (int channel = 0; channel < kOwn; ++channel) {
+    line_x[channel] = sources.line(first_channel + warp * kOwn + channel) * pitch_x;
+  }
   const int items = tiling.tiles * tiling.chunks;
   const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
   const LinesX turn_x(tiling.slots, pitch_x);
   const LinesY turn_y(kTileStrips, pitch_y);
 #pragma unroll
-  for (int i = 0; i < kWarpSums; ++i) own_sums[i * 32] = 0;
+  for (int i = 0; i < kWarpSums; ++i) sums[own_sums + i * 32] = 0;
 
   // y's matrices: strips 0 to 7, then 8 to 15, of one channel and then of the other.
-  const int own_y = kept_value(row_x + (warp * 2 + lane / 16) * pitch_y + lane % 16 * 16);
-  float products[2][KERNEL_H][STRIDE][4] = {};
-  u32 ring[2][kRing][2];
+  const int own_y = kept_value(row_x + (warp * kOwn + lane / 16) * pitch_y + lane % 16 * 16);
+  float products[kOwn][KERNEL_H][STRIDE][4] = {};
+  u32 ring[kOwn][kRing][2];
 
   for (int item = block; item < items; item += blocks) {
     const TileAt tile = tile_at(tiling, item);
@@ -166,88 +177,131 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int slot =
         strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
     // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
-    const int own_x = kept_value(line_x * pitch_x + (slot + lane / 8 % 2 * STRIDE) * 16);
-    CopierX x(shared_address(shared), static_cast<const T*>(args.x), args.x_stride, args.batch,
+    const int own_x = kept_value((slot + lane / 8 % 2 * STRIDE) * 16);
+    CopierX x(shared_address(shared), args.x, args.x_stride, args.batch,
               tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
               first_s - args.pad[1], args.x_size[1], sources.first, sources.end);
-    CopierY y(shared_address(shared) + stage_x, static_cast<const T*>(args.y), args.y_stride,
+    CopierY y(shared_address(shared) + stage_x, args.y, args.y_stride,
               args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
-              min(args.y_size[0], first_row + tiling.rows), 0, args.y_size[1], first_channel,
+              min(args.y_size[0] - first_row, tiling.rows), 0, args.y_size[1], first_channel,
               args.channels);
-    const auto fetch = [&](int step) {
-      if (step < steps) {
-        x.copy(step % STAGES * stage, top + step);
-        if (STRIDE == 1 || step % STRIDE == 0) {
-          y.copy(step % STAGES * stage, first_row + step / STRIDE);
+    // Of a group of rows: the copies, and the way to lines.
+    const auto fetch = [&](int group) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int step = group * ROWS + i, to = (group % STAGES * ROWS + i) * stage;
+        if (step < steps) {
+          x.copy(to, top + step, args.x_pitch);
+          if (STRIDE == 1 || step % STRIDE == 0) {
+            y.copy(to, step / STRIDE, args.y_pitch);
+          }
         }
       }
       commit_copies();
     };
-    const auto turn_row = [&](int step) {
-      const int from = step % STAGES * stage, to = lines + (step & 1) * row;
-      turn_x.turn(shared, from, to);
-      if (STRIDE == 1 || step % STRIDE == 0) turn_y.turn(shared, from + stage_x, to + row_x);
+    const auto load_turned = [&](LinesX::Words& words_x, LinesY::Words& words_y, int group, int i) {
+      const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
+      turn_x.load(words_x, from);
+      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.load(words_y, from + stage_x);
+    };
+    const auto store_turned = [&](const LinesX::Words& words_x, const LinesY::Words& words_y,
+                                  int group, int i) {
+      unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
+      turn_x.store(words_x, to);
+      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.store(words_y, to + row_x);
+    };
+    const auto turn_row = [&](int group, int i) {
+      const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
+      unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
+      turn_x.turn(from, to);
+      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.turn(from + stage_x, to + row_x);
     };
     __syncthreads();  // the item before is not read any more
 #pragma unroll
     for (int stages = 0; stages < STAGES; ++stages) fetch(stages);
     wait_copies<STAGES - 1>();
     __syncthreads();
-    turn_row(0);
 #pragma unroll
-    for (int channel = 0; channel < 2; ++channel) {
+    for (int i = 0; i < ROWS; ++i) turn_row(0, i);
+#pragma unroll
+    for (int channel = 0; channel < kOwn; ++channel) {
 #pragma unroll
       for (int i = 0; i < kRing; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
     }
-    for (int turn = 0; turn < steps; turn += kTurn) {
+    for (int turn = 0; turn < steps; turn += kUnrolled) {
 #pragma unroll
-      for (int j = 0; j < kTurn; ++j) {
-        const int step = turn + j;
-        if (step < steps) {
-          wait_copies<STAGES - 2>();
-          __syncthreads();
-          fetch(step + STAGES);
-          if (step + 1 < steps) turn_row(step + 1);
-          const u32 from = shared_address(shared) + lines + (step & 1) * row;
-          if (j % STRIDE == 0) {
-            u32 both[4];
-            load_matrices_transposed(both, from + own_y);
+      for (int first = 0; first < kUnrolled; first += ROWS) {
+        if (turn + first >= steps) break;
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+        const int group = (turn + first) / ROWS;
+        fetch(group + STAGES);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ring[i / 2][j / STRIDE][i % 2] = both[i];
-          }
+        for (int i = 0; i < ROWS; ++i) {
+          const int j = first + i, step = turn + j;
+          if (step >= steps) break;
           const int h = top + step;
-          if (h >= 0 && h < args.x_size[0]) {
+          const bool exists = h >= 0 && h < args.x_size[0], turns = step + ROWS < steps;
+          if (!EARLY && turns) turn_row(group + 1, i);
+          // Loads first, so that one waits while the others are under way.
+          const u32 from =
+              shared_address(shared) + lines + ((group & 1) * ROWS + i) * row;
+          if (j % STRIDE == 0) {
+#pragma unroll
+            for (int pair = 0; pair < kOwn / 2; ++pair) {
+              u32 both[4];
+              load_matrices_transposed(both, from + own_y + pair * 2 * pitch_y);
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+                ring[pair * 2 + k / 2][j / STRIDE % kRing][k % 2] = both[k];
+              }
+            }
+          }
+          u32 columns[STRIDE][kOwn][4];
+          const auto load_columns = [&](int parity) {
+#pragma unroll
+            for (int channel = 0; channel < kOwn; ++channel) {
+              load_matrices_transposed(columns[parity][channel],
+                                       from + own_x + line_x[channel] + parity * 16);
+            }
+          };
+          if (EARLY && exists) {
+#pragma unroll
+            for (int parity = 0; parity < STRIDE; ++parity) load_columns(parity);
+          }
+          if (EARLY && turns) {
+            LinesX::Words words_x;
+            LinesY::Words words_y;
+            load_turned(words_x, words_y, group + 1, i);
+            store_turned(words_x, words_y, group + 1, i);
+          }
+          if (exists) {
 #pragma unroll
             for (int parity = 0; parity < STRIDE; ++parity) {
-              u32 columns[2][4];
-#pragma unroll
-              for (int channel = 0; channel < 2; ++channel) {
-                load_matrices_transposed(columns[channel],
-                                         from + own_x + channel * next_line_x + parity * 16);
-              }
+              if (!EARLY) load_columns(parity);
 #pragma unroll
               for (int r = 0; r < KERNEL_H; ++r) {
                 if (wrapped(j - r, STRIDE) != 0) continue;
                 const int at = wrapped(j - r, kTurn) / STRIDE;
 #pragma unroll
-                for (int channel = 0; channel < 2; ++channel) {
-                  mma<T>(products[channel][r][parity], columns[channel], ring[channel][at][0],
-                         ring[channel][at][1]);
+                for (int channel = 0; channel < kOwn; ++channel) {
+                  mma<T>(products[channel][r][parity], columns[parity][channel],
+                         ring[channel][at][0], ring[channel][at][1]);
                 }
               }
             }
           }
         }
       }
-      if (turn / kTurn % kFlushTurns != kFlushTurns - 1 && turn + kTurn < steps) continue;
+      if (turn / kUnrolled % kFlush != kFlush - 1 && turn + kUnrolled < steps) continue;
 #pragma unroll
       for (int r = 0; r < KERNEL_H; ++r) {
 #pragma unroll
         for (int parity = 0; parity < STRIDE; ++parity) {
 #pragma unroll
-          for (int channel = 0; channel < 2; ++channel) {
+          for (int channel = 0; channel < kOwn; ++channel) {
             float(&product)[4] = products[channel][r][parity];
-            float* const to = own_sums + ((r * STRIDE + parity) * 2 + channel) * 2 * 32;
+            float* const to = sums + own_sums + ((r * STRIDE + parity) * kOwn + channel) * 2 * 32;
             // Column 2t of y, and 2t + 1: the diagonal from 0 to 7 that row g or g + 8 is on.
             to[0] += g >= 2 * t ? product[0] : product[2];
             to[32] += g >= 2 * t + 1 ? product[1] : product[3];
@@ -271,7 +325,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int tap = i / kChannels, channel = i % kChannels, c = first_channel + channel;
     const int r = tap / tap_columns, s = tap % tap_columns;
     const float* const from =
-        sums + (channel / 2 * kWarpSums + ((r * STRIDE + s % STRIDE) * 2 + channel % 2) * 2) * 32;
+        sums + (channel / kOwn * kWarpSums +
+                ((r * STRIDE + s % STRIDE) * kOwn + channel % kOwn) * 2) *
+                   32;
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {

@@ -44,8 +44,9 @@ FLUSH = 32
 
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
-    """The most kernel rows, the stride, warps of a block with 2 channels each, rows in flight, and
-    the blocks that a multiprocessor is to hold.
+    """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
+    barriers and how many times as many are in flight, whether loads go before all else, and the
+    blocks that a multiprocessor is to hold.
 
     ``start`` is what an item takes beside its rows, in rows.
     """
@@ -53,9 +54,17 @@ class WeightMmaTile:
     kernel_rows: int
     stride: int
     warps: int = 8
+    rows: int = 1
+    early: bool = False
     stages: int = 4
     blocks: int = 2
-    start: int = 6
+    own: int = 2
+    start: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Of a block."""
+        return self.warps * self.own
 
 
 # By stride, and rows: larger kernels are cut into parts.
@@ -73,6 +82,8 @@ class DepthwiseWeightMmaArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
         *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+        ("x_pitch", ctypes.c_uint32),
+        ("y_pitch", ctypes.c_uint32),
         ("alpha", ctypes.c_double),
         ("beta", ctypes.c_double),
         ("batch", ctypes.c_int32),
@@ -137,7 +148,7 @@ class DepthwiseWeightMma:
     ) -> Fragment:
         """With this tile, and chunks of so many rows."""
         strips = _strips(plane)
-        channels = tile.warps * 2
+        channels = tile.channels
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         # The kernel in parts of about the same size.
@@ -159,6 +170,7 @@ class DepthwiseWeightMma:
         args.w_stride[:] = plane.weight_strides(work.w)
         if work.accumulate is not None:
             args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+        args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 8
         args.alpha, args.beta = work.alpha, work.beta
         args.batch, args.channels = plane.batch, work.groups * work.out_channels
         args.x_channels, args.multiplier = work.groups, work.out_channels
@@ -221,11 +233,11 @@ def _strips(plane: Plane) -> Strips:
 
 
 def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
-    channels = tile.warps * 2
+    channels = tile.channels
     rows = plane_bytes(slots, channels) + plane_bytes(TILE_STRIPS, channels)
     lines = line_bytes(slots, channels) + line_bytes(TILE_STRIPS, channels)
     sums = channels * tile.kernel_rows * tile.stride * 2 * 32 * 4
-    return tile.stages * rows + 2 * lines + sums
+    return tile.rows * (tile.stages * rows + 2 * lines) + sums
 
 
 def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
@@ -235,10 +247,11 @@ def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
         "KERNEL_H": tile.kernel_rows,
         "STRIDE": tile.stride,
         "WARPS": tile.warps,
+        "CHANNELS": tile.own,
+        "ROWS": tile.rows,
+        "EARLY": int(tile.early),
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
-        # Of 16 units each: strips that share none need the most.
-        "COPIES": 2 * tile.stride,
         "FLUSH": FLUSH,
     }
     return Instance(
