@@ -59,8 +59,21 @@ def requested_timeout_s(header: str | None) -> float | None:
     return seconds
 
 
-async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def unless_gone(
+    work: Coroutine[Any, Any, T], receive: Receive, connection: Connection | None = None
+) -> T:
     """The result of ``work``, which is cancelled if the client closes the connection first."""
+    if connection is not None:
+        scope = asyncio.timeout(None)
+        now_s = asyncio.get_running_loop().time
+        try:
+            async with scope:
+                with connection.watched(lambda: scope.reschedule(now_s())):
+                    return await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ClientGone from None
     working = asyncio.ensure_future(work)
     # After the whole body, the only thing left to receive is that the client has gone.
     leaving = asyncio.ensure_future(receive())

@@ -5,7 +5,7 @@ Behind another server there is none of it, and bodies and answers are copied par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class Connection(Protocol):
 
     def stop_landing(self) -> None:
         """Write no more to what `land` was given. The connection is of no further use."""
+        ...
+
+    def watched(self, gone: Callable[[], None]) -> AbstractContextManager[None]:
+        """While it lasts, ``gone`` is called if the client closes the connection."""
         ...
 
     def unbuffered(self) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ class OperationEndpoint:
                 if not allowed_s:
                     call.deadline = Deadline.after(longest_s)
                 async with call.deadline.enforced():
-                    result = await unless_gone(work.compute(), receive)
+                    result = await unless_gone(work.compute(), receive, connection_of(scope))
             with context.timings.stage("encode"):
                 small = sum(array.nbytes for array in result.outputs.values()) <= SMALL_BYTES
                 chunks = await self.dataplane.in_thread(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.http_api.connection import CONNECTION
+from convgrad_service.http_api.joined import Joined
 from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.settings import Settings
@@ -51,6 +52,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _parts = 0
     parts_bytes = 0
     _refusal: ServiceError | None = None
+    gone: Callable[[], None] | None = None
+    """Called when the client has gone; set by whoever computes for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,6 +68,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.gone is not None:
+            self.gone()
         _stop(self._head_timer)
         _stop(self._write_timer)
         super().connection_lost(exc)
@@ -128,13 +133,15 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._in_head = False
         _stop(self._head_timer)
-        # For what ASGI has no word for, see answering.Connection.
+        # For what ASGI has no word for, see connection.Connection.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
             # One read may hold ten thousand tiny requests, all of which would be made ready here.
             raise ValueError("too many requests sent ahead")
         super().on_headers_complete()
         exchange.cycle = self.cycle
+        if self.scope["method"] != "HEAD":  # whose answer is a head alone
+            self.cycle.transport = cast(asyncio.Transport, Joined(self.transport))
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -255,6 +262,16 @@ class _Exchange:
 
     def stop_landing(self) -> None:
         self._protocol.turn_to(self._protocol)
+
+    @contextmanager
+    def watched(self, gone: Callable[[], None]) -> Iterator[None]:
+        if self._protocol.transport.is_closing():
+            gone()
+        self._protocol.gone = gone
+        try:
+            yield
+        finally:
+            self._protocol.gone = None
 
     @contextmanager
     def unbuffered(self) -> Iterator[None]:
