@@ -11,7 +11,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.dense_gather import MAX_PHASES
-from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped_box import (
     BoxArgs,
@@ -24,7 +24,6 @@ from convgrad_service.backends.cuda.kernels.grouped_box import (
     tile_extents,
 )
 from convgrad_service.backends.cuda.kernels.grouped_merge import (
-    DTYPES,
     Merge,
     is_exact,
     meets_own,
@@ -33,6 +32,7 @@ from convgrad_service.backends.cuda.kernels.grouped_merge import (
     slices_of,
     why_not_grouped,
 )
+from convgrad_service.backends.cuda.kernels.grouped_units import Unit, every_unit, unit_of
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
@@ -46,58 +46,6 @@ MOST_SPAN = 2**32 - 2
 RESERVED_BYTES = 1024
 # In shared memory beside what a launch asks for.
 PLACE_BYTES = 384
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What a warp computes at once: fragments of 16 positions, merges, and 8 channels each."""
-
-    fragments: int
-    merges: int
-    columns: int
-    warps: int
-    blocks: int
-    steps: int = 0
-    """Of the reduction, where they are unrolled: for merges of one chunk."""
-
-    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
-        return (
-            ("EXACT", str(int(exact))),
-            ("ACROSS", str(int(across))),
-            ("ELEMENT", CUDA_TYPES[dtype]),
-            ("MF", str(self.fragments)),
-            ("PACK", str(self.merges)),
-            ("NF", str(self.columns)),
-            ("STEPS", str(self.steps)),
-            ("WARPS", str(self.warps)),
-            ("BLOCKS", str(self.blocks)),
-        )
-
-    @property
-    def rows_bytes(self) -> int:
-        """Of a warp's rows of sums."""
-        return 16 * (self.merges * self.columns * 8 + 4) * 4
-
-
-UNITS = {
-    1: Unit(4, 2, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(4, 1, 3, 8, 2),
-    4: Unit(4, 1, 4, 8, 2),
-}
-"""By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
-position are written together."""
-
-
-EXACT_UNITS = {
-    1: Unit(4, 1, 1, 8, 2),
-    2: Unit(4, 1, 2, 8, 2),
-    3: Unit(2, 1, 3, 8, 2),
-    4: Unit(2, 1, 4, 8, 2),
-}
-"""Likewise where products are FMAs."""
-SMALL = Unit(4, 2, 1, 8, 2, 5)
-"""For 3x3 taps of 8 channels: two taps a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,33 +200,10 @@ class GroupedGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(
-                _instance(unit, dtype, across, False)
-                for unit in (*UNITS.values(), SMALL)
-                for dtype in DTYPES
-                for across in (False, True)
-                if dtype.itemsize == 2 or not unit.steps
-            ),
-            *(
-                _instance(unit, DType.FLOAT32, across, True)
-                for unit in EXACT_UNITS.values()
-                for across in (False, True)
-            ),
+            _instance(unit, dtype, across, exact)
+            for unit, dtype, exact in every_unit()
+            for across in (False, True)
         ]
-
-
-def unit_of(work: ConvWork) -> Unit:
-    """As wide as leaves the least of the result's channels empty."""
-    merge = merge_of(work)
-    backward = work.direction == "bwd_data"
-    channels = merge.in_channels if backward else merge.out_channels
-    columns = ceil_div(channels, 8)
-    units = EXACT_UNITS if is_exact(work) else UNITS
-    unit = units[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
-    taps = prod(lattice_axis(work, dim).taps for dim in range(3))
-    chunks = merge.out_chunks if backward else merge.in_chunks
-    small = unit.columns == 1 and chunks == 1 and ceil_div(taps, 2) == SMALL.steps
-    return SMALL if small and work.dtype.itemsize == 2 else unit
 
 
 def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
