@@ -38,7 +38,7 @@ from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cas
 from tests.geometries import Conv
 from tests.kernels.covering import Covered, covering_quickly
 from tests.kernels.cuda_backends import general
-from tests.kernels.gpu_check import RESULTS, driver, git_sha, versions
+from tests.kernels.gpu_check import RESULTS, compile_all, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -58,8 +58,9 @@ CASES: list[Case] = [
 ]  # fmt: skip
 
 
-def run_all(covering: list[Covered]) -> None:
-    """Each case once with every family of kernels; nothing here looks at the answers."""
+def run_all(covering: list[Covered], shard: int, shards: int) -> None:
+    """This shard's part of the cases, each with every family of kernels; nothing here looks at the
+    answers."""
     sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect()), FAMILIES]
     # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
     import_cupy().cuda.set_allocator(None)
@@ -72,39 +73,70 @@ def run_all(covering: list[Covered]) -> None:
 
     Lane.download = one_by_one  # type: ignore[method-assign,assignment]
     backends = [CudaBackend(families=families) for families in sets]
-    for case in CASES:
+    for case in CASES[shard::shards]:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
         tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
         for backend in backends:
             answers(backend, case, tensors, layouts[-1])
-    for one in covering:
+    for one in covering[shard::shards]:
         tensors = draw(one.case, rng_for(0, one.case.id), DTYPES[one.dtype], integers)
         answers(backends[-1], one.case, tensors, one.layout)
-    print(f"ran {len(CASES)} and {len(covering)} cases", flush=True)
+    print("ran all cases", flush=True)
 
 
-def sanitized(tool: str, timeout_s: float, covering: Path) -> dict[str, Any]:
-    """What one tool found."""
+def sanitized(tool: str, timeout_s: float, covering: Path, shards: int) -> dict[str, Any]:
+    """What one tool found, in processes side by side."""
+    with ThreadPoolExecutor(shards) as pool:
+        found = list(
+            pool.map(lambda shard: _shard(tool, timeout_s, covering, shard, shards), range(shards))
+        )
+    errors = [one["errors"] for one in found]
+    return {
+        "tool": tool,
+        "exit_code": max(one["exit_code"] for one in found),
+        "errors": None if None in errors else sum(errors),
+        "finished": all(one["finished"] for one in found),
+        "seconds": max(one["seconds"] for one in found),
+        "output": "".join(one["output"] for one in found),
+    }
+
+
+def _shard(tool: str, timeout_s: float, covering: Path, shard: int, shards: int) -> dict[str, Any]:
     command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
     started = time.perf_counter()
     try:
         ran = subprocess.run(
-            [*command, sys.executable, __file__, "--inner", str(covering)],
+            [
+                *command,
+                sys.executable,
+                __file__,
+                "--inner",
+                str(covering),
+                "--shard",
+                str(shard),
+                "--shards",
+                str(shards),
+            ],
             capture_output=True,
             text=True,
             check=False,
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return {"tool": tool, "exit_code": 124, "seconds": timeout_s, "output": ""}
+        return {
+            "exit_code": 124,
+            "errors": None,
+            "finished": False,
+            "seconds": timeout_s,
+            "output": "",
+        }
     found = re.findall(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+)", ran.stdout)
     return {
-        "tool": tool,
         "exit_code": ran.returncode,
         "errors": sum(int(a or b) for a, b in found) if found else None,
         "finished": "ran " in ran.stdout,
         "seconds": round(time.perf_counter() - started, 1),
-        "output": "" if ran.returncode == 0 else (ran.stdout[-6000:] + ran.stderr[-2000:]),
+        "output": "" if ran.returncode == 0 else (ran.stdout[-4000:] + ran.stderr[-1000:]),
     }
 
 
@@ -114,17 +146,24 @@ def main() -> int:
     parser.add_argument("--tools", nargs="*", default=TOOLS)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
     parser.add_argument("--draws", type=int, default=1500, help="for each class and dtype")
+    parser.add_argument("--shards", type=int, default=4, help="processes for each tool")
+    parser.add_argument("--shard", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--inner", type=Path, help="run the cases and this file's, under no tool")
     asked = parser.parse_args()
     if asked.inner:
-        run_all(pickle.loads(asked.inner.read_bytes()))  # noqa: S301 - written below
+        covering = pickle.loads(asked.inner.read_bytes())  # noqa: S301 - written below
+        run_all(covering, asked.shard, asked.shards)
         return 0
     device = describe(0)
+    # Beside the tools, which would each compile all of them one after another.
+    compile_all(device.architecture)
     covering = covering_quickly(device, FAMILIES, asked.draws)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
         cases = Path(folder) / "covering.pickle"
         cases.write_bytes(pickle.dumps(covering))
-        outcomes = list(pool.map(lambda tool: sanitized(tool, asked.timeout, cases), asked.tools))
+        outcomes = list(
+            pool.map(lambda tool: sanitized(tool, asked.timeout, cases, asked.shards), asked.tools)
+        )
     met = frozenset[Instance]().union(*(one.new for one in covering))
     instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
     for outcome in outcomes:
