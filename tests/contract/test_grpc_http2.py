@@ -179,7 +179,7 @@ def test_a_message_over_the_limit_is_refused_before_it_comes(raw: Http2Client) -
     assert raw.reset(1) == Error.NO_ERROR  # the rest is not wanted
 
 
-@pytest.mark.parametrize("sent", [3, 100, 2000, 300_000])
+@pytest.mark.parametrize("sent", [0, 3, 100, 2000, 300_000])
 def test_a_client_that_pauses_is_cut_off(raw: Http2Client, sent: int) -> None:
     message = grpc_message(pool_request(2**19))
     raw.open(1, INFER)
@@ -189,6 +189,16 @@ def test_a_client_that_pauses_is_cut_off(raw: Http2Client, sent: int) -> None:
     assert headers["convgrad-code"] == "request-timeout"
     assert headers["grpc-status"] == "14"
     assert "0.4 s" in headers["grpc-message"]
+
+
+def test_a_stream_may_be_silent_between_its_messages(raw: Http2Client) -> None:
+    raw.open(1, INFER.replace(b"ModelInfer", b"ModelStreamInfer"))
+    raw.data(1, grpc_message(pool_request()))
+    time.sleep(0.7)  # longer than a pause within a message may last
+    raw.data(1, grpc_message(pool_request()), last=True)
+    headers, data = raw.answer(1)
+    assert headers["grpc-status"] == "0"
+    assert len(data) == 2 * (5 + int.from_bytes(data[1:5], "big"))
 
 
 def test_a_client_that_vanishes_frees_the_memory(server: OipServer) -> None:

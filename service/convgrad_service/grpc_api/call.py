@@ -5,6 +5,7 @@ Source: "gRPC over HTTP2" (the protocol's own description).
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
@@ -81,8 +82,10 @@ class Call:
         """Seconds until the caller's deadline; infinite without one."""
         return self._began_s + self._allowed_s - time.monotonic()
 
-    async def message(self) -> Message | None:
+    async def message(self, *, patiently: bool = False) -> Message | None:
         """The next message, of which no more than its length has been read; None after the last.
+
+        ``patiently``: the client may take its time to begin it, as it may in a stream.
 
         Raises
         ------
@@ -92,7 +95,7 @@ class Call:
             The call ends or pauses within its prefix.
         """
         stream = self._stream
-        if await self.ended():
+        if not await stream.at_least(1, patiently=patiently):
             return None
         prefix = bytes((await stream.at_least(_PREFIX_BYTES))[:_PREFIX_BYTES])
         if len(prefix) < _PREFIX_BYTES:
@@ -108,10 +111,6 @@ class Call:
         return Message(
             stream, size, self._encoding() if prefix[0] else None, self._max_message_bytes
         )
-
-    async def ended(self) -> bool:
-        """Whether the client has sent all of its messages; waits until it is known."""
-        return not await self._stream.at_least(1, patiently=True)
 
     async def send(self, parts: Sequence[Part]) -> None:
         """Send one message; when it returns, nothing refers to the parts any more.
@@ -192,18 +191,9 @@ class Message:
         self._stream.reopen()
         if self.encoding is None:
             return data
+        # In a thread: a few bytes may take long to inflate.
         limit = min(self._max_bytes, _MAX_COMPRESSED_BYTES)
-        inflating = zlib.decompressobj(_WINDOW_BITS[self.encoding])
-        try:
-            inflated = inflating.decompress(data, limit + 1)
-        except zlib.error:
-            raise MalformedRequest(f"the message cannot be read as {self.encoding}") from None
-        if len(inflated) > limit:
-            raise PayloadTooLarge(
-                f"the message has more than {limit:,} bytes once decompressed; send large tensors "
-                "as they are"
-            )
-        return inflated
+        return await asyncio.to_thread(_inflated, data, self.encoding, limit)
 
     async def next(self, size: int) -> bytes:
         """Its next ``size`` bytes, or all that are left of it, without taking them.
@@ -248,6 +238,20 @@ class Message:
             f"the call ended within a message of {self.size:,} bytes, after "
             f"{self.size - self.left + received:,} of them"
         )
+
+
+def _inflated(data: bytes, encoding: str, limit: int) -> bytes:
+    inflating = zlib.decompressobj(_WINDOW_BITS[encoding])
+    try:
+        inflated = inflating.decompress(data, limit + 1)
+    except zlib.error:
+        raise MalformedRequest(f"the message cannot be read as {encoding}") from None
+    if len(inflated) > limit:
+        raise PayloadTooLarge(
+            f"the message has more than {limit:,} bytes once decompressed; send large tensors "
+            "as they are"
+        )
+    return inflated
 
 
 def _percent_encoded(text: str) -> bytes:

@@ -86,7 +86,7 @@ class InferMethods:
             previous: asyncio.Task[None] | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    while (message := await call.message()) is not None:
+                    while (message := await call.message(patiently=True)) is not None:
                         await slots.acquire()
                         asked = Asked(message)
                         previous = tasks.create_task(self._one_of_stream(call, asked, previous))

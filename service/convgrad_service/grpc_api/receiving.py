@@ -7,13 +7,13 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from convgrad.errors import MalformedRequest
-from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.call import Call, Message
 
-__all__ = ["received"]
+__all__ = ["parsed", "received"]
 
 
 async def received(call: Call, request_type: Any) -> Any:
-    """The next message of a call that takes small ones.
+    """The one message of a call that takes a small one.
 
     Raises
     ------
@@ -23,6 +23,11 @@ async def received(call: Call, request_type: Any) -> Any:
     incoming = await call.message()
     if incoming is None:
         raise MalformedRequest("the call ended without its message")
+    return await parsed(incoming, request_type)
+
+
+async def parsed(incoming: Message, request_type: Any) -> Any:
+    """A small message, received whole; raises MalformedRequest if it is no ``request_type``."""
     try:
         return request_type.FromString(await incoming.whole())
     except DecodeError:

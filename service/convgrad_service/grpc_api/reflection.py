@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.messages import HEALTH, POOL, REFLECTION, SERVICE, message
-from convgrad_service.grpc_api.receiving import received
+from convgrad_service.grpc_api.receiving import parsed
 from convgrad_service.request_context import RequestContext
 
 __all__ = ["ReflectionMethods"]
@@ -36,8 +36,8 @@ class ReflectionMethods:
 
     async def _info(self, call: Call) -> None:
         async def work(_: RequestContext) -> None:
-            while not await call.ended():
-                asked = await received(call, _Request)
+            while (incoming := await call.message(patiently=True)) is not None:
+                asked = await parsed(incoming, _Request)
                 await call.send([_answer(asked).SerializeToString()])
                 await call.flush()
 
