@@ -158,6 +158,11 @@ def test_compressed_messages_that_are_not(raw: Http2Client) -> None:
     assert compressed_call(raw, b"gzip", b"not gzip")["convgrad-code"] == "malformed-request"
 
 
+def test_compressed_messages_that_are_cut_short(raw: Http2Client) -> None:
+    cut = zlib.compress(bytes(1000))[:-4]
+    assert compressed_call(raw, b"deflate", cut)["convgrad-code"] == "malformed-request"
+
+
 def test_compressions_that_are_unknown(raw: Http2Client) -> None:
     headers = compressed_call(raw, b"snappy", b"")
     assert headers["convgrad-code"] == "unsupported-media-type"

@@ -251,6 +251,8 @@ def _inflated(data: bytes, encoding: str, limit: int) -> bytes:
             f"the message has more than {limit:,} bytes once decompressed; send large tensors "
             "as they are"
         )
+    if not inflating.eof:
+        raise MalformedRequest(f"the message ends within its {encoding} data")
     return inflated
 
 
