@@ -1,0 +1,124 @@
+"""The plans of the depthwise tensor-core kernels: strips, tiles, and what is left to others."""
+
+from __future__ import annotations
+
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_strips import (
+    STRIP_COLUMNS,
+    TILE_STRIPS,
+    Strips,
+    rows_of_chunks,
+)
+from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_program import Launch
+from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
+from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.layouts import LAYOUTS
+
+INSTANCES = {*DepthwiseMma().instances(), *DepthwiseWeightMma().instances()}
+
+
+def shape(
+    kernel: tuple[int, int],
+    stride: int = 1,
+    dilation: int = 1,
+    multiplier: int = 1,
+    size: tuple[int, int] = (28, 30),
+    batch: int = 3,
+) -> ConvShape:
+    pads = tuple(dilation * (k - 1) // 2 for k in kernel)
+    output = tuple(
+        (n + 2 * pad - dilation * (k - 1) - 1) // stride + 1
+        for n, pad, k in zip(size, pads, kernel, strict=True)
+    )
+    return ConvShape(
+        batch=batch,
+        groups=48,
+        in_channels=48,
+        out_channels=48 * multiplier,
+        input_size=size,
+        kernel_size=kernel,
+        output_size=output,
+        stride=(stride, stride),
+        padding=tuple((pad, pad) for pad in pads),
+        dilation=(dilation, dilation),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 15, 16, 17, 40])
+@pytest.mark.parametrize("batch", [1, 2, 13, 64])
+@pytest.mark.parametrize(("apart", "reads"), [(1, 2), (1, 3), (2, 3), (2, 4)])
+def test_a_tile_has_room_for_its_units(count: int, batch: int, apart: int, reads: int) -> None:
+    """Brute force: every unit that a tile's strips read lies within the slots, for every tile."""
+    strips = Strips(batch, count, apart, reads)
+    assert strips.slots % 4 == 0
+    assert strips.slots * STRIP_COLUMNS <= TILE_STRIPS * STRIP_COLUMNS * max(apart, reads)
+    for tile in range(strips.tiles):
+        start = tile * TILE_STRIPS
+        origin = start // count * strips.units + start % count * apart
+        for strip in range(start, start + TILE_STRIPS):
+            first = strip // count * strips.units + strip % count * apart - origin
+            assert first >= 0
+            assert first + reads <= strips.slots
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "multiplier"),
+    [
+        ((5, 5), 1, 1, 1),
+        ((5, 5), 2, 1, 1),
+        ((7, 7), 1, 1, 1),
+        ((13, 13), 1, 1, 1),
+        ((2, 4), 1, 1, 1),
+        ((3, 3), 1, 2, 1),
+        ((3, 3), 1, 4, 1),
+        ((3, 3), 1, 1, 2),
+        ((5, 5), 2, 1, 3),
+    ],
+)
+def test_one_launch_of_a_listed_instance(
+    dtype: DType, kernel: tuple[int, int], stride: int, dilation: int, multiplier: int
+) -> None:
+    conv, layout = shape(kernel, stride, dilation, multiplier), LAYOUTS["NHWC"]
+    problems = [
+        ConvFwd(conv=conv, dtype=dtype, layout=layout, bias=False),
+        GroupedConvBwdWeight(
+            conv=conv, dtype=dtype, layout=layout, weight_dtype=DType.FLOAT32, split_k=None
+        ),
+    ]
+    if multiplier == 1:
+        problems.append(ConvBwdData(conv=conv, dtype=dtype, layout=layout))
+    for problem in problems:
+        plan = plan_for(problem, H200, FAMILIES)
+        (launch,) = (step for step in plan.steps if isinstance(step, Launch))
+        assert launch.instance in INSTANCES, plan.kernel
+        assert launch.shared_bytes <= H200.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("conv", "dtype", "reason"),
+    [
+        (shape((4, 4)), DType.FLOAT32, "float32"),
+        (shape((15, 15)), DType.BFLOAT16, "no instance for kernel (1, 15, 15)"),
+        (shape((5, 5), 3), DType.BFLOAT16, "no instance for kernel (1, 5, 5) and stride (1, 3, 3)"),
+        (shape((5, 5), multiplier=2), DType.BFLOAT16, "sums over 2 channels"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> None:
+    problem = ConvBwdData(conv=conv, dtype=dtype, layout=LAYOUTS["NHWC"])
+    passed_over = dict(plan_for(problem, H200, FAMILIES).passed_over)
+    assert passed_over[DepthwiseMma().name].startswith(reason)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 56, 1000])
+@pytest.mark.parametrize("items", [1, 100, 10_000])
+def test_chunks_are_some_of_the_rows(rows: int, items: int) -> None:
+    assert 1 <= rows_of_chunks(rows, 6, items, 264, 4) <= rows
