@@ -178,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   }
   const T* const w = static_cast<const T*>(args.w);
   const int columns = args.column_tiles * 8;
+#pragma unroll 4
   for (int i = thread; i < args.steps * kDepth * args.kernel[0] * ROWS * columns; i += threads) {
     const int tap = i / columns, column = i - tap * columns;
     const int k = tap / (args.kernel[0] * ROWS), row = tap - k * (args.kernel[0] * ROWS);

@@ -29,7 +29,7 @@ MOST_SUMS = 2**16
 MAX_OFFSET = 2**31 - 1
 # Rows of a kernel that an instance has sums for, and for which numbers of steps along the channels
 # a warp keeps their weights in registers.
-RESIDENT = {1: (4, 8), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
+RESIDENT = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # Products of 16 x 8 that a multiprocessor does in a clock, and clocks that a row of y costs a block
 # beside them: what the cuts are weighed with.
@@ -87,6 +87,8 @@ class FirstData:
         reason = why_not_first(work, device)
         if reason is not None:
             return reason
+        if work.kernel[0] == work.kernel[1] == 1:
+            return "a kernel of one row, which leaves nothing to walk over"
         if work.kernel[1] > max(RESIDENT):
             return f"{work.kernel[1]} rows of a kernel are more than {max(RESIDENT)}"
         row = sum(

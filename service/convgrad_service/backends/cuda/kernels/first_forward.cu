@@ -34,7 +34,7 @@ struct FirstForwardArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself
+  int plain;  // the result is the sum, with the bias if there is one
   int y_channels;
   int channel_blocks;
   int warp_channels;
@@ -50,6 +50,12 @@ constexpr int kBytes = static_cast<int>(sizeof(T));
 constexpr int kChunk = 16 / kBytes;
 constexpr int kSteps = 8;                    // that are known ahead
 constexpr int kTilesOfPair = kWide ? 1 : 2;  // of 8 columns, that one product takes
+
+constexpr int kMostTiles = 256;  // of one tap along D
+
+struct Tile {
+  int row, bytes;
+};
 
 // A lane's sums of four tiles are of eight neighbouring channels: column `column` of tile `tile`
 // stands for channel 8*(column / 2) + 2*tile + column % 2.
@@ -89,14 +95,22 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   Windows<T> x{geometry, args.x_stride, static_cast<const T*>(args.x), 0, rows, base, nullptr};
   x.raws = base + x.ring_bytes();
+  x.deal_out();
   char* const weights = x.raws + STAGES * x.raw_bytes();
   const int tiles = rows * geometry.column_tiles;  // of one tap along D
   const int padded = (tiles + kTilesOfPair - 1) / kTilesOfPair * kTilesOfPair;
   const u32 w_pitch = (kWide ? (taps * padded * 8 + 4) * 4 : (taps * padded | 1) * 16);
 
+  // Where each tile of columns is: its kernel row, and how far in a window.
+  __shared__ Tile places[kMostTiles];
+  for (int i = thread; i < tiles; i += threads) {
+    const int row = i / geometry.column_tiles;
+    places[i] = {row, (i - row * geometry.column_tiles) * 8 * kBytes};
+  }
   // Weights: a row for each of the block's channels, in the order of products' columns.
   const T* const w = static_cast<const T*>(args.w);
   const int per_channel = taps * padded * 8;
+#pragma unroll 1
   for (int i = thread; i < args.warp_channels * 32 * per_channel; i += threads) {
     const int row = i / per_channel, at = i - row * per_channel;
     const int group = row / 32, tile = row % 32 / 8, column = row % 8;
@@ -140,16 +154,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const u32 windows_at = shared_address(base);
   // This lane's address of its tile of a pair; the upper lanes' is the second one's. Beyond the last
   // tile any: its weights are zeros, and so is what is taken of x.
-  const auto window_of = [&](int ring, int pair) {
-    const int half = lane >> 4;
-    const int tile = min(pair * kTilesOfPair + (kWide ? 0 : half), tiles - 1);
-    const int row = tile / geometry.column_tiles;
-    int slot = ring + geometry.stride[1] * warp_row + row;
+  const int half = lane >> 4, tile_half = kWide ? 0 : half;
+  const u32 lane_at = windows_at + (warp_q + (lane & 15)) * x.pitch() + (kWide ? half * 16 : 0);
+  const auto window_of = [&](int first_slot, int pair) {
+    const Tile tile = places[min(pair * kTilesOfPair + tile_half, tiles - 1)];
+    int slot = first_slot + tile.row;
     if (slot >= x.ring_rows()) slot -= x.ring_rows();
-    return windows_at + slot * x.row_bytes() + (warp_q + (lane & 15)) * x.pitch() +
-           (tile - row * geometry.column_tiles) * 8 * kBytes + (kWide ? half * 16 : 0);
+    return lane_at + slot * x.row_bytes() + tile.bytes;
   };
   const auto multiply = [&](int ring, [[maybe_unused]] int tap) {
+    const int first_slot = ring + geometry.stride[1] * warp_row;
 #if RESIDENT
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
@@ -160,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
       for (int n = 0; n < 4; ++n) load_b(weight[n], tap * pairs + pair, n);
 #endif
-      const u32 from = window_of(ring, pair);
+      const u32 from = window_of(first_slot, pair);
       const bool whole = kWide || pair * 2 + 1 < tiles;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
@@ -216,36 +230,46 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const i64 row_at = unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
                        p * args.y_stride[4] + channel * args.y_stride[2];
     const T* const bias = static_cast<const T*>(args.bias);
+    // Eight neighbouring channels of a position at a time.
+    const bool together = args.plain && args.wide_stores;
+    u32 odd = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int q = warp_q + i * 8 + (lane >> 2);
       if (q >= unit.width) continue;
-      const i64 at = row_at + (unit.q0 + q) * args.y_stride[5];
-      float values[8];
+      float values[8], finite = 0;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) values[e] = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
-      float finite = 0;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) finite = fmaf(values[e], 0.0f, finite);
-      if (finite != 0.0f || !args.plain || !args.wide_stores) {
-        T* const to = static_cast<T*>(args.y);
-#pragma unroll 1
-        for (int e = 0; e < 8 && channel + e < args.y_channels; ++e) {
-          float value = 0;
-#pragma unroll
-          for (int other = 0; other < 8; ++other) value = other == e ? values[other] : value;
-          if (!is_finite(value)) value = taken_again(unit, p, unit.q0 + q, channel + e);
-          const i64 place = at + e * args.y_stride[2];
-          const T* accumulate = static_cast<const T*>(args.accumulate);
-          if (accumulate != nullptr) accumulate += place;
-          to[place] = narrow<T>(finish<T, float>(value, args.alpha, args.beta, accumulate,
-                                                 bias == nullptr ? bias : bias + channel + e,
-                                                 args.activation));
-        }
-        continue;
+      for (int e = 0; e < 8; ++e) {
+        values[e] = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
+        finite = fmaf(values[e], 0.0f, finite);
       }
-      T* const to = static_cast<T*>(args.y) + at;
+      if (finite != 0.0f || !together) odd |= 1u << i;
+      if (!together) continue;
+      T* const to = static_cast<T*>(args.y) + row_at + (unit.q0 + q) * args.y_stride[5];
       store_eight(to, values, channel + kChunk < args.y_channels);
+    }
+    if (odd == 0) return;
+    // One at a time: with what is accumulated, elsewhere, or by the definition where not finite.
+#pragma unroll 1
+    for (int i = 0; i < 32; ++i) {
+      const int q = unit.q0 + warp_q + i / 8 * 8 + (lane >> 2), k = channel + i % 8;
+      if ((odd >> i / 8 & 1) == 0 || k >= args.y_channels) continue;
+      float value = 0;
+#pragma unroll
+      for (int other = 0; other < 32; ++other) {
+        const int of = other / 8, e = other % 8;
+        value = other == i ? sum[of / 2][e / 2][of % 2 * 2 + e % 2] : value;
+      }
+      if (together && is_finite(value)) continue;
+      const bool again = !is_finite(value);
+      if (again) value = taken_again(unit, p, q, k);
+      const bool biased = args.plain && !again;  // already
+      const i64 place = row_at + q * args.y_stride[5] + i % 8 * args.y_stride[2];
+      const T* accumulate = static_cast<const T*>(args.accumulate);
+      if (accumulate != nullptr) accumulate += place;
+      static_cast<T*>(args.y)[place] =
+          narrow<T>(finish<T, float>(value, args.alpha, args.beta, accumulate,
+                                     bias == nullptr || biased ? nullptr : bias + k, args.activation));
     }
   };
 
@@ -278,8 +302,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     copy_step(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     const int next = stage + 1 == STAGES ? 0 : stage + 1;
     if (tap == 0) {
+      // Where a bias is all that is added, sums begin with it.
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i / 16][i / 4 % 4][i % 4] = 0;
+      for (int e = 0; e < 8; ++e) {
+        const int k = first_channel + (lane & 3) * 8 + e;
+        const bool biased = args.plain && args.bias != nullptr && k < args.y_channels;
+        const float start = biased ? widen(static_cast<const T*>(args.bias)[k]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i / 2][e / 2][i % 2 * 2 + e % 2] = start;
+      }
     }
     if (unit.inside) {
       if (!ready) {

@@ -30,6 +30,7 @@ __all__ = ["FirstForward"]
 CHANNELS = 32
 """Of a warp, and so many positions."""
 MOST_WARP_CHANNELS = 4
+MOST_TILES = 256
 # Pairs of columns' tiles whose weights a warp keeps in registers, by instance.
 RESIDENT = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
@@ -81,6 +82,8 @@ class FirstForward:
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         reason = why_not_first(work, device)
+        if reason is None and work.kernel[1] * column_tiles(work) > MOST_TILES:
+            return f"{work.kernel[1]} rows of {column_tiles(work)} tiles of columns"
         if reason is None and _cut(work, device) is None:
             return "windows of a row and the weights do not fit into shared memory"
         return reason
@@ -96,7 +99,7 @@ class FirstForward:
         args.w_stride[:] = work.w.strides
         args.windows = window_args(work, work.kernel[1], cut.unit_rows, cut.segment)
         args.alpha, args.beta = work.alpha, work.beta
-        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.y_channels, args.warp_channels = work.out_channels, cut.warp_channels
         args.channel_blocks = ceil_div(work.out_channels, CHANNELS * cut.warp_channels)
         together = blocks_together(device, cut.threads, cut.shared_bytes)
@@ -127,6 +130,11 @@ class FirstForward:
             for dtype in DTYPES
             for pairs in ((*RESIDENT, None) if dtype.itemsize == 2 else (None,))
         ]
+
+
+def _plain(work: ConvWork) -> bool:
+    """Whether the result is the sum, with the bias if there is one."""
+    return work.alpha == 1.0 and work.accumulate is None and work.activation == "none"
 
 
 def _pairs(work: ConvWork) -> int:

@@ -22,6 +22,7 @@
 // Deterministic: one order of additions for each result, however x is cut. Zeros beside the input and
 // the kernel times an infinity are NaN: sums that are not finite are taken again by the definition.
 // Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+#include "accesses.cuh"
 #include "epilogue.cuh"
 #include "tensor_core.cuh"
 
@@ -39,7 +40,8 @@ struct FirstGroupsArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself, in rows of even numbers of neighbours
+  int plain;  // the result is the sum itself: 1 in rows of neighbours, 2 (kInTwos) at even offsets
+  int flat_weights;  // w is contiguous as (K, R, S, C)
   int channels;
   int y_chunks;  // 16-byte chunks of y's channels
   int y_channels;
@@ -62,9 +64,14 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kDepth = TAPS * STEPS;
-constexpr int kColumns = TILES * 8;
+constexpr int kInTwos = 2;
 // Neighbouring positions are apart such that eight of them meet in no bank.
 constexpr u32 kPitch = (2 * STEPS + 1) * 16;
+
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
 
 __device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
@@ -99,9 +106,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const int real0 = max(0, p0), real1 = met ? min(args.y_size[1] - 1, finish1) : -1;
 
   const u32 stage_bytes = args.positions * kPitch;
-  const u32 units = (args.kernel[1] * TAPS * TILES) | 1;
-  const u32 w_pitch = units * 16;
-  char* const weights = base + STAGES * stage_bytes;
+  T* const weights = reinterpret_cast<T*>(base + STAGES * stage_bytes);
   const u32 ring = shared_address(base);
 
   // This thread's chunks of y.
@@ -109,17 +114,19 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const int copy_rows = threads / args.y_chunks;
   const T* const y = static_cast<const T*>(args.y);
   const T* const from0 = y + n * args.y_stride[0] + z * args.y_stride[3] +
-                         q0 * args.y_stride[5] + copy_at * 8;
+                         (q0 + copy_row) * args.y_stride[5] + copy_at * 8;
   int put_p = real0;
   const auto copy_row_of_y = [&](int stage) {
     if (put_p <= real1) {
       if (copy_row < copy_rows) {
-        const T* const from = from0 + put_p * args.y_stride[4];
-        const u32 to = ring + stage * stage_bytes + copy_at * 16;
+        const T* from = from0 + put_p * args.y_stride[4];
+        u32 to = ring + stage * stage_bytes + copy_row * kPitch + copy_at * 16;
+        const u32 end = ring + stage * stage_bytes + args.positions * kPitch;
 #pragma unroll 2
-        for (int q = copy_row; q < args.positions; q += copy_rows) {
-          const bool there = q0 + q >= 0 && q0 + q < args.y_size[2];
-          copy_chunk(to + q * kPitch, there ? from + q * args.y_stride[5] : y, there);
+        for (int q = q0 + copy_row; to < end; q += copy_rows) {
+          copy_chunk(to, from, static_cast<u32>(q) < static_cast<u32>(args.y_size[2]));
+          from += copy_rows * args.y_stride[5];
+          to += copy_rows * kPitch;
         }
       }
       ++put_p;
@@ -134,38 +141,49 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       *reinterpret_cast<uint4*>(base + i * kPitch + chunk * 16) = make_uint4(0, 0, 0, 0);
     }
   }
+  // Weights as (K, R, S, C), which they mostly are.
   const T* const w = static_cast<const T*>(args.w);
-  for (int i = thread; i < STEPS * 16 * args.kernel[1] * TAPS * kColumns; i += threads) {
-    const int column = i % kColumns, rest = i / kColumns;
-    const int tap = rest % TAPS, row = rest / TAPS;
-    const int k = row / args.kernel[1], r = row - k * args.kernel[1];
-    const int b = column / args.channels, c = column - b * args.channels;
-    const int s = b + args.pad[2] - (args.first_tap + tap) * stride_w;
-    T value = {};
-    if (k < args.y_channels && b < args.group && s >= 0 && s < args.kernel[2]) {
-      value = w[k * args.w_stride[1] + c * args.w_stride[2] + r * args.w_stride[4] +
-                s * args.w_stride[5]];
+  const int in_row = args.kernel[2] * args.channels, in_channel = args.kernel[1] * in_row;
+  const int all_weights = args.y_channels * in_channel;
+  if (args.flat_weights) {
+    for (int i = thread * 8; i < all_weights; i += threads * 8) {
+      copy_async<16>(shared_address(weights + i), w + i, min(16, (all_weights - i) * 2));
     }
-    reinterpret_cast<T*>(weights + k * w_pitch)[(r * TAPS + tap) * kColumns + column] = value;
+    commit_copies();
+    wait_copies<0>();
+  } else {
+#pragma unroll 4
+    for (int i = thread; i < all_weights; i += threads) {
+      const int k = i / in_channel, in_k = i - k * in_channel;
+      const int r = in_k / in_row, in_r = in_k - r * in_row;
+      const int s = in_r / args.channels, c = in_r - s * args.channels;
+      weights[i] = w[k * args.w_stride[1] + c * args.w_stride[2] + r * args.w_stride[4] +
+                     s * args.w_stride[5]];
+    }
   }
   __syncthreads();
 
-  // The kernel rows of this warp's class: slot j stands for row remainder + j*stride.
+  // The kernel rows of this warp's class: slot j stands for row remainder + j*stride. Column (b, c) at
+  // step t along W lies (pad - (first_tap + t)*stride)*C further on in a row of the kernel.
   u32 b[SLOTS][kDepth][TILES][2];
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) {
-    const int r = remainder + slot * stride_h;
+  for (int tile = 0; tile < TILES; ++tile) {
+    const int column = tile * 8 + (lane >> 2);
 #pragma unroll
     for (int e = 0; e < kDepth; ++e) {
+      const int at =
+          column + (args.pad[2] - (args.first_tap + e / STEPS) * stride_w) * args.channels;
+      const bool there = column < args.group * args.channels && at >= 0 && at < in_row;
+      const int k = e % STEPS * 16 + (lane & 3) * 2;
+      const auto weight = [&](int r, int more) {
+        const bool real = there && r < args.kernel[1] && k + more < args.y_channels;
+        return real ? static_cast<u32>(weights[(k + more) * in_channel + r * in_row + at].bits) : 0u;
+      };
 #pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        b[slot][e][tile][0] = b[slot][e][tile][1] = 0;
-        if (r < args.kernel[1]) {
-          load_matrices_transposed(
-              b[slot][e][tile],
-              shared_address(weights) + (e % STEPS * 16 + (lane & 15)) * w_pitch +
-                  ((r * TAPS + e / STEPS) * TILES + tile) * 16);
-        }
+      for (int slot = 0; slot < SLOTS; ++slot) {
+        const int r = remainder + slot * stride_h;
+        b[slot][e][tile][0] = weight(r, 0) | weight(r, 1) << 16;
+        b[slot][e][tile][1] = weight(r, 8) | weight(r, 9) << 16;
       }
     }
   }
@@ -200,22 +218,46 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   };
   const int in_group = args.group * args.channels;  // columns that are there
   const i64 plane_at = n * args.x_stride[0] + d * args.x_stride[3];
-  const auto write_two = [&](int h, int group, int column, float first, float second) {
+  const int row_elements = args.x_size[2] * args.channels;
+  const int first_at =
+      (first_group + warp_group + (lane >> 2)) * in_group + (lane & 3) * 2;
+  // A lane's sums of a finished row: of groups lane / 4 + 8*(i / 2) for i below 8, columns
+  // 2*(lane % 4) + i % 2; then those of the next tile of columns.
+  const auto sum_of = [&](int i) {
+    return sum[i / 4 % 2][0][i / 8][i % 4];
+  };
+  const auto write_row = [&](int h) {
     T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
-    const int at = group * in_group + column;
-    const bool finite = fmaf(first, 0.0f, second * 0.0f) == 0.0f;
-    if (finite && args.plain) {
-      if (column < in_group && at < args.x_size[2] * args.channels) {
-        *reinterpret_cast<u32*>(x + at) = narrow_two<T>(first, second);
+    bool odd = !args.plain;
+#pragma unroll
+    for (int i = 0; i < 8 * TILES; i += 2) {
+      const float first = sum_of(i), second = sum_of(i + 1);
+      odd |= fmaf(first, 0.0f, second * 0.0f) != 0.0f;
+      const int at = first_at + i / 2 % 4 * 8 * in_group + i / 8 * 8;
+      const bool there = (lane & 3) * 2 + i / 8 * 8 < in_group && at < row_elements;
+      const u32 two = narrow_two<T>(first, second);
+      if (args.plain == kInTwos) {
+        store_if(there, x + at, two);
+      } else {
+        store_if(there && args.plain, x + at, static_cast<unsigned short>(two & 0xffff));
+        store_if(there && args.plain && (lane & 3) * 2 + i / 8 * 8 + 1 < in_group &&
+                     at + 1 < row_elements,
+                 x + at + 1, static_cast<unsigned short>(two >> 16));
       }
-      return;
     }
+    if (!odd) return;
+    // One at a time: with an epilogue, elsewhere, or by the definition where it is not finite.
 #pragma unroll 1
-    for (int e = 0; e < 2; ++e) {
-      const int b_at = (column + e) / args.channels, c = column + e - b_at * args.channels;
+    for (int i = 0; i < 8 * TILES; ++i) {
+      float value = 0;
+#pragma unroll
+      for (int other = 0; other < 8 * TILES; ++other) value = other == i ? sum_of(other) : value;
+      if (args.plain && is_finite(value)) continue;
+      const int column = (lane & 3) * 2 + i / 8 * 8 + i % 2;
+      const int b_at = column / args.channels, c = column - b_at * args.channels;
+      const int group = first_group + warp_group + (lane >> 2) + i / 2 % 4 * 8;
       const int w_at = group * args.group + b_at;
-      if (column + e >= in_group || w_at >= args.x_size[2]) continue;
-      float value = e == 0 ? first : second;
+      if (column >= in_group || w_at >= args.x_size[2]) continue;
       if (!is_finite(value)) value = taken_again(h, w_at, c);
       const i64 place = w_at * args.x_stride[5] + c * args.x_stride[2];
       const T* accumulate = static_cast<const T*>(args.accumulate);
@@ -227,6 +269,32 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     }
   };
 
+  // A row of y times the weights of the first so many slots.
+  const auto multiply = [&](auto count, u32 from) {
+    constexpr int kSlots = decltype(count)::value;
+    u32 a[2][2][4];
+    load_matrices(a[0][0], from);
+    load_matrices(a[0][1], from + further);
+#pragma unroll
+    for (int e = 0; e < kDepth; ++e) {
+      if (e + 1 < kDepth) {
+        const u32 next = from + (e + 1) / STEPS * kPitch + (e + 1) % STEPS * 32;
+        load_matrices(a[(e + 1) & 1][0], next);
+        load_matrices(a[(e + 1) & 1][1], next + further);
+      }
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            mma<T>(sum[m][slot][tile], a[e & 1][m], b[slot][e][tile][0], b[slot][e][tile][1]);
+          }
+        }
+      }
+    }
+  };
+
   int stage = 0;
   for (int p = p0; p <= finish1; ++p) {
     if (p >= real0 && p <= real1) {
@@ -234,40 +302,15 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       __syncthreads();
       copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = lane_at + stage * stage_bytes;
-      u32 a[2][2][4];
-      load_matrices(a[0][0], from);
-      load_matrices(a[0][1], from + further);
-#pragma unroll
-      for (int e = 0; e < kDepth; ++e) {
-        if (e + 1 < kDepth) {
-          const u32 next = from + (e + 1) / STEPS * kPitch + (e + 1) % STEPS * 32;
-          load_matrices(a[(e + 1) & 1][0], next);
-          load_matrices(a[(e + 1) & 1][1], next + further);
-        }
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot) {
-          if (SLOTS > 1 && slot + 1 == SLOTS && !all_slots) continue;
-#pragma unroll
-          for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              mma<T>(sum[m][slot][tile], a[e & 1][m], b[slot][e][tile][0], b[slot][e][tile][1]);
-            }
-          }
-        }
+      if (all_slots) {
+        multiply(Count<SLOTS>{}, from);
+      } else {
+        multiply(Count<SLOTS - 1>{}, from);
       }
       if (++stage == STAGES) stage = 0;
     }
     const int h = p * stride_h - args.pad[1] + remainder;
-    if (p >= finish0 && h >= 0 && h < args.x_size[1]) {
-#pragma unroll
-      for (int i = 0; i < 4 * TILES; ++i) {
-        const int m = i / TILES >> 1, half = i / TILES & 1, tile = i % TILES;
-        write_two(h, first_group + warp_group + m * 16 + half * 8 + (lane >> 2),
-                  tile * 8 + (lane & 3) * 2, sum[m][0][tile][half * 2],
-                  sum[m][0][tile][half * 2 + 1]);
-      }
-    }
+    if (p >= finish0 && h >= 0 && h < args.x_size[1]) write_row(h);
 #pragma unroll
     for (int i = 0; i < 2 * SLOTS * TILES * 4; ++i) {
       const int e = i % 4, tile = i / 4 % TILES, m = i / (4 * TILES) % 2, slot = i / (8 * TILES);

@@ -13,15 +13,15 @@ from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TY
 from convgrad_service.backends.cuda.kernels.first_windows import STAGES, why_not_first
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.plans.cuda_works import ConvWork, contiguous_strides
 
 __all__ = ["FirstGroups"]
 
 MOST_WARPS = 8
 MAX_OFFSET = 2**31 - 1
-# Products of 16 x 8 that a multiprocessor does in a clock, and clocks that a row of y costs a block
-# beside them: what the cuts are weighed with.
-PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 300
+# What the cuts are weighed with: products of 16 x 8 that a multiprocessor does in a clock, clocks
+# that a row of y costs a block beside them, and clocks that a block takes to start.
+PRODUCTS_PER_CLOCK, ROW_CLOCKS, START_CLOCKS = 0.55, 800, 8000
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -83,7 +83,14 @@ class FirstGroupsArgs(ctypes.Structure):
         ("beta", ctypes.c_float),
         *(
             (name, ctypes.c_int32)
-            for name in ("activation", "plain", "channels", "y_chunks", "y_channels")
+            for name in (
+                "activation",
+                "plain",
+                "flat_weights",
+                "channels",
+                "y_chunks",
+                "y_channels",
+            )
         ),
         *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
         *(
@@ -149,7 +156,8 @@ class FirstGroups:
         args.w_stride[:] = work.w.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
-        args.plain = work.epilogue_free and _in_twos(work, grouping)
+        args.plain = _plain(work, grouping)
+        args.flat_weights = _flat(work)
         args.channels, args.y_channels = work.in_channels, work.out_channels
         args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
         args.x_size[:], args.y_size[:] = work.input, work.output
@@ -203,20 +211,28 @@ def _grouping(work: ConvWork) -> Grouping | None:
     return min(found, key=lambda one: one.shape.products / one.group, default=None)
 
 
-def _in_twos(work: ConvWork, grouping: Grouping) -> bool:
-    """Whether neighbouring columns are two neighbours in x, at even offsets."""
+def _plain(work: ConvWork, grouping: Grouping) -> int:
+    """1 where the sums are the result and neighbouring columns neighbours in x, 2 where two of them
+    always lie at even offsets; else 0."""
     n, _, c, d, h, w = work.x.strides
     channels = work.in_channels
+    beside = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
+    if not (work.epilogue_free and beside):
+        return 0
     extents = (work.batch, work.input[0], work.input[1])
-    return (
-        (channels == 1 or c == 1)
-        and (work.input[2] == 1 or w == channels)
-        and grouping.group * channels % 2 == 0
-        and work.input[2] * channels % 2 == 0
-        and all(
-            stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
-        )
+    even = all(
+        stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
+    whole = grouping.group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
+    return 2 if even and whole else 1
+
+
+def _flat(work: ConvWork) -> bool:
+    """Whether the weight is contiguous as (K, R, S, C)."""
+    _, k, c, _, r, s = work.w.strides
+    shape = (work.out_channels, *work.kernel[1:], work.in_channels)
+    strides = zip(shape, (k, r, s, c), contiguous_strides(shape), strict=True)
+    return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
 
 
 def _positions(grouping: Grouping, warp_groups: int) -> int:
@@ -232,7 +248,8 @@ def _shared_bytes(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
     """The ring and the weights."""
     shape = grouping.shape
     ring = STAGES * _positions(grouping, warp_groups) * (2 * shape.steps + 1) * CHUNK_BYTES
-    return ring + shape.steps * 16 * ((work.kernel[1] * shape.taps * shape.tiles) | 1) * CHUNK_BYTES
+    weights = work.out_channels * work.taps * work.in_channels * work.dtype.itemsize
+    return ring + ceil_div(weights, CHUNK_BYTES) * CHUNK_BYTES
 
 
 def _blocks(work: ConvWork, grouping: Grouping, cut: Cut) -> int:
@@ -266,9 +283,10 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut:
                 continue
             filled = min(together, ceil_div(blocks, device.multiprocessors))
             row = max(filled * products, products + ROW_CLOCKS)
-            # Rows that only lead to the first of a segment, and the start.
-            walked = segment_rows + (work.kernel[1] - 1) // stride + 3
-            clocks = ceil_div(blocks, device.multiprocessors * filled) * walked * row
+            # With rows that only lead to the first of a segment.
+            walked = segment_rows + (work.kernel[1] - 1) // stride
+            waves = ceil_div(blocks, device.multiprocessors * filled)
+            clocks = waves * (walked * row + START_CLOCKS)
             if best is None or clocks < best[0]:
                 best = clocks, cut
     if best is None:

@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                base + STAGES * y_bytes,
                nullptr};
   x.raws = x.windows + x.ring_bytes();
+  x.deal_out();
   const T* const y = static_cast<const T*>(args.y);
   const auto unit_of = [&](int index) { return x.unit_of(index, tap, index == unit0); };
   // Units near the one that is worked on, each worked out by one thread.
@@ -108,19 +109,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (index < unit1) {
       const Unit& unit = units[(index - unit0) % kUnits];
       if (unit.inside) {
-        constexpr int kRowChunks = kChannels / kChunk;
-        const int chunk = thread % kRowChunks, first_chunk = first_channel / kChunk + chunk;
-        const bool real = first_chunk < args.y_chunks;
-        const T* const from = y + unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
-                              unit.q0 * args.y_stride[5] + first_chunk * kChunk;
+        // A warp copies all channels of a few positions.
+        constexpr int kRowChunks = kChannels / kChunk, kPositions = 32 / kRowChunks;
+        const int chunk = lane % kRowChunks, first_chunk = first_channel / kChunk + chunk;
+        const int first_q = warp * kPositions + lane / kRowChunks;
+        const int width = first_chunk < args.y_chunks ? unit.width : 0;
         const int positions = (unit.width + kDepth - 1) / kDepth * kDepth;
-        for (int row = 0; row < geometry.unit_rows && unit.p0 + row < geometry.y_size[1]; ++row) {
-          const T* const from_row = from + (unit.p0 + row) * args.y_stride[4];
-          const u32 to = base_at + stage * y_bytes + row * y_row_bytes + chunk * 16;
-          for (int q = thread / kRowChunks; q < positions; q += threads / kRowChunks) {
-            const bool there = real && q < unit.width;
-            copy_chunk(to + q * kPitch, there ? from_row + q * args.y_stride[5] : y, there);
+        const T* from = y + unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
+                        unit.p0 * args.y_stride[4] + (unit.q0 + first_q) * args.y_stride[5] +
+                        first_chunk * kChunk;
+        u32 to = base_at + stage * y_bytes + first_q * kPitch + chunk * 16;
+        const int step = (threads >> 5) * kPositions;
+        const int unit_rows = min(geometry.unit_rows, geometry.y_size[1] - unit.p0);
+        for (int row = 0; row < unit_rows; ++row) {
+#pragma unroll 2
+          for (int q = first_q, i = 0; q < positions; q += step, ++i) {
+            copy_chunk(to + i * step * kPitch, from + i * step * args.y_stride[5], q < width);
           }
+          from += args.y_stride[4];
+          to += y_row_bytes;
         }
         x.copy(unit, stage);
       }
@@ -138,31 +145,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   float sum[ROWS][kTiles][4] = {};
 
   const u32 window_pitch = x.pitch();
-  const u32 windows_at = shared_address(x.windows);
-  const auto multiply = [&](const Unit& unit, int stage, int ring) {
+  const u32 windows_at = shared_address(x.windows), windows_end = windows_at + x.ring_rows() * x.row_bytes();
+  // This lane's addresses of the unit's windows: they move on with the ring.
+  constexpr int kLoads = kWide ? kTiles : kTiles / 2;
+  u32 window_at[kLoads];
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    const int tile = tile_of(kWide ? j : j * 2 + (lane >> 4)), row = tile / geometry.column_tiles;
+    window_at[j] = windows_at + (geometry.stride[1] * warp_row + row) * x.row_bytes() +
+                   (tile - row * geometry.column_tiles) * 8 * kBytes +
+                   (kWide ? (lane & 3) * window_pitch + (lane >> 2) * 4 : (lane & 15) * window_pitch);
+  }
+  const auto multiply = [&](const Unit& unit, int stage) {
     if (unit.p0 + warp_row >= geometry.y_size[1]) return;
-    const u32 y_at = base_at + stage * y_bytes + warp_row * y_row_bytes;
-    const auto window_of = [&](int j) {
-      const int tile = tile_of(j), row = tile / geometry.column_tiles;
-      int slot = ring + geometry.stride[1] * warp_row + row;
-      if (slot >= x.ring_rows()) slot -= x.ring_rows();
-      return windows_at + slot * x.row_bytes() + (tile - row * geometry.column_tiles) * 8 * kBytes;
-    };
-    u32 b_at[kWide ? kTiles : kTiles / 2];
-    u32 a_at;
-    if constexpr (kWide) {
+    u32 a_at = base_at + stage * y_bytes + warp_row * y_row_bytes;
+    a_at += kWide ? (lane & 3) * kPitch + (lane >> 2) * 4
+                  : ((lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
+    u32 b_at[kLoads];
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        b_at[j] = window_of(j) + (lane & 3) * window_pitch + (lane >> 2) * 4;
-      }
-      a_at = y_at + (lane & 3) * kPitch + (lane >> 2) * 4;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kTiles / 2; ++j) {
-        b_at[j] = window_of(j * 2 + (lane >> 4)) + (lane & 15) * window_pitch;
-      }
-      a_at = y_at + ((lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
-    }
+    for (int j = 0; j < kLoads; ++j) b_at[j] = window_at[j];
     const int steps = (unit.width + kDepth - 1) / kDepth;
     for (int step = 0; step < steps; ++step) {
       u32 a[ROWS][4];
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         x.lay_out(unit, stage, ring);
         __syncthreads();
       }
-      multiply(unit, stage, ring);
+      multiply(unit, stage);
     }
     ready = false;
     if (index + 1 < unit1) {
@@ -225,6 +226,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       if (after.inside && !after.fresh) {
         ring += x.ahead();
         if (ring >= x.ring_rows()) ring -= x.ring_rows();
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          window_at[j] += x.ahead() * x.row_bytes();
+          if (window_at[j] >= windows_end) window_at[j] -= windows_end - windows_at;
+        }
         x.lay_out(after, next, ring);
         ready = true;
       }

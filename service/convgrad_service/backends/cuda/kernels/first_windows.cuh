@@ -25,7 +25,7 @@ struct WindowArgs {
   int column_tiles;  // of a kernel row
   int rows;          // kernel rows of a block, at most
   int unit_rows;
-  int segment;  // a multiple of 32
+  int segment;  // 32 or 64
   int segments;
   int row_units;  // units along H
   int units;
@@ -51,6 +51,17 @@ struct Windows {
   int first_row, rows;  // kernel rows of this block
   char* windows;
   char* raws;
+  // What this warp lays out: see deal_out.
+  int warp_item, warp_row, warp_rows;
+
+  __device__ __forceinline__ void deal_out() {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int items = args.column_tiles * 8 / kChunk << (args.segment >> 6);
+    warp_rows = max(1, warps / items);
+    warp_row = warps < items ? 0 : warp / items;
+    warp_item = warps < items ? warp : warp - warp_row * items;
+    if (warp_row >= warp_rows) warp_item = items;
+  }
 
   // Rows of x that a unit meets, and those that the next one down adds.
   __device__ __forceinline__ int met() const {
@@ -132,53 +143,63 @@ struct Windows {
     }
   }
 
-  // A unit's new rows, as they came, become windows from slot `ring` on: a warp at a time 16 bytes of
-  // columns for 32 positions.
+  // A unit's new rows, as they came, become windows from slot `ring` on. A warp has 32 positions and
+  // 16 bytes of columns, of every row or, where there are warps to spare, of every so many.
   __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    const int skip = skipped(unit), row_chunks = args.column_tiles * 8 / kChunk;
+    const int skip = skipped(unit), rows_there = met() - skip;
     const int first = first_element(unit), step = args.stride[2] * args.channels;
-    const int parts = args.segment >> 5, in_row = row_chunks * parts;
-    const int count = (met() - skip) * in_row;
-    for (int item = threadIdx.x >> 5; item < count; item += warps) {
-      const int row = item / in_row, rest = item - row * in_row;
-      const int chunk = rest / parts, part = rest - chunk * parts;
-      const int h = unit.h0 + skip + row;
-      int slot = ring + skip + row;
-      if (slot >= ring_rows()) slot -= ring_rows();
-      const int q = part * 32 + lane;
+    const int parts_log = args.segment >> 6;  // of one 32 or two
+    const int chunks = args.column_tiles * 8 / kChunk << parts_log;
+    const i64 first_row_at = row_of(unit, unit.h0 + skip) + first;
+    const char* const raw = raws + stage * raw_bytes();
+    for (int item = warp_item; item < chunks; item += warps) {
+      const int chunk = item >> parts_log, q = (item - (chunk << parts_log)) * 32 + lane;
+      const int element = window_at(unit.q0 + q) + chunk * kChunk;
       const int wanted = min(kChunk, columns() - chunk * kChunk);
-      auto values = Vector<T, kChunk>::zero();
-      if (h >= 0 && h < args.x_size[1] && wanted > 0) {
-        const int element = window_at(unit.q0 + part * 32) + chunk * kChunk + lane * step;
-        const int at = element - first + lead_of(unit, h, first);
-        const char* const from = raws + stage * raw_bytes() + row * (args.row_words * 4);
-        if (element >= 0 && element + wanted <= row_elements() && q < unit.width) {
-          const u32* const words = reinterpret_cast<const u32*>(from) + (kWide ? at : at >> 1);
-          values.raw = make_uint4(words[0], words[1], words[2], words[3]);
-          if constexpr (!kWide) {
-            const u32 shift = (at & 1) * 16;
-            const uint4 low = values.raw;
-            values.raw = make_uint4(shifted(low.x, low.y, shift), shifted(low.y, low.z, shift),
-                                    shifted(low.z, low.w, shift), shifted(low.w, words[4], shift));
-          }
-          if (wanted < kChunk) {
-            values.raw.x = first_of(values.raw.x, wanted);
-            values.raw.y = first_of(values.raw.y, wanted - 4 / kBytes);
-            values.raw.z = first_of(values.raw.z, wanted - 8 / kBytes);
-            values.raw.w = first_of(values.raw.w, wanted - 12 / kBytes);
-          }
-        } else if (q < unit.width) {
+      const bool there = q < unit.width && wanted > 0;
+      const bool whole = there && element >= 0 && element + wanted <= row_elements();
+      char* const to = windows + q * pitch() + chunk * 16;
+      for (int row = warp_row; row < rows_there; row += warp_rows) {
+        const int h = unit.h0 + skip + row;
+        int slot = ring + skip + row;
+        if (slot >= ring_rows()) slot -= ring_rows();
+        auto values = Vector<T, kChunk>::zero();
+        if (h >= 0 && h < args.x_size[1]) {
+          const int lead = static_cast<int>(first_row_at + row * stride[4]) & (kChunk - 1);
+          const int at = element - first + lead;
+          const char* const from = raw + row * (args.row_words * 4);
+          if (whole) {
+            values.raw = some_of(from, at, wanted);
+          } else if (there) {
 #pragma unroll
-          for (int e = 0; e < kChunk; ++e) {
-            if (e < wanted && element + e >= 0 && element + e < row_elements()) {
-              values.at[e] = reinterpret_cast<const T*>(from)[at + e];
+            for (int e = 0; e < kChunk; ++e) {
+              if (e < wanted && element + e >= 0 && element + e < row_elements()) {
+                values.at[e] = reinterpret_cast<const T*>(from)[at + e];
+              }
             }
           }
         }
+        values.store(reinterpret_cast<T*>(to + slot * row_bytes()));
       }
-      values.store(reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch() + chunk * 16));
     }
+  }
+
+  // Elements of a row as it came, from the `at`-th on; zeros beyond those wanted.
+  __device__ static __forceinline__ uint4 some_of(const char* from, int at, int wanted) {
+    const u32* const words = reinterpret_cast<const u32*>(from) + (kWide ? at : at >> 1);
+    uint4 some = make_uint4(words[0], words[1], words[2], words[3]);
+    if constexpr (!kWide) {
+      const u32 shift = (at & 1) * 16;
+      some = make_uint4(shifted(some.x, some.y, shift), shifted(some.y, some.z, shift),
+                        shifted(some.z, some.w, shift), shifted(some.w, words[4], shift));
+    }
+    if (wanted < kChunk) {
+      some = make_uint4(first_of(some.x, wanted), first_of(some.y, wanted - 4 / kBytes),
+                        first_of(some.z, wanted - 8 / kBytes),
+                        first_of(some.w, wanted - 12 / kBytes));
+    }
+    return some;
   }
 };
 

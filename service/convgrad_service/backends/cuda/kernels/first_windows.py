@@ -33,7 +33,7 @@ MOST_WARPS = 12
 STAGES = 4
 """Units of which rows of the input may be under way to shared memory, or be there."""
 
-UNITS_BYTES = 512
+STATIC_BYTES = 4096
 REGISTERS = 65536
 REGISTERS_OF_THREAD = 168
 MAX_INDEX = 2**31 - 1
@@ -110,11 +110,11 @@ def window_args(work: ConvWork, rows: int, unit_rows: int, segment: int) -> Wind
 
 
 def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
-    """Of shared memory: the windows' ring, rows as they come, and units that are known ahead."""
+    """Of shared memory: the windows' ring, rows as they come, and what is static."""
     size, stride = work.dtype.itemsize, work.stride[1]
     met = stride * (unit_rows - 1) + rows
     windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
-    return windows + STAGES * met * _row_words(work, segment) * 4 + UNITS_BYTES
+    return windows + STAGES * met * _row_words(work, segment) * 4 + STATIC_BYTES
 
 
 def _row_words(work: ConvWork, segment: int) -> int:

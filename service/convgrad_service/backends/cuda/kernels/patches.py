@@ -1,9 +1,10 @@
-"""Convolutions over patches that do not overlap along W: a patch's row as one position's channels.
+"""First layers whose strided positions along W become channels, for the dense kernels.
 
-Where kernel and stride along W are the same, without padding, and W and channels lie side by side,
-the S taps of a kernel row and the C channels are S*C neighbouring numbers that no other position
-reads: the same tensors are those of a convolution with S*C channels and one tap along W, which the
-dense kernels compute with full tiles where C alone would leave most of one. Nothing is copied.
+Where the stride along W divides the taps, the padding and W, and channels last lie side by side,
+position w of the input is channel (w mod stride, c) of position w div stride: the same tensors are
+those of a convolution with stride*C channels, S / stride taps along W and stride 1, which the dense
+kernels compute with full tiles where C alone would leave most of one. Nothing is copied for it. It
+is worth it where patches do not overlap and a patch's row fills chunks, and in one dimension.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.first_windows import MOST_CHANNELS
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family, choose
 from convgrad_service.plans.cuda_program import Fragment, Instance
@@ -19,7 +21,6 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["Patches"]
 
-MOST_CHANNELS = 4
 LEAST_FOLDED = 32
 
 
@@ -33,18 +34,26 @@ class Patches:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        taps, channels = work.kernel[2], work.in_channels
+        stride, channels = work.stride[2], work.in_channels
         if work.groups != 1 or channels > MOST_CHANNELS:
             return f"{work.groups} groups of {channels} channels of the input"
         if work.bias is not None and work.direction == "bwd_data":
             return "a bias for each channel"
-        if work.stride[2] != taps or work.pad[2] != 0 or (taps > 1 and work.dilation[2] != 1):
-            return "patches overlap along W, or are apart"
-        if work.input[2] != taps * work.output[2]:
-            return "columns beyond the last patch"
-        folded = taps * channels
-        if folded < LEAST_FOLDED or folded * work.dtype.itemsize % CHUNK_BYTES:
-            return f"a patch's row has {folded} numbers"
+        if stride == 1 or (work.kernel[2] > 1 and work.dilation[2] != 1):
+            return "no stride, or dilated"
+        whole = work.kernel[2], work.pad[2], work.input[2]
+        if any(extent % stride for extent in whole):
+            return f"taps, padding or W are no multiple of the stride {stride}"
+        folded = stride * channels
+        # A cut along W would change what folds, and with it the order of sums: not where W is cut.
+        cut = work.conv.ndim == 1 and work.direction != "bwd_weight"
+        flat = work.kernel[0] == work.kernel[1] == 1
+        apart = work.kernel[2] == stride
+        fills = folded >= LEAST_FOLDED and folded * work.dtype.itemsize % CHUNK_BYTES == 0
+        if cut:
+            return "large problems are cut along W"
+        if not (flat or (apart and fills)):
+            return f"a position's {folded} numbers do not fill a tile"
         if not all(
             (channels == 1 or operand.strides[2] == 1) and operand.strides[5] == channels
             for operand in (work.x, work.w)
@@ -67,23 +76,24 @@ class Patches:
 
 
 def _folded(work: ConvWork) -> ConvWork:
-    """The same work, with the taps along W among the channels."""
-    conv, taps = work.conv, work.kernel[2]
-    x, w = _joined(work.x, taps * work.in_channels), _joined(work.w, 0)
-    accumulate = work.accumulate
+    """The same work, with what the stride along W steps over among the channels."""
+    conv, stride = work.conv, work.stride[2]
+    step = stride * work.in_channels
+    x, w, accumulate = _joined(work.x, step), _joined(work.w, step), work.accumulate
     if accumulate is not None:
         result = {"fwd": work.y, "bwd_data": x, "bwd_weight": w}[work.direction]
         accumulate = replace(accumulate, strides=result.strides)
+    before, after = conv.padding[-1]
     return replace(
         work,
         conv=replace(
             conv,
-            in_channels=conv.in_channels * taps,
-            input_size=(*conv.input_size[:-1], conv.output_size[-1]),
-            kernel_size=(*conv.kernel_size[:-1], 1),
+            in_channels=conv.in_channels * stride,
+            input_size=(*conv.input_size[:-1], conv.input_size[-1] // stride),
+            kernel_size=(*conv.kernel_size[:-1], conv.kernel_size[-1] // stride),
             stride=(*conv.stride[:-1], 1),
             dilation=(*conv.dilation[:-1], 1),
-            padding=(*conv.padding[:-1], (0, 0)),
+            padding=(*conv.padding[:-1], (before // stride, after // stride)),
         ),
         x=x,
         w=w,
@@ -92,6 +102,6 @@ def _folded(work: ConvWork) -> ConvWork:
 
 
 def _joined(operand: Operand, step: int) -> Operand:
-    """The operand with channels and W as one axis, and ``step`` between positions along W."""
+    """The operand with channels and positions as one axis, ``step`` between the new positions."""
     n, g, _, d, h, _ = operand.strides
     return replace(operand, strides=(n, g, 1, d, h, step))

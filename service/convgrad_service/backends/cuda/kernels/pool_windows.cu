@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(128)
       const T* from = x + (t * steps[0] + r * steps[1]);
       int place = ((span[0].at + t * args.dilation[0]) * args.x_size[1] + span[1].at +
                    r * args.dilation[1]) * args.x_size[2] + span[2].at;
-#pragma unroll 4
+#pragma unroll 2
       for (int s = 0; s < span[2].count; ++s) {
         const Values values = Values::load(from);
 #pragma unroll
