@@ -24,13 +24,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "gpu": {"runtimeClassName": "nvidia", "resource": "nvidia.com/mig-1g.18gb"},
         "settings": {"CONVGRAD_MAX_QUEUE": 16},
         "service": {"annotations": {"a": "b"}},
+        "apiKeys": {"secret": "api-keys"},
+        "tls": {"secret": "server-certificate"},
         "kernelCache": {"persistentVolumeClaim": "kernels"},
         "autoscaling": {"enabled": True, "maxReplicas": 8},
         "networkPolicy": {
             "from": [{"namespaceSelector": {"matchLabels": {"team": "training"}}}],
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
         },
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "serviceMonitor": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "keySecret": "prometheus-key",
+        },
         "serviceAccount": {"name": "gradients", "annotations": {"c": "d"}},
         "podAnnotations": {"e": "f"},
         "nodeSelector": {"gpu": "h200"},
@@ -43,6 +49,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             }
         ],
     },
+    "mutual_tls": {"tls": {"secret": "server-certificate", "clientCa": "callers"}},
     "bare": {
         "podDisruptionBudget": {"enabled": False},
         "networkPolicy": {"enabled": False},

@@ -66,6 +66,28 @@ def test_environment_is_settings_that_exist(manifests: dict[str, Any]) -> None:
     assert all(isinstance(one["value"], str) for one in variables)
 
 
+def test_secrets_are_mounted_where_the_settings_look() -> None:
+    for name in ("everything", "mutual_tls"):
+        (container,) = pod_of(rendered(VARIANTS[name]))["containers"]
+        files = [one["value"] for one in container["env"] if one["value"].startswith("/etc/")]
+        mounts = [
+            mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")
+        ]
+        assert files
+        for file in files:
+            assert any(file.startswith(mount + "/") for mount in mounts), file
+
+
+def test_probes_speak_as_the_server_does() -> None:
+    kinds = {
+        name: pod_of(rendered(VARIANTS[name]))["containers"][0]["readinessProbe"]
+        for name in ("default", "everything", "mutual_tls")
+    }
+    assert kinds["default"]["httpGet"]["scheme"] == "HTTP"
+    assert kinds["everything"]["httpGet"]["scheme"] == "HTTPS"
+    assert kinds["mutual_tls"]["tcpSocket"] == {"port": "http"}
+
+
 def test_what_runs_can_finish(manifests: dict[str, Any]) -> None:
     """The grace of the platform is longer than the server's."""
     pod = pod_of(manifests)

@@ -14,6 +14,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{- define "convgrad.probe" -}}
+{{- if .root.Values.tls.clientCa -}}
+tcpSocket: {port: http}
+{{- else -}}
+httpGet: {path: {{ .path }}, port: http, scheme: {{ ternary "HTTPS" "HTTP" (ne .root.Values.tls.secret "") }}}
+{{- end -}}
+{{- end -}}
+
 {{- define "convgrad.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{ default (include "convgrad.name" .) .Values.serviceAccount.name }}
