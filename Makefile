@@ -18,7 +18,7 @@ TRITON := build/triton
 TRITON_PYTHON ?= /usr/bin/python3.11
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-torch fuzz check lint type format \
+.PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
         check-deploy load ray bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
@@ -46,6 +46,9 @@ test: kernels ## every test that needs neither a GPU nor much time
 
 test-slow: kernels ## the larger random sweeps
 	@$(PY) -m pytest -m "slow and not gpu and not deploy"
+
+test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
+	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
 test-torch: kernels $(PEER) ## PyTorch's answers beside ours
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
