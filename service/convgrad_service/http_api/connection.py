@@ -23,7 +23,7 @@ class Connection(Protocol):
     """See `protocol.GuardedProtocol`."""
 
     def body_left_bytes(self, content_length: int) -> int:
-        """Of the body that is being received, what the parser has not seen."""
+        """Of the body that is being received, what the parser has not seen and `land` may take."""
         ...
 
     def land(self, targets: Sequence[memoryview | int]) -> Landing:

@@ -248,9 +248,12 @@ class _Exchange:
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
-        # The next request may have begun: then this one's body has long been read.
+        # The next request may have begun: then this one's body has long been read. And what comes
+        # encrypted is copied as it is deciphered anyway.
         protocol = self._protocol
-        return content_length - protocol.parts_bytes if protocol.cycle is self.cycle else 0
+        if protocol.cycle is not self.cycle or protocol.scheme == "https":
+            return 0
+        return content_length - protocol.parts_bytes
 
     def land(self, targets: Sequence[memoryview | int]) -> Landing:
         protocol, cycle = self._protocol, self._protocol.cycle
