@@ -259,6 +259,15 @@ def test_descriptions(client: httpx.Client) -> None:
             assert client.get(f"{path}/ready").status_code == 200
 
 
+def test_the_documented_example_works(client: httpx.Client) -> None:
+    path = client.get("/openapi.json").json()["paths"]["/v2/models/{model}/infer"]["post"]
+    assert path["parameters"][0]["schema"]["enum"] == list(OPERATIONS)
+    example = path["requestBody"]["content"]["application/json"]["example"]
+    answer = client.post(URL, json=example)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"][0]["shape"] == [1, 1, 3, 3]
+
+
 def test_repository(client: httpx.Client) -> None:
     for body in (b"", b"{}", b'{"ready": true}'):
         models = client.post("/v2/repository/index", content=body).json()

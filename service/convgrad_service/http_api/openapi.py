@@ -33,6 +33,24 @@ Every answer carries `X-Request-Id` (yours, if you sent one) and `Server-Timing`
 `application/problem+json`.
 """
 
+_INFER_EXAMPLE: dict[str, Any] = {
+    "inputs": [
+        {
+            "name": "grad_output",
+            "datatype": "FP32",
+            "shape": [1, 1, 2, 2],
+            "data": [1.0, 2.0, 3.0, 4.0],
+        },
+        {
+            "name": "weight",
+            "datatype": "FP32",
+            "shape": [1, 1, 2, 2],
+            "data": [1.0, 0.0, 0.0, -1.0],
+        },
+    ],
+    "parameters": {"stride": "[1, 1]"},
+}
+
 # What any operation can be refused with; the codes come from the one table of errors.
 _ERROR_STATUSES = (400, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
@@ -66,6 +84,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     schemas["Tensor"] = tensor_json_schema((*FLOATING, *INDEX))
     schemas["Problem"] = _problem_schema()
     paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
+    paths["/v2/models/{model}/infer"] = _infer_path(settings)
     document["paths"] = {**paths, **document["paths"]}
     return document
 
@@ -106,6 +125,49 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
                     },
                 },
                 **{str(status): _error_response(status) for status in _ERROR_STATUSES},
+            },
+        }
+    }
+
+
+def _infer_path(settings: Settings) -> dict[str, Any]:
+    """The Open Inference Protocol's way to every operation; its own specification says the rest."""
+    answer = {"description": "The outputs, in JSON or behind it.", "headers": _ANSWER_HEADERS}
+    return {
+        "post": {
+            "tags": ["open inference protocol"],
+            "operationId": "infer",
+            "summary": "Compute an operation as the Open Inference Protocol v2 asks for it.",
+            "description": "JSON, or JSON followed by the tensors' bytes (Triton's binary data "
+            "extension): then `Inference-Header-Content-Length` is the length of the JSON. "
+            "Parameters are scalars or, for lists, JSON text.",
+            "parameters": [
+                {
+                    "name": "model",
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "enum": list(OPERATIONS)},
+                },
+                {
+                    "name": "Inference-Header-Content-Length",
+                    "in": "header",
+                    "description": "Bytes of JSON before the binary data.",
+                    "schema": {"type": "integer", "minimum": 1},
+                },
+                *_PARAMETERS,
+            ],
+            "requestBody": {
+                "required": True,
+                "description": f"At most {int(settings.max_json_bytes):,} bytes of JSON, or "
+                f"{int(settings.max_body_bytes):,} with binary data.",
+                "content": {
+                    "application/json": {"schema": {"type": "object"}, "example": _INFER_EXAMPLE},
+                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                },
+            },
+            "responses": {
+                "200": answer,
+                **{str(status): _error_response(status) for status in (404, *_ERROR_STATUSES)},
             },
         }
     }
