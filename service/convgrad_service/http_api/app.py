@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS
@@ -20,6 +21,7 @@ from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.docs import add_docs
 from convgrad_service.http_api.health import health_router
+from convgrad_service.http_api.hot_paths import HotPaths
 from convgrad_service.http_api.middleware import ExchangeMiddleware
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
@@ -73,8 +75,10 @@ def app_on(
     )
     app.state.dataplane = dataplane
     app.state.settings = settings
+    computing: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
     for operation in OPERATIONS.values():
         endpoint = OperationEndpoint(operation, dataplane, settings)
+        computing[f"/{operation.name}"] = endpoint, {}
         app.router.routes.append(
             Route(f"/{operation.name}", endpoint, methods=["POST"], name=operation.name)
         )
@@ -91,12 +95,13 @@ def app_on(
         return RedirectResponse(request.scope.get("root_path", "") + "/docs")
 
     app.include_router(health_router(dataplane))
-    add_oip(app, dataplane, settings)
+    computing.update(add_oip(app, dataplane, settings))
     app.router.routes.extend(stored_routes(dataplane, settings))
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys) if settings.api_keys else None
+    app.add_middleware(HotPaths, paths=computing)
     app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces)
     return app
 

@@ -22,6 +22,7 @@ from convgrad.errors import (
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.hot_paths import Paths
 from convgrad_service.http_api.oip_infer import InferEndpoint
 from convgrad_service.http_api.shared_memory import shared_memory_router
 from convgrad_service.oip.fields import operation_named
@@ -43,14 +44,18 @@ _VERSION = "/v2/models/{model}/versions/{version}"
 _MAX_INDEX_BYTES = 4096
 
 
-def add_oip(app: FastAPI, dataplane: Dataplane, settings: Settings) -> None:
-    """Add every route of the protocol to ``app`` but those for health, which it has."""
+def add_oip(app: FastAPI, dataplane: Dataplane, settings: Settings) -> Paths:
+    """Add every route of the protocol to ``app`` but those for health, which it has.
+
+    Returns those that compute.
+    """
     memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
     app.include_router(_describing(dataplane, memory))
     app.include_router(shared_memory_router(memory))
     endpoint = InferEndpoint(dataplane, settings, memory)
     for path in (_MODEL, _VERSION):
         app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
+    return {f"/v2/models/{name}/infer": (endpoint, {"model": name}) for name in OPERATIONS}
 
 
 def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
