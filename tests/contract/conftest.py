@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.contract.http2_client import Http2Client, connected, served, wait_until_idle
+from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.server import LiveServer, serving
 from tests.fake_backends import Zeros
 
@@ -29,3 +31,27 @@ def live() -> Iterator[LiveServer]:
         log_level="error",
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def http2_server() -> Iterator[OipServer]:
+    """A gRPC server without patience."""
+    with serving_oip(
+        Zeros(),
+        max_body_bytes="8MiB",
+        body_idle_timeout_s=0.4,
+        answer_idle_timeout_s=0.5,
+        header_timeout_s=0.4,
+        max_header_bytes="16KiB",
+        max_connections=40,
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def raw(http2_server: OipServer) -> Iterator[Http2Client]:
+    """A connection to it, after which it serves as before."""
+    with connected(http2_server.grpc) as client:
+        yield client
+    assert served(http2_server)
+    wait_until_idle(http2_server)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import hpack
+from tritonclient.grpc import service_pb2
 
 from convgrad_service.grpc_api.http2.frames import (
     PREFACE,
@@ -17,9 +20,20 @@ from convgrad_service.grpc_api.http2.frames import (
     settings,
     unpacked_header,
 )
+from tests.contract.oip_server import OipServer
 
-__all__ = ["CALL_HEADERS", "Http2Client", "connected", "grpc_message"]
+__all__ = [
+    "CALL_HEADERS",
+    "INFER",
+    "Http2Client",
+    "connected",
+    "grpc_message",
+    "pool_request",
+    "served",
+    "wait_until_idle",
+]
 
+INFER = b"/inference.GRPCInferenceService/ModelInfer"
 CALL_HEADERS = (
     (b":method", b"POST"),
     (b":scheme", b"http"),
@@ -128,3 +142,32 @@ def connected(address: str, *, greet: bool = True) -> Iterator[Http2Client]:
         if greet:
             client.send(PREFACE + settings([]))
         yield client
+
+
+def pool_request(elements: int = 16) -> bytes:
+    """A ModelInferRequest whose tensor has ``elements`` times 4 bytes."""
+    made = service_pb2.ModelInferRequest(model_name="maxpool2d_fwd")
+    made.inputs.add(name="input", datatype="FP32", shape=[1, 1, 4, elements // 4])
+    made.parameters["kernel_size"].int64_param = 1
+    made.raw_input_contents.append(bytes(4 * elements))
+    body: bytes = made.SerializeToString()
+    return body
+
+
+def served(server: OipServer) -> bool:
+    """Whether a new connection is."""
+    with connected(server.grpc) as raw:
+        raw.open(1)
+        raw.data(1, grpc_message(b""), last=True)
+        try:
+            return raw.answer(1)[0]["grpc-status"] == "0"
+        except ConnectionError:
+            return False
+
+
+def wait_until_idle(server: OipServer) -> None:
+    hub: Any = server.dataplane.engine
+    until = time.monotonic() + 5
+    while hub.memory.used_bytes:
+        assert time.monotonic() < until
+        time.sleep(0.01)

@@ -12,8 +12,7 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.http2_client import connected, grpc_message
-from tests.contract.test_grpc_http2 import INFER, pool_request
+from tests.contract.http2_client import INFER, connected, grpc_message, pool_request
 from tests.contract.tree_server import TreeServer, serving_tree, until
 
 
