@@ -11,7 +11,8 @@ import uvloop
 
 from convgrad_service.assembly import dataplane_on, prepare_process
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.remote import Listens, RemoteHub
+from convgrad_service.engine.messages import Listens
+from convgrad_service.engine.remote import RemoteHub
 from convgrad_service.settings import Settings
 
 __all__ = ["FrontStart", "grpc_main", "http_main"]

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from convgrad_service.assembly import count_in, engine_options, worker_recipe
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.child import spawn
+from convgrad_service.engine.front_end import FrontEnd
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.messages import Listens
 from convgrad_service.engine.process import WorkerRecipe
-from convgrad_service.engine.remote import FrontEnd, Listens
 from convgrad_service.engine.schedule import Schedule
 from convgrad_service.engine.supervisor import Supervisor
 from convgrad_service.front_ends import FrontStart, grpc_main, http_main

@@ -187,6 +187,7 @@ def test_every_front_end_tells_all_there_is_to_tell(server: TreeServer) -> None:
             client.conv_bwd_data(ones, ones)
     name = 'convgrad_requests_total{code="ok",operation="conv_bwd_data",transport="http"} '
     counts = set()
+    time.sleep(0.2)  # what was observed is told within a moment
     for _ in range(12):
         text = httpx.get(f"{server.url}/metrics").text  # a connection each, so both are asked
         counts.add(text.partition(name)[2].split("\n")[0])

@@ -1,8 +1,4 @@
-"""The hub for front ends in other processes: an `Engine` there, and what answers it here.
-
-A front end is given a pocket: a part of the arena from which it leases small places itself, so
-that a small request is one message there and one back.
-"""
+"""The hub as front ends in other processes have it: an `Engine`, asked through a channel."""
 
 from __future__ import annotations
 
@@ -10,217 +6,36 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.channel import Channel, Kinds
-from convgrad_service.engine.hub import Hub, Running, Status
-from convgrad_service.engine.jobs import Finished, Job, PackedJob
+from convgrad_service.engine.channel import Channel
+from convgrad_service.engine.hub import Running, Status
+from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.messages import (
+    KINDS,
+    Ask,
+    Cancel,
+    Compute,
+    Done,
+    Drain,
+    Release,
+    Reply,
+    Reserve,
+    Welcome,
+)
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import InRegion, RegionInfo, RegionPart
-from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.statistics import OperationStatistics
 
-__all__ = ["Drain", "FrontEnd", "Listens", "RemoteHub"]
+__all__ = ["RemoteHub"]
 
 # What was observed may be told as late as this.
 _OBSERVE_S = 0.05
-POCKET_BYTES = 4 * 2**20
 # Of a pocket, what one request may take, so that some sixty fit.
 _SMALL_BYTES = 64 * 1024
-
-
-class Welcome(NamedTuple):
-    """The first message to a front end."""
-
-    status: Status
-    limit_bytes: int
-    pocket: tuple[int, int]
-
-
-class Listens(NamedTuple):
-    """A front end listens, on this port; or does not, for this reason."""
-
-    port: int
-    failure: str | None = None
-
-
-class Drain(NamedTuple):
-    """A front end is to finish what it has, and end."""
-
-
-class Reserve(NamedTuple):
-    number: int
-    size_bytes: int
-    text: bool
-    regions: Sequence[RegionPart]
-
-
-class Release(NamedTuple):
-    number: int
-
-
-class Compute(NamedTuple):
-    number: int
-    job: PackedJob
-    deadline_s: float
-
-
-class Cancel(NamedTuple):
-    number: int
-
-
-class Ask(NamedTuple):
-    """For a method of the hub that is awaited."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-
-
-class Done(NamedTuple):
-    """To `Compute`: how it was computed, and how long it waited."""
-
-    number: int
-    finished: tuple[Any, ...]
-    waited_s: float
-
-
-class Reply(NamedTuple):
-    """To the request of this number: its value, or why there is none."""
-
-    number: int
-    value: Any = None
-    error: BaseException | None = None
-    cancelled: bool = False
-
-
-_KINDS = Kinds(
-    Compute, Reply, Record, Reserve, Release, Cancel, Ask, Status, Welcome, Listens, Drain, Done
-)
-
-
-class FrontEnd:
-    """One front end, as the hub sees it. What it holds goes back when its process ends."""
-
-    def __init__(self, hub: Hub, *, listens: Callable[[Listens], None]) -> None:
-        self._hub, self._listens = hub, listens
-        self._channel: Channel | None = None
-        self._leases: dict[int, asyncio.Future[Lease]] = {}
-        self._tasks: dict[int, Task] = {}
-
-    async def serve(self, channel_end: Any) -> None:
-        """Welcome it, and return once its end of the channel has closed and it holds nothing."""
-        gone = asyncio.Event()
-        pocket = await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
-        try:
-            self._channel = await Channel.open(channel_end, self._received, gone.set, _KINDS)
-            self._hub.watchers.append(self._channel.tell)
-            place = pocket.offset, pocket.size_bytes
-            self._channel.tell(Welcome(self._hub.status, self._hub.limit_bytes, place))
-            await gone.wait()
-            self._hub.watchers.remove(self._channel.tell)
-            for task in self._tasks.values():
-                self._hub.cancel(task)
-            # A worker may still write to what it held.
-            await asyncio.gather(
-                *(task.done for task in self._tasks.values()), return_exceptions=True
-            )
-        finally:
-            for lease in self._leases.values():
-                _leave(lease)
-            pocket.release()
-
-    def drain(self) -> None:
-        """Tell it to finish."""
-        if self._channel is not None:
-            self._channel.tell(Drain())
-
-    def _received(self, message: Any) -> None:
-        self._HANDLERS[type(message)](self, message)
-
-    def _reserve(self, message: Reserve) -> None:
-        try:
-            lease = self._hub.reserve(
-                message.size_bytes, text=message.text, regions=message.regions
-            )
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._tell(Reply(message.number, error=error))
-            return
-        self._leases[message.number] = lease
-        self._reply_when_done(message.number, lease, lambda lease: (lease.offset, lease.regions))
-
-    def _release(self, message: Release) -> None:
-        if (lease := self._leases.pop(message.number, None)) is not None:
-            _leave(lease)
-
-    def _compute(self, message: Compute) -> None:
-        try:
-            task = self._hub.schedule.submit(message.job, message.deadline_s)
-        except Exception as error:  # noqa: BLE001 - the front end raises it
-            self._tell(Reply(message.number, error=error))
-            return
-        self._tasks[message.number] = task
-        self._reply_when_done(message.number, task.done, lambda finished: (finished, task.waited_s))
-        task.done.add_done_callback(lambda _: self._tasks.pop(message.number, None))
-
-    def _computed(self, number: int, task: Task, done: asyncio.Future[Finished]) -> None:
-        del self._tasks[number]
-        if done.cancelled():
-            self._tell(Reply(number, cancelled=True))
-        elif (error := done.exception()) is not None:
-            self._tell(Reply(number, error=error))
-        else:
-            self._tell(Done(number, tuple(done.result()), task.waited_s or 0.0))
-
-    def _cancel(self, message: Cancel) -> None:
-        if (task := self._tasks.get(message.number)) is not None:
-            self._hub.cancel(task)
-
-    def _ask(self, message: Ask) -> None:
-        asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
-        self._reply_when_done(message.number, asked, lambda value: value)
-
-    def _reply_when_done(
-        self, number: int, future: asyncio.Future[Any], value_of: Callable[[Any], Any]
-    ) -> None:
-        def reply(done: asyncio.Future[Any]) -> None:
-            if done.cancelled():
-                self._tell(Reply(number, cancelled=True))
-            elif (error := done.exception()) is not None:
-                self._tell(Reply(number, error=error))
-            else:
-                self._tell(Reply(number, value_of(done.result())))
-
-        if future.done():
-            reply(future)
-        else:
-            future.add_done_callback(reply)
-
-    def _tell(self, message: Reply | Done) -> None:
-        assert self._channel is not None  # noqa: S101
-        self._channel.tell(message)
-
-    _HANDLERS: Mapping[type, Callable[..., None]] = {
-        Reserve: _reserve,
-        Release: _release,
-        Compute: _compute,
-        Cancel: _cancel,
-        Ask: _ask,
-        Record: lambda self, record: self._hub.observe(record),
-        Listens: lambda self, message: self._listens(message),
-    }
-
-
-def _leave(lease: asyncio.Future[Lease]) -> None:
-    """Give a lease back, or leave the line for it."""
-    if lease.done():
-        if not lease.cancelled() and lease.exception() is None:
-            lease.result().release()
-    else:
-        lease.cancel()
 
 
 class _RemoteRunning:
@@ -254,7 +69,7 @@ class RemoteHub:
     async def open(self, channel_end: Any) -> None:
         """Return once the hub has said welcome."""
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._channel = await Channel.open(channel_end, self._received, self._lost, _KINDS)
+        self._channel = await Channel.open(channel_end, self._received, self._lost, KINDS)
         await self._welcomed
 
     def tell(self, message: Any) -> None:

@@ -1,0 +1,156 @@
+"""A front end in another process, as the hub sees it.
+
+It is given a pocket: a part of the arena from which it leases small places itself, so that a small
+request is one message there and one back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from convgrad_service.engine.channel import Channel
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.jobs import Finished
+from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.messages import (
+    KINDS,
+    Ask,
+    Cancel,
+    Compute,
+    Done,
+    Drain,
+    Listens,
+    Release,
+    Reply,
+    Reserve,
+    Welcome,
+)
+from convgrad_service.engine.records import Record
+from convgrad_service.engine.schedule import Task
+
+__all__ = ["FrontEnd"]
+
+POCKET_BYTES = 4 * 2**20
+
+
+class FrontEnd:
+    """One front end, as the hub sees it. What it holds goes back when its process ends."""
+
+    def __init__(self, hub: Hub, *, listens: Callable[[Listens], None]) -> None:
+        self._hub, self._listens = hub, listens
+        self._channel: Channel | None = None
+        self._leases: dict[int, asyncio.Future[Lease]] = {}
+        self._tasks: dict[int, Task] = {}
+
+    async def serve(self, channel_end: Any) -> None:
+        """Welcome it, and return once its end of the channel has closed and it holds nothing."""
+        gone = asyncio.Event()
+        pocket = await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
+        try:
+            self._channel = await Channel.open(channel_end, self._received, gone.set, KINDS)
+            self._hub.watchers.append(self._channel.tell)
+            place = pocket.offset, pocket.size_bytes
+            self._channel.tell(Welcome(self._hub.status, self._hub.limit_bytes, place))
+            await gone.wait()
+            self._hub.watchers.remove(self._channel.tell)
+            for task in self._tasks.values():
+                self._hub.cancel(task)
+            # A worker may still write to what it held.
+            await asyncio.gather(
+                *(task.done for task in self._tasks.values()), return_exceptions=True
+            )
+        finally:
+            for lease in self._leases.values():
+                _leave(lease)
+            pocket.release()
+
+    def drain(self) -> None:
+        """Tell it to finish."""
+        if self._channel is not None:
+            self._channel.tell(Drain())
+
+    def _received(self, message: Any) -> None:
+        self._HANDLERS[type(message)](self, message)
+
+    def _reserve(self, message: Reserve) -> None:
+        try:
+            lease = self._hub.reserve(
+                message.size_bytes, text=message.text, regions=message.regions
+            )
+        except Exception as error:  # noqa: BLE001 - the front end raises it
+            self._tell(Reply(message.number, error=error))
+            return
+        self._leases[message.number] = lease
+        self._reply_when_done(message.number, lease, lambda lease: (lease.offset, lease.regions))
+
+    def _release(self, message: Release) -> None:
+        if (lease := self._leases.pop(message.number, None)) is not None:
+            _leave(lease)
+
+    def _compute(self, message: Compute) -> None:
+        try:
+            task = self._hub.schedule.submit(message.job, message.deadline_s)
+        except Exception as error:  # noqa: BLE001 - the front end raises it
+            self._tell(Reply(message.number, error=error))
+            return
+        self._tasks[message.number] = task
+        self._reply_when_done(message.number, task.done, lambda finished: (finished, task.waited_s))
+        task.done.add_done_callback(lambda _: self._tasks.pop(message.number, None))
+
+    def _computed(self, number: int, task: Task, done: asyncio.Future[Finished]) -> None:
+        del self._tasks[number]
+        if done.cancelled():
+            self._tell(Reply(number, cancelled=True))
+        elif (error := done.exception()) is not None:
+            self._tell(Reply(number, error=error))
+        else:
+            self._tell(Done(number, tuple(done.result()), task.waited_s or 0.0))
+
+    def _cancel(self, message: Cancel) -> None:
+        if (task := self._tasks.get(message.number)) is not None:
+            self._hub.cancel(task)
+
+    def _ask(self, message: Ask) -> None:
+        asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
+        self._reply_when_done(message.number, asked, lambda value: value)
+
+    def _reply_when_done(
+        self, number: int, future: asyncio.Future[Any], value_of: Callable[[Any], Any]
+    ) -> None:
+        def reply(done: asyncio.Future[Any]) -> None:
+            if done.cancelled():
+                self._tell(Reply(number, cancelled=True))
+            elif (error := done.exception()) is not None:
+                self._tell(Reply(number, error=error))
+            else:
+                self._tell(Reply(number, value_of(done.result())))
+
+        if future.done():
+            reply(future)
+        else:
+            future.add_done_callback(reply)
+
+    def _tell(self, message: Reply | Done) -> None:
+        assert self._channel is not None  # noqa: S101
+        self._channel.tell(message)
+
+    _HANDLERS: Mapping[type, Callable[..., None]] = {
+        Reserve: _reserve,
+        Release: _release,
+        Compute: _compute,
+        Cancel: _cancel,
+        Ask: _ask,
+        Record: lambda self, record: self._hub.observe(record),
+        Listens: lambda self, message: self._listens(message),
+    }
+
+
+def _leave(lease: asyncio.Future[Lease]) -> None:
+    """Give a lease back, or leave the line for it."""
+    if lease.done():
+        if not lease.cancelled() and lease.exception() is None:
+            lease.result().release()
+    else:
+        lease.cancel()

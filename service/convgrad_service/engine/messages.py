@@ -1,0 +1,96 @@
+"""What the hub and front ends in other processes tell each other; see `remote` and `front_end`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from convgrad_service.engine.channel import Kinds
+from convgrad_service.engine.hub import Status
+from convgrad_service.engine.jobs import PackedJob
+from convgrad_service.engine.records import Record
+from convgrad_service.engine.regions import RegionPart
+
+__all__ = [
+    "KINDS",
+    "Ask",
+    "Cancel",
+    "Compute",
+    "Done",
+    "Drain",
+    "Listens",
+    "Release",
+    "Reply",
+    "Reserve",
+    "Welcome",
+]
+
+
+class Welcome(NamedTuple):
+    """The first message to a front end."""
+
+    status: Status
+    limit_bytes: int
+    pocket: tuple[int, int]
+
+
+class Listens(NamedTuple):
+    """A front end listens, on this port; or does not, for this reason."""
+
+    port: int
+    failure: str | None = None
+
+
+class Drain(NamedTuple):
+    """A front end is to finish what it has, and end."""
+
+
+class Reserve(NamedTuple):
+    number: int
+    size_bytes: int
+    text: bool
+    regions: Sequence[RegionPart]
+
+
+class Release(NamedTuple):
+    number: int
+
+
+class Compute(NamedTuple):
+    number: int
+    job: PackedJob
+    deadline_s: float
+
+
+class Cancel(NamedTuple):
+    number: int
+
+
+class Ask(NamedTuple):
+    """For a method of the hub that is awaited."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Done(NamedTuple):
+    """To `Compute`: how it was computed, and how long it waited."""
+
+    number: int
+    finished: tuple[Any, ...]
+    waited_s: float
+
+
+class Reply(NamedTuple):
+    """To the request of this number: its value, or why there is none."""
+
+    number: int
+    value: Any = None
+    error: BaseException | None = None
+    cancelled: bool = False
+
+
+KINDS = Kinds(
+    Compute, Reply, Record, Reserve, Release, Cancel, Ask, Status, Welcome, Listens, Drain, Done
+)
