@@ -39,10 +39,14 @@ struct Walk {
     split(radix, first, n, d, h, w);
     split(radix, by, step_n, step_d, step_h, step_w);
   }
-  // From numbers that quick_divide does not take.
-  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, u32 by, bool) {
-    divide(radix, first, n, d, h, w);
-    divide(radix, by, step_n, step_d, step_h, step_w);
+  // From a number that quick_divide may not take.
+  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, int by, bool) {
+    if (first < (1u << 20)) {
+      split(radix, first, n, d, h, w);
+    } else {
+      divide(radix, first, n, d, h, w);
+    }
+    split(radix, by, step_n, step_d, step_h, step_w);
   }
   __device__ __forceinline__ static void divide(const int (&radix)[4], u32 number, int& n, int& d,
                                                 int& h, int& w) {

@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       copier.copy(to, args.box, args.x_stride, spot.image, args.batch, spot.from, args.lattice,
                   args.x_size);
     }
-    commit_copies();
   };
+  copy(blockIdx.x, spots[0], box_at);
 
   // Weights as [merge][tap][out channel][in channel], zero between different groups.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
 
-  copy(blockIdx.x, spots[0], box_at);
+  commit_copies();
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
   const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
@@ -180,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll 1
   for (int index = blockIdx.x; index < boxes; index += gridDim.x) {
     copy(index + gridDim.x, spots[turn == 2 ? 0 : turn + 1], next_at);
+    commit_copies();
     wait_copies<1>();
     __syncthreads();
     const Spot& spot = spots[turn];

@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
   // One fragment at a time is not where time goes.
   constexpr int kKept = kRows > 1 ? STEPS : 0;
-#pragma unroll(kKept ? kKept : 2)
+#pragma unroll(kKept ? kKept : 3)
   for (int step = 0; step < (kKept ? kKept : from.steps); ++step) {
     const int a_offset = kKept ? from.a[step < kKept ? step : 0] : from.a_at(step);
     u32 b[PACK * NF + 1][2];

@@ -16,7 +16,7 @@
 // Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's and of rows;
 // grouped_weight.py says where each begins. Where float32 is to be exact (EXACT), products are FMAs,
 // each lane having the sums that it would have on tensor cores.
-// Relies on its launcher for the grid (slices running fastest, then groups of items, then splits)
+// Relies on its launcher for the grid (slices, groups of items, splits)
 // and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and number of splits. Pixels that a box
 // lacks enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
@@ -45,12 +45,11 @@ struct GroupedWeightArgs {
   int out_channels;  // in one group
   int merged;
   int slice;  // merges in a block
-  int slices;
   int row_blocks;     // items of one merge: of MT * 16 rows,
   int column_blocks;  // by NF * 8 columns
   int items;          // of a block
-  int item_groups;
-  int splits;
+  int boxes;          // of a split,
+  int more;           // and one more of so many, the first ones
   int kernel[3];
   int tile[4];   // pixels: images, D, H, W
   int tiles[4];  // in the largest phase
@@ -85,17 +84,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 boxes_at = shared_address(base);
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
-  u32 rest = blockIdx.x;
   auto digit = [](u32& number, int radix) {
     const u32 above = number / static_cast<u32>(radix);
     const int value = number - above * radix;
     number = above;
     return value;
   };
-  const int slice = digit(rest, args.slices);
-  const int item_group = digit(rest, args.item_groups);
-  const int split = rest;
-  const int first_merge = slice * args.slice, first_group = first_merge * args.merged;
+  const int item_group = blockIdx.y, split = blockIdx.z;
+  const int first_merge = blockIdx.x * args.slice, first_group = first_merge * args.merged;
   const int merges = min(args.slice, args.groups / args.merged - first_merge);
   const int x_merge = args.merged * args.in_channels, y_merge = args.merged * args.out_channels;
   const int taps = args.kernel[0] * args.kernel[1] * args.kernel[2], rows = taps * x_merge;
@@ -105,11 +101,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int y_chunks = (args.groups - first_group) * args.out_channels / kChunk;
 
   // Which boxes.
-  const u32 phases = args.phases[0] * args.phases[1] * args.phases[2];
-  const u32 all = phases * args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
-  const u32 each = all / static_cast<u32>(args.splits);
-  const int more = all - each * args.splits;  // splits with one box more, the first ones
-  const int begin = split * each + min(split, more), end = begin + each + (split < more);
+  const int begin = split * args.boxes + min(split, args.more);
+  const int end = begin + args.boxes + (split < args.more);
+  const int phases = args.phases[0] * args.phases[1] * args.phases[2];
   const u32 in_phase = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
   // A box: its image and its first pixel in x and y.
   struct Place {
@@ -117,8 +111,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto place_at = [&](const Walk& box, int phase) {
     u32 number = phase;
-    const int part2 = digit(number, args.phases[2]), part1 = digit(number, args.phases[1]);
-    const int part[3] = {static_cast<int>(number), part1, part2}, at[3] = {box.d, box.h, box.w};
+    int part[3] = {}, at[3] = {box.d, box.h, box.w};
+    if (phases > 1) {
+      part[2] = digit(number, args.phases[2]);
+      part[1] = digit(number, args.phases[1]);
+      part[0] = number;
+    }
     Place place;
     place.image = box.n * args.tile[0];
 #pragma unroll
@@ -134,11 +132,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                                   args.lattice, x_chunks);
   const Copier copier_y(args.y_box, reinterpret_cast<const char*>(y), args.y_stride,
                                   args.y_step, y_chunks);
-  int phase = static_cast<u32>(begin) / in_phase;
+  int phase = phases > 1 ? static_cast<u32>(begin) / in_phase : 0;
   Walk walk(args.tiles, begin - phase * in_phase, 1, true);
   auto copy = [&](int index, int stage) {
     if (index < end) {
-      const Place at = place_at(walk, phases > 1 ? phase : 0);
+      const Place at = place_at(walk, phase);
       const u32 to = boxes_at + stage * args.stage_bytes;
       copier_x.copy(to, args.x_box, args.x_stride, at.image, args.batch, at.x, args.lattice,
                     args.x_size);
@@ -289,20 +287,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   wait_copies<0>();
 
-  // The warps of one item, in order; in the end the item's sums lie in its slab.
-  float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32;
-  for (int turn = k_splits - 1; turn >= 0; --turn) {
+  // The warps of one item add up, in order.
+  float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32 + lane;
+  for (int turn = k_splits - 1; turn > 0; --turn) {
     if (turn == k_split && busy) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        float* const to = slab + i * 32 + lane;
-        const float mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
-        *to = turn == k_splits - 1 ? mine : mine + *to;
+        float& mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
+        if (turn < k_splits - 1) mine += slab[i * 32];
+        slab[i * 32] = mine;
       }
     }
     __syncthreads();
   }
   if (!busy || k_split != 0) return;
+  float finite = 0;
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    float& mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
+    if (k_splits > 1) mine += slab[i * 32];
+    finite = fmaf(mine, 0.0f, finite);
+  }
+  const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
+  float* const partials = args.partials + split * results;
+  if (args.merged == 1 && __all_sync(~0u, finite == 0.0f)) {
+    // A group's partial sums are [k][tap][c], and a row is (tap, c).
+    const int next = taps * args.in_channels;
+    float* const group = partials + static_cast<i64>(first_group + merge) * args.out_channels * next;
+#pragma unroll
+    for (int i = 0; i < MT * 2; ++i) {
+      const int row = row_block * MT * 16 + i * 8 + lane / 4;
+      if (row >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < NF * 2; ++j) {
+        const int column = (column_block * NF + j / 2) * 8 + lane % 4 * 2 + j % 2;
+        if (column < args.out_channels) {
+          group[static_cast<i64>(column) * next + row] = sum[i / 2][j / 2][i % 2 * 2 + j % 2];
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) slab[i * 32] = sum[i / 4 / NF][i / 4 % NF][i % 4];
+  __syncwarp();
 
   // A sum that is not finite is taken again, over this block's pixels.
   auto again = [&](int group, int k, int c, int tap) {
@@ -336,8 +364,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     return value;
   };
-  const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
-  float* const partials = args.partials + split * results;
   // Neighbouring lanes have neighbouring rows: channels, then taps, as partial sums lie.
 #pragma unroll 1
   for (int row = lane; row < MT * 16; row += 32) {
@@ -350,7 +376,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int first_column = own * args.out_channels - column_block * NF * 8;
     const i64 first = static_cast<i64>(first_group + group) * args.out_channels;
     float* to = partials + (first * taps + tap) * args.in_channels + c;
-    const float* const from = slab + (row / 16 * NF * 4 + row / 8 % 2 * 2) * 32 + row % 8 * 4;
+    const float* const from =
+        slab - lane + (row / 16 * NF * 4 + row / 8 % 2 * 2) * 32 + row % 8 * 4;
 #pragma unroll 1
     for (int k = 0; k < args.out_channels; ++k, to += taps * args.in_channels) {
       const int column = first_column + k;

@@ -40,6 +40,7 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand
 __all__ = ["GroupedWeight", "Share", "shares_of"]
 
 RESERVED_BYTES = 1024
+MAX_GRID_YZ = 65535
 MOST_PIXELS = 512
 # Partial sums together take at most so much, unless the caller asks for more splits.
 PARTIAL_BYTES = 64 * 2**20
@@ -115,12 +116,11 @@ class GroupedWeightArgs(ctypes.Structure):
                 "out_channels",
                 "merged",
                 "slice",
-                "slices",
                 "row_blocks",
                 "column_blocks",
                 "items",
-                "item_groups",
-                "splits",
+                "boxes",
+                "more",
             )
         ),
         ("kernel", ctypes.c_int32 * 3),
@@ -178,10 +178,9 @@ class GroupedWeight:
         for name in ("batch", "groups", "in_channels", "out_channels"):
             setattr(args, name, getattr(work, name))
         args.merged, args.slice = merge.groups, share.slice
-        args.slices = ceil_div(merge.count, share.slice)
         args.row_blocks, args.column_blocks = shapes.row_blocks, shapes.column_blocks
-        args.items, args.item_groups = block.items, block.item_groups
-        args.splits = splits
+        args.items = block.items
+        args.boxes, args.more = divmod(_boxes(shapes, share), splits)
         args.kernel[:] = work.kernel
         args.tile[:], args.tiles[:] = share.tile, _tiles(shapes, share)
         args.x_size[:], args.y_size[:] = work.input, work.output
@@ -196,7 +195,7 @@ class GroupedWeight:
             setattr(args, name, getattr(block, name))
         launch = Launch(
             _instance(item, work.dtype, is_exact(work)),
-            (args.slices * args.item_groups * splits, 1, 1),
+            (ceil_div(merge.count, share.slice), block.item_groups, splits),
             (item.warps * 32, 1, 1),
             pack(args, x=work.x, y=work.y, partials=partials),
             block.total_bytes,
@@ -345,11 +344,11 @@ def _splits(shapes: _Shapes, share: Share, device: CudaDevice) -> int:
     block = _Block(shapes, share)
     boxes = _boxes(shapes, share)
     if work.split_k is not None:
-        return max(1, min(work.split_k, boxes))
+        return max(1, min(work.split_k, boxes, MAX_GRID_YZ))
     columns = ceil_div(shapes.merge.count, share.slice) * block.item_groups
     wanted = max(1, device.multiprocessors * _resident(shapes, block, device) // columns)
     partial = work.groups * work.out_channels * work.in_channels * work.taps * 4
-    wanted = min(wanted, boxes, max(1, PARTIAL_BYTES // partial))
+    wanted = min(wanted, boxes, MAX_GRID_YZ, max(1, PARTIAL_BYTES // partial))
     # No block has more boxes than it would have with fewer splits.
     return ceil_div(boxes, ceil_div(boxes, wanted))
 
