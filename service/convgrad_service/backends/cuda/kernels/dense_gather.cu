@@ -20,7 +20,7 @@
 // zeros, which times an infinity is NaN: results that are not finite are summed again, in order,
 // over the positions inside.
 // Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
-#include "dense_gather_args.cuh"
+#include "dense_epilogue.cuh"
 #include "dense_mma.cuh"
 #include "vectors.cuh"
 
@@ -47,15 +47,10 @@ constexpr int kSteps = BK * static_cast<int>(sizeof(ELEMENT)) / 32;
 
 using TileA = Tile<ELEMENT, BM, BK, false>;
 using TileB = Choose<ACROSS, Tile<ELEMENT, BK, BN, true>, Tile<ELEMENT, BN, BK, false>>::type;
-// Finished sums take the place of the ring. They are apart by so much that neither four neighbouring
-// pixels of eight runs and four channels, nor what a warp's mma leaves, meet in a bank.
-constexpr int kSumPitch = BN + 8, kSumBytes = BM * (kSumPitch + 1) * 4;
 constexpr int kRingBytes = STAGES * (TileA::kBytes + TileB::kBytes);
-constexpr int kRoomBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
-
-__device__ __forceinline__ int sum_at(int pixel, int column) {
-  return pixel * kSumPitch + (pixel & ~3) + column;
-}
+// Finished sums take the place of the ring.
+using Sums = FinishedSums<BM, BN>;
+constexpr int kRoomBytes = kRingBytes > Sums::kBytes ? kRingBytes : Sums::kBytes;
 
 // n / phase.count for n below 2^31, without the latency of a division.
 __device__ __forceinline__ u32 over_count(u32 n, const Phase& phase) {
@@ -298,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
     for (int j = 0; j < kColumnPairs * 2; ++j) {
       const int row = warp_row + i * 16 + lane / 4, column = warp_column + j * 8 + lane % 4 * 2;
-      store_two(slab + sum_at(row, column), sum[i][j][0], sum[i][j][1]);
-      store_two(slab + sum_at(row + 8, column), sum[i][j][2], sum[i][j][3]);
+      store_two(slab + Sums::at(row, column), sum[i][j][0], sum[i][j][1]);
+      store_two(slab + Sums::at(row + 8, column), sum[i][j][2], sum[i][j][3]);
     }
   }
   __syncthreads();
@@ -308,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll 1
     for (int i = thread; i < BM * BN; i += kThreads) {
       const int pixel = i / BN, column = i % BN, channel_at = first_channel + column;
-      if (is_finite(slab[sum_at(pixel, column)])) continue;
+      if (is_finite(slab[Sums::at(pixel, column)])) continue;
       if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
       float value = 0;
       for (int t = 0; t < taps; ++t) {
@@ -318,72 +313,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const T* const ws = w + by.w + channel_at * w_result;
         for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
       }
-      slab[sum_at(pixel, column)] = value;
+      slab[Sums::at(pixel, column)] = value;
     }
     __syncthreads();
   }
-  // Of this group; not to be read where they are null.
-  const T* const accumulate = static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
-  const T* const bias = static_cast<const T*>(args.bias) + group * args.out_channels;
-  auto finish_runs = [&](auto run) {
-    constexpr int kRun = decltype(run)::kCount;
-    constexpr bool of_pixels = decltype(run)::kOfPixels;
-    using Neighbours = Vector<T, kRun>;
-    // Runs of pixels are taken eight of a channel and four channels at a time: from all banks.
-    constexpr int kAlong = (of_pixels ? BM : BN) / kRun, kGroup = of_pixels && kRun > 1 ? 8 : kAlong;
-    constexpr int kBeside = of_pixels && kRun > 1 ? 4 : 1;
-#pragma unroll(kRun == 1 ? 8 : 2)
-    for (int i = thread; i < BM * BN / kRun; i += kThreads) {
-      const int group = i / (kGroup * kBeside), within = i % (kGroup * kBeside);
-      const int beside = (group % (kAlong / kGroup) * kGroup + within % kGroup) * kRun;
-      const int across = group / (kAlong / kGroup) * kBeside + within / kGroup;
-      const int pixel = of_pixels ? beside : across, column = of_pixels ? across : beside;
-      const int channel_at = first_channel + column;
-      if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
-      const i64 at = result_at[pixel] + channel_at * args.y_stride[2];
-      // Pixels may go on in another row.
-      const bool whole =
-          kRun == 1 || !of_pixels ||
-          (result_at[pixel + kRun - 1] - result_at[pixel] == kRun - 1 &&
-           reinterpret_cast<u64>(y + at) % sizeof(Neighbours) == 0);
-      Neighbours before = {}, done;
-      if (whole && args.accumulate != nullptr) before = Neighbours::load(accumulate + at);
-      float values[kRun];
-      if constexpr (of_pixels || kRun == 1) {
-#pragma unroll
-        for (int e = 0; e < kRun; ++e) values[e] = slab[sum_at(pixel + e, column)];
-      } else {
-#pragma unroll
-        for (int e = 0; e < kRun; e += 4) {
-          const float4 four = *reinterpret_cast<float4*>(slab + sum_at(pixel, column + e));
-          values[e] = four.x, values[e + 1] = four.y;
-          values[e + 2] = four.z, values[e + 3] = four.w;
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        const int pixel_e = pixel + (of_pixels ? e : 0), column_e = column + (of_pixels ? 0 : e);
-        float value = values[e];
-        if (!whole && result_at[pixel_e] < 0) continue;
-        const i64 at_e = result_at[pixel_e] + channel_at * args.y_stride[2];
-        value *= args.alpha;
-        if (args.accumulate != nullptr) {
-          value += args.beta * widen(whole ? before.at[e] : accumulate[at_e]);
-        }
-        if (args.bias != nullptr) value += widen(bias[first_channel + column_e]);
-        done.at[e] = narrow<T>(activate(value, args.activation));
-        if (!whole) y[at_e] = done.at[e];
-      }
-      if (whole) done.store(y + at);
-    }
+  auto finish_by = [&](auto run) {
+    finish_runs<T, BM, BN, kThreads, decltype(run)>(args, slab, result_at, group, first_channel);
   };
   if (args.wide_stores) {
-    finish_runs(Run<kChunk, false>());
+    finish_by(Run<kChunk, false>());
   } else if (args.runs_of_pixels) {
-    finish_runs(Run<4, true>());
+    finish_by(Run<4, true>());
   } else if (args.y_stride[2] != 1) {
-    finish_runs(Run<1, true>());
+    finish_by(Run<1, true>());
   } else {
-    finish_runs(Run<1, false>());
+    finish_by(Run<1, false>());
   }
 }

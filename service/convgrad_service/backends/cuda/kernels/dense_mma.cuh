@@ -22,13 +22,6 @@ struct Choose<false, A, B> {
   using type = B;
 };
 
-// So many results side by side, of pixels or of channels.
-template <int kCount_, bool kOfPixels_>
-struct Run {
-  static constexpr int kCount = kCount_;
-  static constexpr bool kOfPixels = kOfPixels_;
-};
-
 // Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
 // load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
 // transposing load of 32-bit elements reads one by one.
