@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from convgrad import _calls as calls
     from convgrad import errors as errors
     from convgrad._async_client import AsyncClient
-    from convgrad._call import Answer, Call
+    from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
     from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
-    from convgrad._stored import Stored
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -100,7 +99,7 @@ _HOMES = {
     "DType": "convgrad.dtypes",
     "MaxPoolResult": "convgrad._results",
     "Report": "convgrad.contract",
-    "Stored": "convgrad._stored",
+    "Stored": "convgrad._call",
 }
 _MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
 

@@ -13,12 +13,12 @@ import httpx
 from numpy.typing import ArrayLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call
+from convgrad._call import Answer, Call, Stored
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._http_errors import ROOTS
 from convgrad._methods import async_method
 from convgrad._reply import Receiver, Reply, async_raw_chunks
-from convgrad._stored import Stored, drop_target, fetch_target, list_target, put_target
+from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad.errors import ConvgradError
 

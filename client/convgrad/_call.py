@@ -6,12 +6,13 @@ function of its arguments, so a Call may be sent again, or to another server, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, MalformedRequest
@@ -19,10 +20,45 @@ from convgrad.errors import InvalidAnswer, MalformedRequest
 if TYPE_CHECKING:  # pydantic is imported with the first call, not with the package
     from convgrad.contract import Report
 
-__all__ = ["Answer", "Call", "Outputs", "make_call", "one_output", "required", "select"]
+__all__ = [
+    "Answer",
+    "Call",
+    "Outputs",
+    "Stored",
+    "TensorLike",
+    "as_tensor",
+    "make_call",
+    "one_output",
+    "required",
+    "select",
+]
 
 T = TypeVar("T")
 Outputs: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that the server keeps; it may stand wherever an operation takes an array.
+
+    What it is called there, its shape and dtype; none of its elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blank(self) -> NDArray[Any]:
+        """An array of the same shape and dtype that takes no memory, to validate a request with."""
+        return np.broadcast_to(np.empty((), self.dtype.numpy), self.shape)
+
+
+TensorLike: TypeAlias = ArrayLike | Stored
+"""What an operation takes for a tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +103,6 @@ def make_call(
     Arguments left at None count as not given. Raises MalformedRequest with the sentence that the
     server would have answered with.
     """
-    from convgrad._stored import Stored
     from convgrad.contract import OPERATIONS, validate
 
     request_model = OPERATIONS[operation].request

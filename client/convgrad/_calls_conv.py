@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from convgrad._call import Call, Outputs, make_call, one_output, select
+from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, select
 from convgrad._results import ConvBackwardResult, ConvWeightResult
 
 __all__ = [
@@ -42,8 +42,8 @@ class ConvOptions(TypedDict, total=False):
 
 
 def conv_bwd_data(
-    grad_output: ArrayLike,
-    weight: ArrayLike,
+    grad_output: TensorLike,
+    weight: TensorLike,
     *,
     stride: Sizes = 1,
     padding: Padding = 0,
@@ -55,7 +55,7 @@ def conv_bwd_data(
     deterministic: bool = True,
     alpha: float = 1.0,
     beta: float | None = None,
-    accumulate: ArrayLike | None = None,
+    accumulate: TensorLike | None = None,
 ) -> Call[NDArray[Any]]:
     """Gradient of a convolution (cross-correlation) with respect to its input, in 1D, 2D or 3D.
 
@@ -89,8 +89,8 @@ def conv_bwd_data(
 
 
 def grouped_conv_bwd_weight(
-    input: ArrayLike,
-    grad_output: ArrayLike,
+    input: TensorLike,
+    grad_output: TensorLike,
     *,
     stride: Sizes = 1,
     padding: Padding = 0,
@@ -105,7 +105,7 @@ def grouped_conv_bwd_weight(
     deterministic: bool = True,
     alpha: float = 1.0,
     beta: float | None = None,
-    accumulate: ArrayLike | None = None,
+    accumulate: TensorLike | None = None,
 ) -> Call[ConvWeightResult]:
     """Gradient of a convolution with respect to its weight, and its bias on request.
 
@@ -133,9 +133,9 @@ def grouped_conv_bwd_weight(
 
 
 def conv_fwd(
-    input: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    input: TensorLike,
+    weight: TensorLike,
+    bias: TensorLike | None = None,
     stride: Sizes = 1,
     padding: Padding = 0,
     dilation: Sizes = 1,
@@ -167,9 +167,9 @@ def conv_fwd(
 
 
 def conv_backward(
-    grad_output: ArrayLike,
-    input: ArrayLike,
-    weight: ArrayLike,
+    grad_output: TensorLike,
+    input: TensorLike,
+    weight: TensorLike,
     *,
     stride: Sizes = 1,
     padding: Padding = 0,
@@ -206,11 +206,11 @@ def conv_backward(
 
 
 def grouped_conv_conv_fwd(
-    input: ArrayLike,
-    weight0: ArrayLike,
-    weight1: ArrayLike,
-    bias0: ArrayLike | None = None,
-    bias1: ArrayLike | None = None,
+    input: TensorLike,
+    weight0: TensorLike,
+    weight1: TensorLike,
+    bias0: TensorLike | None = None,
+    bias1: TensorLike | None = None,
     *,
     conv0: ConvOptions | Mapping[str, Any] | None = None,
     conv1: ConvOptions | Mapping[str, Any] | None = None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from convgrad._call import Call, make_call, one_output
+from convgrad._call import Call, TensorLike, make_call, one_output
 from convgrad._calls_conv import Padding, Precision, Sizes
 
 __all__ = ["conv3d_backprop_input", "conv3d_transpose"]
@@ -17,8 +17,8 @@ WeightFormat: TypeAlias = Literal["NCDHW", "NDHWC", "FRACTAL_Z_3D"]
 
 
 def conv3d_backprop_input(
-    grad_output: ArrayLike,
-    weight: ArrayLike,
+    grad_output: TensorLike,
+    weight: TensorLike,
     *,
     input_size: Sequence[int] | None = None,
     weight_size: Sequence[int] | None = None,
@@ -60,9 +60,9 @@ def conv3d_backprop_input(
 
 
 def conv3d_transpose(
-    input: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    input: TensorLike,
+    weight: TensorLike,
+    bias: TensorLike | None = None,
     stride: Sizes = 1,
     padding: Padding = 0,
     output_padding: Sizes = 0,

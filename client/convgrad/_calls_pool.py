@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from convgrad._call import Call, Outputs, make_call, one_output, required
+from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, required
 from convgrad._calls_conv import Padding, Sizes
 from convgrad._results import MaxPoolResult
 
@@ -15,7 +15,7 @@ __all__ = ["maxpool2d_bwd", "maxpool2d_fwd", "maxpool3d_bwd", "maxpool3d_fwd"]
 
 
 def maxpool2d_fwd(
-    input: ArrayLike,
+    input: TensorLike,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Padding = 0,
@@ -50,7 +50,7 @@ def maxpool2d_fwd(
 
 
 def maxpool3d_fwd(
-    input: ArrayLike,
+    input: TensorLike,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Padding = 0,
@@ -83,15 +83,15 @@ def maxpool3d_fwd(
 
 
 def maxpool2d_bwd(
-    grad_output: ArrayLike,
-    input: ArrayLike | None = None,
+    grad_output: TensorLike,
+    input: TensorLike | None = None,
     *,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Padding = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
-    indices: ArrayLike | None = None,
+    indices: TensorLike | None = None,
     input_size: Sequence[int] | None = None,
     layout: str | None = None,
     deterministic: bool = True,
@@ -119,15 +119,15 @@ def maxpool2d_bwd(
 
 
 def maxpool3d_bwd(
-    grad_output: ArrayLike,
-    input: ArrayLike | None = None,
+    grad_output: TensorLike,
+    input: TensorLike | None = None,
     *,
     kernel_size: Sizes,
     stride: Sizes | None = None,
     padding: Padding = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
-    indices: ArrayLike | None = None,
+    indices: TensorLike | None = None,
     input_size: Sequence[int] | None = None,
     layout: str | None = None,
     deterministic: bool = True,

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call, as_tensor
+from convgrad._call import Answer, Call, Stored, as_tensor
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._methods import method
-from convgrad._stored import Stored, drop_target, fetch_target, list_target, put_target
+from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad._transport import HttpxTransport, Transport
 from convgrad.dtypes import DType

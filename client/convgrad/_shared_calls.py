@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad._body import Body
-from convgrad._call import Answer, Call
+from convgrad._call import Answer, Call, Stored
 from convgrad._exchange import Target
 from convgrad._reply import Reply, server_timing_s
 from convgrad._shared_regions import ALIGNMENT_BYTES, Region, RegionPool
-from convgrad._stored import Stored
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, NotFound
 

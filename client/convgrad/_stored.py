@@ -1,46 +1,23 @@
-"""Tensors that stay on the server: what names one, and how they are put, fetched and dropped."""
+"""Tensors that stay on the server: how they are put, fetched, dropped and listed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 from numpy.typing import NDArray
 
 from convgrad._body import WIRES, Body, writable
-from convgrad._call import as_tensor
+from convgrad._call import Stored, as_tensor
 from convgrad._exchange import Target
 from convgrad._reply import Reply, read_json
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, MalformedRequest
 from convgrad.wire import safetensors
 
-__all__ = ["Stored", "drop_target", "fetch_target", "list_target", "put_target", "stored_from"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor that the server keeps; it may stand wherever an operation takes an array.
-
-    What it is called there, its shape and dtype; none of its elements.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def blank(self) -> NDArray[Any]:
-        """An array of the same shape and dtype that takes no memory, to validate a request with."""
-        return np.broadcast_to(np.empty((), self.dtype.numpy), self.shape)
+__all__ = ["drop_target", "fetch_target", "list_target", "put_target", "stored_from"]
 
 
 def stored_from(told: Mapping[str, Any], name: str) -> Stored:

@@ -70,6 +70,28 @@ def test_the_images_gradient_is_that_of_the_loss(client: Client) -> None:
     assert slope == pytest.approx(np.linalg.norm(gradient), rel=0.02)
 
 
+def test_a_step_leaves_on_the_server_what_only_the_server_needs(client: Client) -> None:
+    meter = Meter()
+    transport = MeteredTransport(httpx.HTTPTransport(), meter)
+    rng = np.random.default_rng(0)
+    with (
+        httpx.Client(transport=transport, timeout=60) as http_client,
+        Client(str(client._options.base_url), http_client=http_client) as metered,
+    ):
+        network = Network(metered, rng)
+        before = set(client.stored())
+        images = rng.random((32, 1, 8, 8), dtype=np.float32)
+        _, grad_logits = cross_entropy(network.forward(images), np.arange(32) % 10)
+        network.backward(grad_logits)
+        kept = {name: tensor for name, tensor in client.stored().items() if name not in before}
+        # With all of it sent both ways, 3.26 MB; the least of these would go twice.
+        assert meter.sent_bytes + meter.received_bytes < 1_600_000
+        assert len(kept) == 6
+        assert sum(tensor.nbytes for tensor in kept.values()) > 800_000
+        network.forget()
+        assert set(client.stored()) == before
+
+
 def test_every_operation_passes_its_checks(client: Client, seed: int) -> None:
     results = list(run_checks(client, OPERATIONS, np.random.default_rng(seed)))
     assert [result.operation for result in results] == list(OPERATIONS)

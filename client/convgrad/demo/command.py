@@ -123,6 +123,7 @@ def _demonstrate(server: Server, schedule: Schedule, folder: Path, console: Cons
         checks = display.checks(checks_to_run)
 
         draw_picture(picture, network, data, steps, TARGET_ACCURACY)
+        network.forget()
 
     display.title("The demo in numbers")
     display.summary(

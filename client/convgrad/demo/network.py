@@ -2,22 +2,26 @@
 
 ::
 
-    image 1x8x8 → conv 3x3, 16 → ReLU → conv 3x3, 32 → ReLU → max pool 2
-                → conv 3x3, 64 → ReLU → max pool 2 → conv 2x2, 10 → logits
+    image 1x8x8 → conv 3x3, 16 → ReLU → conv 3x3, 32 → max pool 2 → ReLU
+                → conv 3x3, 64 → max pool 2 → ReLU → conv 2x2, 10 → logits
 
 One pass forward is six requests, one pass backward six more. What is left, ReLU and the loss,
-is NumPy below.
+is NumPy below. What one request makes and only the next one needs never leaves the server: the
+large image between a convolution and its pooling, the pooling's indices, and the gradient on the
+way back. (The maximum of a window is positive where any of it is, so ReLU may come after.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad import Client
+from convgrad import Client, ConvgradError, Stored
 from convgrad.demo.data import CLASSES
 
 __all__ = ["Network", "cross_entropy"]
@@ -36,6 +40,28 @@ class Layer(Protocol):
     def backward(self, grad_output: Array) -> Array: ...
 
 
+class Server:
+    """The client, and the names of what stays with its server, which no other program uses."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._prefix = f"demo-{secrets.token_hex(4)}"
+        self._names: set[str] = set()
+
+    def keeping(self, layer: int, *outputs: str) -> Client:
+        """The client whose requests leave these outputs of a layer on the server."""
+        store = {output: f"{self._prefix}.{layer}.{output}" for output in outputs}
+        self._names.update(store.values())
+        return self.client.with_options(store=store)
+
+    def forget(self) -> None:
+        """Drop all that was left there; what cannot be dropped goes by itself."""
+        for name in self._names:
+            with contextlib.suppress(ConvgradError):
+                self.client.drop(name)
+        self._names.clear()
+
+
 @dataclass(slots=True, eq=False)
 class Convolution:
     """A convolution with a bias; the server computes it and all three of its gradients."""
@@ -46,44 +72,53 @@ class Convolution:
     padding: int
     grad_weight: Array = field(init=False)
     grad_bias: Array = field(init=False)
-    _input: Array = field(init=False)
+    input: Array = field(init=False)
 
     def forward(self, input: Array) -> Array:
-        self._input = input
+        self.input = input
         return self.client.conv_fwd(input, self.weight, self.bias, padding=self.padding)
 
     def backward(self, grad_output: Array) -> Array:
         grad_input, grad_weight, grad_bias = self.client.conv_backward(
-            grad_output, self._input, self.weight, padding=self.padding
+            grad_output, self.input, self.weight, padding=self.padding
         )
         self.grad_weight, self.grad_bias = _given(grad_weight), _given(grad_bias)
         return _given(grad_input)
 
 
 @dataclass(slots=True, eq=False)
-class MaxPool:
-    """A max pooling; backward sends the indices that forward brought, not the input again."""
+class PooledConvolution:
+    """A convolution and the max pooling behind it, with nothing between them but the server."""
 
-    client: Client
+    server: Server
+    number: int
+    convolution: Convolution
     kernel_size: int
-    _input_size: tuple[int, ...] = field(init=False)
-    _indices: NDArray[np.integer[Any]] = field(init=False)
+    _indices: Stored = field(init=False)
+    _convolved: Stored = field(init=False)
 
     def forward(self, input: Array) -> Array:
-        self._input_size = input.shape
-        output, indices = self.client.maxpool2d_fwd(
-            input, self.kernel_size, return_indices=True, index_dtype="int32"
+        convolution = self.convolution
+        convolution.input = input
+        self._convolved = _stored(
+            self.server.keeping(self.number, "output").conv_fwd(
+                input, convolution.weight, convolution.bias, padding=convolution.padding
+            )
         )
-        self._indices = _given(indices)
+        output, indices = self.server.keeping(self.number, "indices").maxpool2d_fwd(
+            self._convolved, self.kernel_size, return_indices=True, index_dtype="int32"
+        )
+        self._indices = _stored(indices)
         return output
 
     def backward(self, grad_output: Array) -> Array:
-        return self.client.maxpool2d_bwd(
+        grad_convolved = self.server.keeping(self.number, "grad_input").maxpool2d_bwd(
             grad_output,
             indices=self._indices,
-            input_size=self._input_size,
+            input_size=self._convolved.shape,
             kernel_size=self.kernel_size,
         )
+        return self.convolution.backward(grad_convolved)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,10 +153,11 @@ class Network:
             convolution(64, CLASSES, kernel=2, padding=0),
         ]
         first, second, third, classifier = self.convolutions
+        self._server = server = Server(client)
         self.layers: list[Layer] = [
             *(first, ReLU()),
-            *(second, ReLU(), MaxPool(client, 2)),
-            *(third, ReLU(), MaxPool(client, 2)),
+            *(PooledConvolution(server, 2, second, kernel_size=2), ReLU()),
+            *(PooledConvolution(server, 3, third, kernel_size=2), ReLU()),
             classifier,
         ]
 
@@ -138,6 +174,10 @@ class Network:
         for layer in reversed(self.layers):
             gradient = layer.backward(gradient)
         return gradient
+
+    def forget(self) -> None:
+        """Leave nothing on the server."""
+        self._server.forget()
 
     def parameters(self) -> list[Array]:
         return [tensor for layer in self.convolutions for tensor in (layer.weight, layer.bias)]
@@ -162,4 +202,11 @@ def _given(output: T | None) -> T:
     """An output that was asked for; the SDK types those that can be left out as optional."""
     if output is None:
         raise TypeError("the answer lacks an output that the request asked for")
+    return output
+
+
+def _stored(output: object) -> Stored:
+    """An output that the server was asked to keep; the SDK types outputs as arrays."""
+    if not isinstance(output, Stored):
+        raise TypeError(f"the answer holds {type(output).__name__}, not a tensor that was kept")
     return output
