@@ -199,7 +199,9 @@ class Settings(BaseSettings):
     max_header_bytes: _Bytes = Field(
         default=ByteSize(64 * _KiB), description="Largest request line and headers together."
     )
-    max_connections: _Count = Field(default=512, description="Connections open at the same time.")
+    max_connections: _Count = Field(
+        default=512, description="Connections open at the same time, to each HTTP process."
+    )
     keep_alive_s: _Count = Field(
         default=75,
         json_schema_extra={"unit": "s"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -104,6 +105,28 @@ def test_only_what_is_beyond_the_warm_part_goes_back_to_the_system() -> None:
         for lease in leases:
             lease.release()
         assert gone == [(4 * PAGE_BYTES, 2 * PAGE_BYTES), (6 * PAGE_BYTES, 3 * PAGE_BYTES)]
+
+    run(scenario())
+
+
+def test_much_memory_goes_back_in_a_thread_and_is_not_given_out_before() -> None:
+    async def scenario() -> None:
+        size, seen = 64 * 2**20, threading.Event()
+
+        def forget(offset: int, length: int) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            seen.wait(5)
+
+        subject = Memory(Places(0, size), keep_bytes=0, forget=forget)
+        (await subject.reserve(size, soon())).release()
+        again = subject.reserve(size, soon())
+        await asyncio.sleep(0.01)
+        assert not again.done()
+        seen.set()
+        lease = await again
+        subject.keep_all()
+        lease.release()
+        assert subject.used_bytes == 0
 
     run(scenario())
 

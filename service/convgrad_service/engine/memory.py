@@ -22,6 +22,7 @@ __all__ = ["Lease", "Memory", "leased"]
 # When the memory of others will be free again cannot be known; a second is what the SDK's first
 # retries would wait anyway.
 _RETRY_AFTER_S = 1.0
+_FORGET_AT_ONCE_BYTES = 4 * 2**20
 
 
 class Lease:
@@ -154,10 +155,20 @@ class Memory:
         self._serve()
 
     def _freed(self, lease: Lease) -> None:
-        if self._forget is not None and lease.offset + lease.size_bytes > self._keep_end:
-            first = max(lease.offset, self._keep_end)
-            end = lease.offset + self._places.rounded(lease.size_bytes)
-            self._forget(first, end - first)
+        first = max(lease.offset, self._keep_end)
+        size = lease.offset + self._places.rounded(lease.size_bytes) - first
+        if self._forget is None or size <= 0:
+            self._give(lease)
+        elif size <= _FORGET_AT_ONCE_BYTES:
+            self._forget(first, size)
+            self._give(lease)
+        else:
+            # A tenth of a second a GiB, which no other request is to wait for.
+            loop = asyncio.get_running_loop()
+            gone = loop.run_in_executor(None, self._forget, first, size)
+            gone.add_done_callback(lambda _: self._give(lease))
+
+    def _give(self, lease: Lease) -> None:
         self._places.give(lease.offset, lease.size_bytes)
         self._serve()
 
