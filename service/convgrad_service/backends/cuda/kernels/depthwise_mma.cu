@@ -29,7 +29,7 @@ using namespace convgrad;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_mma(const __grid_constant__ DepthwiseMmaArgs args) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   const StripTiling& tiling = args.tiling;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
@@ -200,14 +200,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       const int group = (turn + first) / ROWS, now = group & 1, next = group + 1;
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
-        const int row = turn + first + STAGES * ROWS + i;
-        if (row < steps) {
-          copier.copy((group % STAGES * ROWS + i) * stage_bytes, top + row, args.x_pitch);
-        }
-      }
-      commit_copies();
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) {
         const int j = first + i, step = turn + j;
         const int h = top + step;
         const bool exists = step < steps && h >= 0 && h < args.x_size[0];
@@ -215,6 +207,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         const u32 raw = shared_address(shared) + (next % STAGES * ROWS + i) * stage_bytes;
         unsigned char* const turned = shared + lines + ((1 - now) * ROWS + i) * line_bytes;
         const int other = (1 - now) * ROWS + i;
+        // Copies keep shared memory busy, so they start where the tensor cores have work; or last of
+        // all, when there are registers again.
+        const auto copy = [&] {
+          if (step + STAGES * ROWS < steps) {
+            copier.copy((group % STAGES * ROWS + i) * stage_bytes, h + STAGES * ROWS, args.x_pitch);
+          }
+          if (i == ROWS - 1) commit_copies();
+        };
         u32 columns[kOwn][4], beyond[kOwn][2];
         const auto load_columns = [&] {
           if (!exists) return;
@@ -245,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
           load_columns();
         }
+        if (!LATE) copy();
         if (exists) {
           // What is finished by this row comes first.
 #pragma unroll
@@ -315,6 +316,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
 #endif
         }
+        if (LATE) copy();
       }
     }
   }

@@ -133,7 +133,7 @@ __device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, flo
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_weight_mma(const __grid_constant__ DepthwiseWeightMmaArgs args) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   __shared__ bool last;
   const StripTiling& tiling = args.tiling;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -235,7 +235,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         wait_copies<STAGES - 2>();
         __syncthreads();
         const int group = (turn + first) / ROWS;
-        fetch(group + STAGES);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
           const int j = first + i, step = turn + j;
@@ -275,10 +274,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             load_turned(words_x, words_y, group + 1, i);
             store_turned(words_x, words_y, group + 1, i);
           }
+          if (!EARLY && exists) load_columns(0);
+          // Copies keep shared memory busy, so they start where the tensor cores have work; or last
+          // of all, when there are registers again.
+          if (!LATE && i == ROWS - 1) fetch(group + STAGES);
           if (exists) {
 #pragma unroll
             for (int parity = 0; parity < STRIDE; ++parity) {
-              if (!EARLY) load_columns(parity);
+              if (!EARLY && parity > 0) load_columns(parity);
 #pragma unroll
               for (int r = 0; r < KERNEL_H; ++r) {
                 if (wrapped(j - r, STRIDE) != 0) continue;
@@ -291,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               }
             }
           }
+          if (LATE && i == ROWS - 1) fetch(group + STAGES);
         }
       }
       if (turn / kUnrolled % kFlush != kFlush - 1 && turn + kUnrolled < steps) continue;

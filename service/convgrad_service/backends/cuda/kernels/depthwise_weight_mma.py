@@ -45,7 +45,7 @@ FLUSH = 32
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
     """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
-    barriers and how many times as many are in flight, whether loads go before all else, and the
+    barriers and how many times as many are in flight, whether loads go before all else and copies after it, and the
     blocks that a multiprocessor is to hold.
 
     ``start`` is what an item takes beside its rows, in rows.
@@ -56,6 +56,7 @@ class WeightMmaTile:
     warps: int = 8
     rows: int = 1
     early: bool = False
+    late: bool = True
     stages: int = 4
     blocks: int = 2
     own: int = 2
@@ -250,6 +251,7 @@ def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
         "CHANNELS": tile.own,
         "ROWS": tile.rows,
         "EARLY": int(tile.early),
+        "LATE": int(tile.late),
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
         "FLUSH": FLUSH,
