@@ -38,6 +38,8 @@ _log = logging.getLogger("convgrad.grpc")
 
 # Calls that one connection may have open; gRPC's clients wait with more.
 _MAX_STREAMS = 256
+_READ_BYTES = 256 * 1024
+_BACKLOG = 1024
 _CLOSING_S, _LAST_S = 0.02, 1.0
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -91,12 +93,14 @@ class GrpcServer:
             ping_interval_s=settings.body_idle_timeout_s,
         )
         loop = asyncio.get_running_loop()
+        scratch = memoryview(bytearray(_READ_BYTES))
         self._server = await loop.create_server(
-            lambda: Http2Connection(self._serve, limits, self._connections),
+            lambda: Http2Connection(self._serve, limits, self._connections, scratch),
             settings.http_host,
             settings.grpc_port,
             family=socket.AF_UNSPEC,
             ssl=server_context(settings, "h2"),
+            backlog=_BACKLOG,
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return port

@@ -29,21 +29,18 @@ from convgrad_service.grpc_api.http2.frames import (
     goaway,
     ping_ack,
     rst_stream,
-    settings,
     window_update,
 )
-from convgrad_service.grpc_api.http2.limits import Allowance, Limits
+from convgrad_service.grpc_api.http2.limits import MAX_FRAME_BYTES, Allowance, Limits, limits_told
 from convgrad_service.grpc_api.http2.parser import Parser, unpadded
-from convgrad_service.grpc_api.http2.stream import INITIAL_WINDOW, Header, Stream
+from convgrad_service.grpc_api.http2.stream import Header, Stream
 
 __all__ = ["Http2Connection"]
 
-# Large frames are few; payloads are passed on as they come, so their size costs no memory.
-_MAX_FRAME_BYTES = 2**24 - 1
 # What we write in one frame, so that a stream gets its turn beside another's large answer.
 _MAX_SENT_FRAME_BYTES = 2**20
-# Read at once; and from this on straight to where a stream wants it.
-_READ_BYTES, _DIRECT_BYTES = 256 * 1024, 64 * 1024
+# From this on, what comes is read straight to where a stream wants it.
+_DIRECT_BYTES = 64 * 1024
 _LINGER_S = 0.2
 _SMALL_DATA_BYTES = 64
 _COUNTED = frozenset(Kind) - {Kind.DATA, Kind.HEADERS, Kind.PUSH_PROMISE, Kind.GOAWAY}
@@ -54,19 +51,24 @@ _WINDOW_REFILL = 2**30
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """``serve`` answers one stream; it is run as a task, and cancelled if the client goes away."""
+    """``serve`` answers one stream; it is run as a task, and cancelled if the client goes away.
+
+    ``scratch`` is what is read to: empty between reads, so all connections of a loop share it.
+    """
 
     def __init__(
         self,
         serve: Callable[[Stream], Coroutine[Any, Any, None]],
         limits: Limits,
         connections: set[Http2Connection],
+        scratch: memoryview,
     ) -> None:
         self.patience = limits.patience
         self.send_window = _DEFAULT_WINDOW
         self.max_frame = _DEFAULT_FRAME_BYTES
         self.paused = False
-        self._serve, self._limits, self._connections = serve, limits, connections
+        self._serve, self._limits = serve, limits
+        self._connections, self._scratch = connections, scratch
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, Stream] = {}
         self._tasks: dict[asyncio.Task[None], int] = {}
@@ -74,8 +76,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._last_seen = self._last_stream = 0  # opened by the client, served by us
         self._peer_window = _DEFAULT_WINDOW
         self._granted = MAX_WINDOW
-        self._parser = Parser(self, _MAX_FRAME_BYTES, limits.max_header_bytes)
-        self._scratch = memoryview(bytearray(_READ_BYTES))
+        self._parser = Parser(self, MAX_FRAME_BYTES, limits.max_header_bytes)
         self._data: Stream | None = None  # whose DATA frame has begun
         self._direct: Stream | None = None  # whose memory is being read to
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags, header block
@@ -84,25 +85,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._heard_s = time.monotonic()
         self._draining = self._failed = False
 
-    # asyncio's side.
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._connections.add(self)
         if len(self._connections) > self._limits.max_connections:
             self._fail(Http2Error(Error.ENHANCE_YOUR_CALM, "as many connections as there may be"))
             return
-        self.write(
-            settings(
-                [
-                    (Setting.MAX_CONCURRENT_STREAMS, self._limits.max_streams),
-                    (Setting.INITIAL_WINDOW_SIZE, INITIAL_WINDOW),
-                    (Setting.MAX_FRAME_SIZE, _MAX_FRAME_BYTES),
-                    (Setting.MAX_HEADER_LIST_SIZE, self._limits.max_header_bytes),
-                ]
-            )
-            + window_update(0, MAX_WINDOW - _DEFAULT_WINDOW)
-        )
+        self.write(limits_told(self._limits) + window_update(0, MAX_WINDOW - _DEFAULT_WINDOW))
         self._within(self._limits.header_timeout_s, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -5,9 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from convgrad_service.grpc_api.http2.frames import Error, Http2Error
+from convgrad_service.grpc_api.http2.frames import Error, Http2Error, Setting, settings
 
-__all__ = ["Allowance", "Limits", "Patience"]
+__all__ = [
+    "INITIAL_WINDOW",
+    "MAX_FRAME_BYTES",
+    "Allowance",
+    "Limits",
+    "Patience",
+    "limits_told",
+]
+
+INITIAL_WINDOW = 256 * 1024
+"""What a client may send on a stream before anybody reads it."""
+MAX_FRAME_BYTES = 2**24 - 1
+"""Of DATA. It is passed on as it comes, so its size costs no memory, and large frames are few."""
+
 
 # Ten pings a second and a reset for every call are still far from it.
 _BURST, _PER_S = 2000.0, 200.0
@@ -34,6 +47,18 @@ class Limits:
     max_streams: int
     header_timeout_s: float
     ping_interval_s: float
+
+
+def limits_told(limits: Limits) -> bytes:
+    """The SETTINGS frame that tells a client what it may do."""
+    return settings(
+        [
+            (Setting.MAX_CONCURRENT_STREAMS, limits.max_streams),
+            (Setting.INITIAL_WINDOW_SIZE, INITIAL_WINDOW),
+            (Setting.MAX_FRAME_SIZE, MAX_FRAME_BYTES),
+            (Setting.MAX_HEADER_LIST_SIZE, limits.max_header_bytes),
+        ]
+    )
 
 
 class Allowance:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from convgrad.errors import RequestTimeout
 from convgrad_service.grpc_api.http2.frames import Error, data_header, header_block
+from convgrad_service.grpc_api.http2.limits import INITIAL_WINDOW
 
 if TYPE_CHECKING:
     from convgrad_service.grpc_api.http2.connection import Http2Connection
 
-__all__ = ["INITIAL_WINDOW", "Header", "Part", "Stream", "StreamGone"]
-
-INITIAL_WINDOW = 256 * 1024
-"""What a client may send on a stream before anybody reads it."""
+__all__ = ["Header", "Part", "Stream", "StreamGone"]
 
 # One write of a large answer.
 _SEND_BYTES = 2**20
