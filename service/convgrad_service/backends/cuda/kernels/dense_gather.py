@@ -250,10 +250,10 @@ TILES = (
 )
 # Of one depth, after which sums are added up, so that all give the same bits.
 SPLIT_TILES = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=150e12, start_s=5e-6, split=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=120e12, start_s=4e-6, split=True),
-    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=110e12, start_s=4e-6, split=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=150e12, start_s=4.5e-6, split=True),
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
+    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
 )
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 

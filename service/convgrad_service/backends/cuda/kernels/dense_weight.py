@@ -227,19 +227,20 @@ def _sum_instance(dtype: DType) -> Instance:
 
 # The last ones have the registers to spare that 64-bit offsets take.
 TILES = (
-    DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=3.1e-6),
-    DenseTile(128, 256, 64, 64, 128, 3, 1, flops=446e12, start_s=5.1e-6),
-    DenseTile(256, 128, 64, 64, 128, 3, 1, flops=446e12, start_s=3.6e-6),
-    DenseTile(64, 256, 64, 64, 64, 4, 2, flops=340e12, start_s=2.8e-6),
-    DenseTile(64, 64, 32, 32, 128, 4, 3, flops=262e12, start_s=5.5e-6),
-    DenseTile(32, 128, 32, 32, 128, 4, 3, flops=205e12, start_s=7.2e-6),
-    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=380e12, start_s=3.1e-6),
+    DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=1e-6),
+    DenseTile(128, 256, 64, 64, 128, 3, 1, flops=450e12, start_s=2e-6),
+    DenseTile(256, 128, 64, 64, 128, 3, 1, flops=430e12, start_s=1e-6),
+    DenseTile(64, 256, 64, 64, 64, 4, 2, flops=380e12, start_s=9.5e-6),
+    DenseTile(128, 64, 64, 32, 128, 3, 3, flops=350e12, start_s=1e-6),
+    DenseTile(64, 64, 32, 32, 128, 4, 3, flops=250e12, start_s=5e-6),
+    DenseTile(32, 128, 32, 32, 128, 4, 3, flops=250e12, start_s=4e-6),
+    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=400e12, start_s=6.5e-6),
 )
 SPLIT_TILES = (
-    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=150e12, start_s=5e-6, split=True),
-    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=120e12, start_s=4e-6, split=True),
-    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=110e12, start_s=4e-6, split=True),
-    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=150e12, start_s=4.5e-6, split=True),
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=122e12, start_s=3e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=104e12, start_s=3e-6, split=True),
+    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, split=True),
 )
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # A split has at least so many steps, and partial sums take at most so much, unless asked for more.
