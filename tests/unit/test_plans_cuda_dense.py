@@ -10,7 +10,8 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import prepare_activation
-from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather, axis_of
+from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
+from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Launch, Workspace

@@ -17,7 +17,6 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
 from convgrad_service.backends.cuda.kernels.dense_axes import (
     MAX_PHASES,
     Axis,
-    Phase,
     axis_of,
     divider,
     may_skip,
@@ -29,7 +28,7 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
-__all__ = ["MAX_PHASES", "Axis", "DenseGather", "Phase", "axis_of"]
+__all__ = ["DenseGather"]
 
 # Channels of one group on either side, where there are groups; the product of both otherwise.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from convgrad_service.backends.cuda.kernels.dense_gather import MAX_PHASES, Axis, Phase, axis_of
+from convgrad_service.backends.cuda.kernels.dense_axes import MAX_PHASES, Axis, Phase, axis_of
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 

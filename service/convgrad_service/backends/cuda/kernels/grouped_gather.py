@@ -10,7 +10,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.dense_gather import MAX_PHASES
+from convgrad_service.backends.cuda.kernels.dense_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped_box import (

@@ -11,7 +11,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
-from convgrad_service.backends.cuda.kernels.dense_gather import MAX_PHASES
+from convgrad_service.backends.cuda.kernels.dense_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.grouped_box import (
     BoxArgs,
