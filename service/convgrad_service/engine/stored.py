@@ -26,8 +26,8 @@ from convgrad_service.problems.base import TensorSpec
 __all__ = ["Kept", "Stored", "StoredInfo", "StoredTensors", "stored_fields"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
-# A file and a mapping each; processes have a thousand files as a rule.
-_MOST = 512
+# Two files each in a worker, which may have a thousand.
+_MOST = 256
 # No client can be called so.
 _OWNER = "\0stored"
 _Move = Callable[[int, int], int]
