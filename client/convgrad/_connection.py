@@ -10,10 +10,8 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-
-import httpx
 
 from convgrad._reply import Receiver
 from convgrad.errors import ClientError
@@ -41,7 +39,7 @@ class Http1Error(ClientError):
 @dataclass(frozen=True)
 class _Head:
     status: int
-    headers: httpx.Headers
+    headers: Mapping[str, str]
     keep_alive: bool
 
 
@@ -257,13 +255,13 @@ def _parse_head(head: bytes) -> _Head:
     status = rest[:3]
     if not (version in (b"HTTP/1.1", b"HTTP/1.0") and len(status) == 3 and status.isdigit()):
         raise Http1Error(f"expected an answer of HTTP/1.1, got {status_line[:64]!r}")
-    pairs = []
+    headers: dict[str, str] = {}
     for line in lines:
-        name, colon, value = line.partition(b":")
+        name, colon, value = line.decode("latin-1").partition(":")
         if not colon or not name or name != name.strip():
             raise Http1Error(f"expected a header, got {line[:64]!r}")
-        pairs.append((name, value.strip()))
-    headers = httpx.Headers(pairs)
+        name, value = name.lower(), value.strip()
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
     connection = headers.get("connection", "").lower()
     keep_alive = "close" not in connection and (version == b"HTTP/1.1" or "keep-" in connection)
     return _Head(int(status), headers, keep_alive)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -34,7 +35,8 @@ class Reply:
     """One whole answer; ``request_id`` is the server's own name for it where it gave one."""
 
     status: int
-    headers: httpx.Headers
+    headers: Mapping[str, str]
+    """By names in small letters."""
     content: NDArray[np.uint8]
     request_id: str
 
@@ -45,11 +47,11 @@ class Receiver:
     Its memory is the arrays' memory later, so there is no copy after this one.
     """
 
-    def __init__(self, status: int, headers: httpx.Headers, request_id: str) -> None:
+    def __init__(self, status: int, headers: Mapping[str, str], request_id: str) -> None:
         self._status = status
         self._headers = headers
-        self._succeeded = httpx.codes.is_success(status)
-        self._request_id = headers.get("X-Request-Id", request_id)
+        self._succeeded = 200 <= status < 300
+        self._request_id = headers.get("x-request-id", request_id)
         self._used = 0
         self._chunks: list[bytes] = []
         self.announced_bytes = _content_length(headers)
@@ -125,7 +127,7 @@ async def async_raw_chunks(response: httpx.Response) -> AsyncIterator[bytes]:
 def error_of(reply: Reply) -> ConvgradError | None:
     """The error that a reply other than 200 is: typed where it is problem+json."""
     if reply.status == httpx.codes.OK:
-        if (coding := reply.headers.get("Content-Encoding", "identity")) != "identity":
+        if (coding := reply.headers.get("content-encoding", "identity")) != "identity":
             return InvalidAnswer(
                 f"the answer is encoded as {coding}, which was not asked for",
                 request_id=reply.request_id,
@@ -141,7 +143,7 @@ def error_of(reply: Reply) -> ConvgradError | None:
         problem["code"],
         problem["detail"],
         request_id=problem.get("request_id") or reply.request_id,
-        retry_after_s=parse_retry_after(reply.headers.get("Retry-After")),
+        retry_after_s=parse_retry_after(reply.headers.get("retry-after")),
     )
 
 
@@ -155,21 +157,44 @@ def read_json(reply: Reply) -> Any:
         ) from refused
 
 
-def server_timing_s(headers: httpx.Headers) -> dict[str, float]:
-    """Seconds per stage from Server-Timing, whose ``dur`` is in milliseconds."""
-    durations: dict[str, float] = {}
-    for metric in headers.get("Server-Timing", "").split(","):
-        name, *attributes = (part.strip() for part in metric.split(";"))
-        for attribute in attributes:
-            key, _, value = attribute.partition("=")
-            duration = _float(value)
-            if key.strip().lower() == "dur" and name and duration is not None:
-                durations[name] = duration / 1000
-    return durations
+class ServerTiming(Mapping[str, float]):
+    """Seconds per stage from a Server-Timing header, which is read when somebody looks."""
+
+    def __init__(self, header: str) -> None:
+        self._header = header
+
+    @cached_property
+    def _seconds(self) -> dict[str, float]:
+        durations: dict[str, float] = {}
+        for metric in self._header.split(","):
+            name, *attributes = (part.strip() for part in metric.split(";"))
+            for attribute in attributes:
+                key, _, value = attribute.partition("=")
+                duration = _float(value)
+                if key.strip().lower() == "dur" and name and duration is not None:
+                    durations[name] = duration / 1000  # there it is in milliseconds
+        return durations
+
+    def __getitem__(self, stage: str) -> float:
+        return self._seconds[stage]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seconds)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __repr__(self) -> str:
+        return repr(self._seconds)
+
+
+def server_timing_s(headers: Mapping[str, str]) -> Mapping[str, float]:
+    """Seconds per stage, as far as the server tells them."""
+    return ServerTiming(headers.get("server-timing", ""))
 
 
 def _problem(reply: Reply) -> Mapping[str, str] | None:
-    if not reply.headers.get("Content-Type", "").startswith("application/problem+json"):
+    if not reply.headers.get("content-type", "").startswith("application/problem+json"):
         return None
     try:
         problem = json.loads(reply.content.tobytes())
@@ -190,8 +215,8 @@ def _excerpt(content: NDArray[np.uint8]) -> str:
     return repr(shortened) + ("…" if len(text) > len(shortened) else "")
 
 
-def _content_length(headers: httpx.Headers) -> int | None:
-    value = headers.get("Content-Length", "")
+def _content_length(headers: Mapping[str, str]) -> int | None:
+    value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else None
 
 

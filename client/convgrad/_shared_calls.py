@@ -246,7 +246,7 @@ def _placed(name: str, offset: int, size_bytes: int) -> dict[str, Any]:
 
 def _split(reply: Reply) -> tuple[dict[str, Any], NDArray[np.uint8]]:
     """The JSON of an answer, and the binary data behind it."""
-    length = reply.headers.get("Inference-Header-Content-Length")
+    length = reply.headers.get("inference-header-content-length")
     end = len(reply.content) if length is None else int(length)
     head = json.loads(reply.content[:end].tobytes())
     if not isinstance(head, dict):

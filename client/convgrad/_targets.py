@@ -20,7 +20,7 @@ def call_target(call: Call[T], wire: str) -> Target[Answer[T]]:
     """The target of a Call: its body is laid out once, whatever number of attempts follows."""
 
     def read(reply: Reply, attempts: int) -> Answer[T]:
-        arrays, report = decode_answer(reply.headers.get("Content-Type", ""), reply.content)
+        arrays, report = decode_answer(reply.headers.get("content-type", ""), reply.content)
         return Answer(
             call.read(arrays), report, reply.request_id, server_timing_s(reply.headers), attempts
         )
