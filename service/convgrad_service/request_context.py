@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 # Printable ASCII, spaces included: it goes back in a header and into log lines as it came.
 _ACCEPTABLE_ID = re.compile(r"[ -~]{1,128}")
+# Seeded by the system for each process, which is asked for nothing more: an id is no secret.
+_ids = random.Random()  # noqa: S311
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class RequestContext:
         for given in given_ids:
             if _ACCEPTABLE_ID.fullmatch(given):
                 return cls(given)
-        return cls(uuid.uuid4().hex)
+        return cls(f"{_ids.getrandbits(128):032x}")
 
     def server_timing(self) -> str:
         """The value of Server-Timing: milliseconds, as that header has them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -66,11 +66,12 @@ class InferMethods:
 
         async def work(context: RequestContext) -> None:
             self._dataplane.admit()
-            async with Deadline.after(self._allowed_s(call)).enforced():
+            deadline = Deadline.after(self._allowed_s(call))
+            async with deadline.enforced():
                 message = await call.message()
                 if message is None:
                     raise MalformedRequest("the call ended without its message")
-                await self._answer(call, Asked(message), context, encode_response, call.send)
+                await self._answer(Asked(message), context, deadline, encode_response, call.send)
 
         await self._exchanges.run("ModelInfer", call, work)
 
@@ -113,8 +114,9 @@ class InferMethods:
 
         async def work(context: RequestContext) -> None:
             self._dataplane.admit()
-            async with Deadline.after(self._allowed_s(call)).enforced():
-                await self._answer(call, asked, context, encode_stream_response, send)
+            deadline = Deadline.after(self._allowed_s(call))
+            async with deadline.enforced():
+                await self._answer(asked, context, deadline, encode_stream_response, send)
 
         try:
             _, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
@@ -134,16 +136,24 @@ class InferMethods:
         return min(max(call.remaining_s, 0.0), self._settings.max_timeout_s)
 
     async def _answer(
-        self, call: Call, asked: Asked, context: RequestContext, encode: Encode, send: Send
+        self,
+        asked: Asked,
+        context: RequestContext,
+        deadline: Deadline,
+        encode: Encode,
+        send: Send,
     ) -> None:
+        """Compute one request within ``deadline``, which the caller enforces."""
         with context.timings.stage("receive"):
             request = await asked.head()
         context.operation = request.operation.name
         regions = self._memory.parts(context.owner, request)
-        allowed_s = min(request.timeout_s or math.inf, self._allowed_s(call))
+        own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
+        if own:
+            deadline = Deadline.after(request.timeout_s or 0.0)
         job = Job(
             request.operation,
-            Deadline.after(allowed_s),
+            deadline,
             context.timings,
             refuse=lambda _, problem: _refuse_above_message(request, problem),
             small=True,  # shapes and parameters; the tensors are received below
@@ -154,7 +164,7 @@ class InferMethods:
             return request_fields(request, described)
 
         async with (
-            job.deadline.enforced(),
+            deadline.enforced() if own else contextlib.nullcontext(),
             self._dataplane.begin(job, decode, regions=regions) as work,
         ):
             with context.timings.stage("receive"):
