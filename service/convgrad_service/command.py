@@ -51,12 +51,12 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     import uvloop
 
     from convgrad.errors import DeviceUnavailable
-    from convgrad_service.logs import configure_logs
+    from convgrad_service.assembly import prepare_process
     from convgrad_service.server import listening_socket
     from convgrad_service.tls import TlsError, server_context
     from convgrad_service.tree import CannotListen, Tree, run_until_signalled
 
-    configure_logs(settings.log_level)
+    prepare_process(settings)
     try:
         secure = "s" if server_context(settings, "h2") else ""
     except TlsError as error:

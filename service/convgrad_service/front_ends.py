@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from typing import NamedTuple
 
 import uvloop
 
 from convgrad_service.assembly import dataplane_on, prepare_process
 from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.messages import Listens
 from convgrad_service.engine.remote import RemoteHub
 from convgrad_service.settings import Settings
 
-__all__ = ["FrontStart", "grpc_main", "http_main"]
+__all__ = ["FrontStart", "grpc_main", "http_main", "serve_http"]
 
 
 class FrontStart(NamedTuple):
@@ -39,25 +41,37 @@ def grpc_main(start: FrontStart) -> None:
     uvloop.run(_serve_grpc(start))
 
 
-async def _serve_http(start: FrontStart) -> None:
+async def serve_http(
+    engine: Engine,
+    settings: Settings,
+    listening: socket.socket,
+    announce: Callable[[int], None],
+    ended: asyncio.Event,
+) -> None:
+    """Serve HTTP in this process until ``ended`` is set; then what runs may finish."""
     from convgrad_service.http_api.app import app_on
     from convgrad_service.server import ConvgradServer
 
-    ended = asyncio.Event()
-    engine = await _engine(start, ended)
-    dataplane = dataplane_on(engine, start.settings)
-    server = ConvgradServer(
-        app_on(dataplane, start.settings),
-        start.settings,
-        announce=lambda port: engine.tell(Listens(port)),
-    )
-    listening = socket.socket(fileno=start.listening)
+    app = app_on(dataplane_on(engine, settings), settings)
+    server = ConvgradServer(app, settings, announce=announce, signals=False)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     finishing = asyncio.ensure_future(ended.wait())
-    await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    finishing.cancel()
-    await serving
+    try:
+        await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        finishing.cancel()
+        serving.cancel()
+
+
+async def _serve_http(start: FrontStart) -> None:
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    listening = socket.socket(fileno=start.listening)
+    await serve_http(
+        engine, start.settings, listening, lambda port: engine.tell(Listens(port)), ended
+    )
 
 
 async def _serve_grpc(start: FrontStart) -> None:

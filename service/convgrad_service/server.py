@@ -25,7 +25,8 @@ _log = logging.getLogger("convgrad.server")
 
 
 class ConvgradServer(uvicorn.Server):
-    """Serves ``app`` until a signal, then lets what runs finish.
+    """Serves ``app`` until a signal (unless ``signals`` are others' business) or `should_exit`,
+    then lets what runs finish.
 
     While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
     load balancer has time to notice. A second signal ends it at once.
@@ -37,6 +38,7 @@ class ConvgradServer(uvicorn.Server):
         settings: Settings,
         *,
         announce: Callable[[int], None] | None = None,
+        signals: bool = True,
     ) -> None:
         tls = server_context(settings, "http/1.1")
         super().__init__(
@@ -60,7 +62,7 @@ class ConvgradServer(uvicorn.Server):
         )
         self._dataplane: Dataplane = app.state.dataplane
         self._grace_s = settings.shutdown_grace_s
-        self._announce = announce
+        self._announce, self._signals = announce, signals
         self._give_up_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,7 +93,7 @@ class ConvgradServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but an end that was asked for is not raised again: the exit code is 0."""
-        if threading.current_thread() is not threading.main_thread():
+        if not self._signals or threading.current_thread() is not threading.main_thread():
             yield
             return
         wanted = (signal.SIGINT, signal.SIGTERM)

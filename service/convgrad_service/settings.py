@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     http_workers: _Count = Field(
         default=1,
         description="Processes that serve HTTP, on the same port; all share the devices, the "
-        "limits and the metrics.",
+        "limits and the metrics. A single one is the process that starts the others.",
     )
     tls_certificate: Path | None = Field(
         default=None,

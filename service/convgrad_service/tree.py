@@ -1,9 +1,11 @@
 """``convgrad serve`` as processes: the hub here, front ends and workers as its children.
 
-    clients ── HTTP front ends (1..N) ──┐             ┌── worker (a device each)
+    clients ── HTTP front ends (2..N) ──┐             ┌── worker (a device each)
     clients ── gRPC front end ──────────┴── hub ──────┴── worker
 
-Messages go along the lines; bodies lie in the arena, which all of them map.
+Messages go along the lines; bodies lie in the arena, which all of them map. A single HTTP front end
+has no process of its own but the hub's: a small request is answered sooner without another process
+on its way, and a body stops the loop for no longer than a part of it takes to be copied.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 from convgrad_service.assembly import count_in, engine_options, worker_recipe
 from convgrad_service.engine.arena import Arena
@@ -25,7 +28,7 @@ from convgrad_service.engine.messages import Listens
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.engine.schedule import Schedule
 from convgrad_service.engine.supervisor import Supervisor
-from convgrad_service.front_ends import FrontStart, grpc_main, http_main
+from convgrad_service.front_ends import FrontStart, grpc_main, http_main, serve_http
 from convgrad_service.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -58,6 +61,8 @@ class Tree:
         self.supervisor = Supervisor(self.hub, recipe or worker_recipe(settings))
         self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
         self._keeping: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self._here: asyncio.Task[None] | None = None
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
@@ -74,19 +79,25 @@ class Tree:
         CannotListen
             A front end cannot listen where it should.
         """
-        starting = [self._front("convgrad-http", http_main, self._listening)
-                    for _ in range(self._settings.http_workers)]  # fmt: skip
-        starting.append(self._front("convgrad-grpc", grpc_main, None))
-        # Beside the first worker: what each process imports takes longer than anything else here.
-        await asyncio.gather(self.supervisor.start(), *starting)
+        # All at once: what each process imports takes longer than anything else here.
+        working = asyncio.ensure_future(self.supervisor.start())
+        grpc = self._front("convgrad-grpc", grpc_main, None)
+        workers = self._settings.http_workers
+        others = [
+            self._front("convgrad-http", http_main, self._listening)
+            for _ in range(workers if workers > 1 else 0)
+        ]
+        await asyncio.gather(working, grpc, *others)
         count_in(self.hub)
-        ports = [front.result() for front in starting]
-        return ports[-1]
+        if workers == 1:
+            await self._serve_here()
+        return grpc.result()
 
     async def stop(self) -> None:
         """Let the front ends finish what they have, then end every process."""
         self.hub.draining = True
         self.hub.publish()
+        self._ended.set()
         for front in self._fronts:
             front.drain()
         if self._keeping:
@@ -96,11 +107,26 @@ class Tree:
     async def kill(self) -> None:
         """End every process now."""
         self.hub.draining = True
+        if self._here is not None:
+            self._here.cancel()
         for process in self._fronts.values():
             process.kill()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
+
+    async def _serve_here(self) -> None:
+        """Serve HTTP in this process; return once it listens."""
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._here = asyncio.ensure_future(
+            serve_http(self.hub, self._settings, self._listening, listens.set_result, self._ended)
+        )
+        self._keeping.append(self._here)
+        either: set[asyncio.Future[Any]] = {listens, self._here}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not listens.done():
+            await self._here
+            raise CannotListen("HTTP ended as it started")
 
     def _front(
         self, name: str, target: Callable[[FrontStart], None], listening: socket.socket | None

@@ -157,7 +157,7 @@ def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:
 
 
 def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again() -> None:
-    with serving_tree(mortal) as server:
+    with serving_tree(mortal, http_workers=2) as server:
         held = server.held_bytes
         with contextlib.suppress(httpx.HTTPError), ThreadPoolExecutor(1) as asking:
             grad = np.ones((1, 1, 2048, 1024), np.float32)
@@ -167,7 +167,7 @@ def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again() -> None
                 for process in server.tree.front_processes:
                     process.kill()
                 assert asked.exception(30) is not None
-        until(lambda: len(server.tree.front_processes) == 2)
+        until(lambda: len(server.tree.front_processes) == 3)
         until(lambda: server.held_bytes == held)
 
         def works() -> bool:
@@ -195,20 +195,27 @@ def test_every_front_end_tells_all_there_is_to_tell(server: TreeServer) -> None:
     assert float(counts.pop()) >= 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_outlives_the_server(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
+def test_no_process_outlives_the_server(
+    tmp_path: Path, number: signal.Signals, workers: int
+) -> None:
     port_file = tmp_path / "port"
     command = "import sys; from convgrad_service.command import serve; sys.exit(serve())"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "--port", "0", "--port-file", str(port_file)],
-        env={**os.environ, "CONVGRAD_GRPC_PORT": "0", "CONVGRAD_LOG_LEVEL": "error"},
+        env={
+            **os.environ,
+            "CONVGRAD_GRPC_PORT": "0",
+            "CONVGRAD_HTTP_WORKERS": str(workers),
+            "CONVGRAD_LOG_LEVEL": "error",
+        },
         stdout=subprocess.DEVNULL,
     )
     try:
         until(port_file.exists, 30)
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         children = [int(child) for child in listed.split()]
-        assert len(children) == 3  # HTTP, gRPC, one worker
+        assert len(children) == 2 + (workers if workers > 1 else 0)  # gRPC, one worker, and HTTP
         process.send_signal(number)
         assert process.wait(20) == (0 if number is signal.SIGTERM else -number)
         until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

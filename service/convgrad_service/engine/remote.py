@@ -67,7 +67,7 @@ class RemoteHub:
         self._welcomed: asyncio.Future[None]
 
     async def open(self, channel_end: Any) -> None:
-        """Return once the hub has said welcome."""
+        """Return once the hub has said welcome and knows its backend."""
         self._welcomed = asyncio.get_running_loop().create_future()
         self._channel = await Channel.open(channel_end, self._received, self._lost, KINDS)
         await self._welcomed
@@ -197,13 +197,18 @@ class RemoteHub:
         elif isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, Status):
-            self.status = message
+            self._know(message)
         elif isinstance(message, Drain):
             self._drained()
         else:
             assert isinstance(message, Welcome)  # noqa: S101
-            self.status, self.limit_bytes = message.status, message.limit_bytes
+            self.limit_bytes = message.limit_bytes
             self._pocket = Places(*message.pocket)
+            self._know(message.status)
+
+    def _know(self, status: Status) -> None:
+        self.status = status
+        if status.backend and not self._welcomed.done():
             self._welcomed.set_result(None)
 
     def _replied(self, message: Reply) -> None:

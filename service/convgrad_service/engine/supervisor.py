@@ -45,7 +45,7 @@ class Supervisor:
             A device cannot be used at all; the sentence says why.
         """
         first = await self._started(0)
-        self._hub.backend, self._devices = first.greeting.backend, first.greeting.devices
+        self._devices = first.greeting.devices
         if first.greeting.pins:
             self._hub.memory.keep_all()
         others = [self._started(index) for index in range(1, self._devices)]
@@ -68,6 +68,7 @@ class Supervisor:
             self._hub.schedule.finished,
         )
         self.workers[index] = worker
+        self._hub.backend = worker.greeting.backend
         self._hub.schedule.add(worker)
         _log.info(
             "worker %d is process %d on %s", index, worker.process_id, worker.greeting.backend
