@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import httpx
@@ -28,6 +28,8 @@ __all__ = [
 # An error is a few sentences; whatever is longer is not worth waiting for.
 _MAX_ERROR_BYTES = 1 << 16
 _EXCERPT_CHARACTERS = 200
+# A metric's name, and its dur among what else may stand behind it.
+_DURATION = re.compile(r'(?:^|,)\s*([^;,\s]+)\s*;(?:[^,]*;)?\s*[dD][uU][rR]\s*=\s*"?([^",;\s]+)')
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,40 +159,14 @@ def read_json(reply: Reply) -> Any:
         ) from refused
 
 
-class ServerTiming(Mapping[str, float]):
-    """Seconds per stage from a Server-Timing header, which is read when somebody looks."""
-
-    def __init__(self, header: str) -> None:
-        self._header = header
-
-    @cached_property
-    def _seconds(self) -> dict[str, float]:
-        durations: dict[str, float] = {}
-        for metric in self._header.split(","):
-            name, *attributes = (part.strip() for part in metric.split(";"))
-            for attribute in attributes:
-                key, _, value = attribute.partition("=")
-                duration = _float(value)
-                if key.strip().lower() == "dur" and name and duration is not None:
-                    durations[name] = duration / 1000  # there it is in milliseconds
-        return durations
-
-    def __getitem__(self, stage: str) -> float:
-        return self._seconds[stage]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._seconds)
-
-    def __len__(self) -> int:
-        return len(self._seconds)
-
-    def __repr__(self) -> str:
-        return repr(self._seconds)
-
-
-def server_timing_s(headers: Mapping[str, str]) -> Mapping[str, float]:
-    """Seconds per stage, as far as the server tells them."""
-    return ServerTiming(headers.get("server-timing", ""))
+def server_timing_s(headers: Mapping[str, str]) -> dict[str, float]:
+    """Seconds per stage from Server-Timing, whose ``dur`` is in milliseconds."""
+    durations: dict[str, float] = {}
+    for stage, text in _DURATION.findall(headers.get("server-timing", "")):
+        duration = _float(text)
+        if duration is not None:
+            durations[stage] = duration / 1000
+    return durations
 
 
 def _problem(reply: Reply) -> Mapping[str, str] | None:
