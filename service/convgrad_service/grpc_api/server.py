@@ -94,12 +94,14 @@ class GrpcServer:
         )
         loop = asyncio.get_running_loop()
         scratch = memoryview(bytearray(_READ_BYTES))
+        tls = server_context(settings, "h2")
         self._server = await loop.create_server(
             lambda: Http2Connection(self._serve, limits, self._connections, scratch),
             settings.http_host,
             settings.grpc_port,
             family=socket.AF_UNSPEC,
-            ssl=server_context(settings, "h2"),
+            ssl=tls,
+            ssl_handshake_timeout=settings.header_timeout_s if tls else None,
             backlog=_BACKLOG,
         )
         port: int = self._server.sockets[0].getsockname()[1]
