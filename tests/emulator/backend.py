@@ -28,7 +28,7 @@ from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_program import Clear, Instance
 from convgrad_service.problems import Problem
 
-__all__ = ["EmulatedBackend", "works_here"]
+__all__ = ["EmulatedBackend", "Launching", "launch_of", "works_here"]
 
 HERE = Path(__file__).parent
 # Headers here stand in for the kernels' own of the same names.
@@ -111,7 +111,7 @@ def _in_order(source: str) -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def _launch_of(instance: Instance) -> Any:
+def launch_of(instance: Instance) -> Any:
     """The launch function of one instance; what did not change is found in build/."""
     text = _translated(instance)
     headers = "".join((HERE / name).read_text() for name in HEADERS)
@@ -179,7 +179,7 @@ class EmulatedBackend:
                 filled = step.arguments.fill(arena.addresses(memory.ctypes.data))
                 buffer = (ctypes.c_char * len(filled)).from_buffer(filled)
                 assert step.block[1:] == (1, 1)
-                wrong = _launch_of(step.instance)(
+                wrong = launch_of(step.instance)(
                     Launching(
                         ctypes.addressof(buffer),
                         memory.ctypes.data,

@@ -78,8 +78,12 @@ static inline unsigned __ballot_sync(unsigned mask, int vote) {
   emulator::all_lanes[emulator::current].given[0] = vote != 0;
   emulator::meet(mask, [&](emulator::Lane* lanes) {
     unsigned ballot = 0;
-    for (unsigned i = 0; i < emulator::kLanes; ++i) ballot |= (mask >> i & 1 & lanes[i].given[0]) << i;
-    for (unsigned i = 0; i < emulator::kLanes; ++i) lanes[i].taken[0] = ballot;
+    for (unsigned i = 0; i < emulator::kLanes; ++i) {
+      if (mask >> i & 1) ballot |= lanes[i].given[0] << i;
+    }
+    for (unsigned i = 0; i < emulator::kLanes; ++i) {
+      if (mask >> i & 1) lanes[i].taken[0] = ballot;
+    }
   });
   return emulator::all_lanes[emulator::current].taken[0];
 }

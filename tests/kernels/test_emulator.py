@@ -1,0 +1,135 @@
+"""The emulator sees what a GPU would not forgive, so that a kernel that passes it deserves to."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda import compile as cuda_compile
+from convgrad_service.plans.cuda_program import Instance
+from tests.emulator import backend
+from tests.emulator.backend import Launching, launch_of, works_here
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+THREADS, SHARED_BYTES = 64, 256
+MODES = """
+  switch (args.mode) {
+    case 0:  // sums of eight neighbouring lanes
+      for (u32 by = 4; by > 0; by /= 2) mine += __shfl_xor_sync(~0u, mine, by);
+      args.out[thread] = mine;
+      break;
+    case 1:  // read before the copy is waited for, and after
+      copy_async<4>(at + thread * 4, args.in + thread);
+      commit_copies();
+      args.out[thread] = load_word(at + thread * 4) == args.in[thread];
+      wait_copies<0>();
+      args.out[thread] += 2 * (load_word(at + thread * 4) == args.in[thread]);
+      break;
+    case 2:  // each half of a warp meets for itself
+      args.out[thread] = __ballot_sync(thread & 16 ? 0xffff0000u : 0xffffu, thread % 3 == 0);
+      break;
+    case 10:
+      if (thread != 3) __syncwarp();
+      break;
+    case 11:
+      if (thread < 32) __syncthreads();
+      break;
+    case 12:
+      if (thread % 32 == 0) __syncwarp();
+      else __ballot_sync(~0u, 1);
+      break;
+    case 13:
+      args.out[thread] = load_word(at + 2);
+      break;
+    case 14:
+      reinterpret_cast<u32*>(shared)[64] = 1;
+      break;
+    case 15:
+      args.out[thread] = load_word(at + 256);
+      break;
+    case 16:
+      copy_async<4>(at, args.in - 1);
+      break;
+  }
+"""
+SOURCE = f"""
+#include "tensor_core.cuh"
+using namespace convgrad;
+struct ProbeArgs {{
+  int mode;
+  const u32* in;
+  u32* out;
+}};
+extern "C" __global__ void probe(const __grid_constant__ ProbeArgs args) {{
+  extern __shared__ uint4 shared[];
+  const u32 thread = threadIdx.x, at = shared_address(shared);
+  u32 mine = thread;
+  {MODES}
+}}
+"""
+
+
+class ProbeArgs(ctypes.Structure):
+    _fields_ = (("mode", ctypes.c_int), ("given", ctypes.c_void_p), ("out", ctypes.c_void_p))
+
+
+Probe = Callable[[int], "tuple[str | None, NDArray[np.uint32]]"]
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
+    """Runs one mode: what the emulator says, and what the threads wrote."""
+    for header in ("tensor_core.cuh", "elements.cuh"):
+        shutil.copy(cuda_compile.KERNELS / header, tmp_path)
+    (tmp_path / "probe.cu").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.setattr(cuda_compile, "KERNELS", tmp_path)
+    monkeypatch.setattr(backend, "KERNELS", tmp_path)
+    launch = launch_of(Instance("probe.cu", "probe", ()))
+
+    def run(mode: int) -> tuple[str | None, NDArray[np.uint32]]:
+        arena = np.arange(1000, 1000 + 2 * THREADS, dtype=np.uint32)
+        start, end = arena.ctypes.data, arena.ctypes.data + arena.nbytes
+        args = ProbeArgs(mode, start, start + arena.nbytes // 2)
+        grid = (ctypes.c_uint * 3)(1, 1, 1)
+        said = launch(Launching(ctypes.addressof(args), start, end, grid, THREADS, SHARED_BYTES))
+        return (None if said is None else said.decode()), arena[THREADS:]
+
+    return run
+
+
+def test_what_is_right_is_computed(probe: Probe) -> None:
+    lanes = np.arange(THREADS)
+    wrong, sums = probe(0)
+    assert wrong is None
+    assert (sums == lanes.reshape(-1, 8).sum(1).repeat(8)).all()
+    wrong, seen = probe(1)
+    assert wrong is None
+    assert (seen == 2).all(), "a copy that is not waited for must not be there yet"
+    wrong, ballots = probe(2)
+    assert wrong is None
+    votes = (lanes % 3 == 0).astype(np.uint32) << (lanes % 32).astype(np.uint32)
+    assert (ballots == votes.reshape(-1, 16).sum(1).repeat(16)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (10, "not all lanes of a warp meet"),
+        (11, "not all of a block meets at a barrier"),
+        (12, "different instructions"),
+        (13, "not aligned"),
+        (14, "past the shared memory"),
+        (15, "outside shared memory"),
+        (16, "outside the arena"),
+    ],
+)
+def test_what_is_wrong_is_said(probe: Probe, mode: int, said: str) -> None:
+    wrong, _ = probe(mode)
+    assert said in (wrong or "")
