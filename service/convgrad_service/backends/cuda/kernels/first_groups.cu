@@ -2,12 +2,8 @@
 // first_groups.py.
 //
 // x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// Positions of x along W are taken in groups of `group`, a multiple of the stride: every group meets
-// the positions of y from `hop` times its number on, at the same TAPS steps. Then
-//   x[h][i, (b, c)] = sum over h's kernel rows r, steps t and k of
-//                     y[p][i*hop + first_tap + t, k] * v[r][t, k, (b, c)]
-// with v[r][t, k, (b, c)] = w[k, c, r, b + pad - (first_tap + t)*stride], zero outside the kernel, is
-// a product with M = groups i, N = group*C columns, K = steps x channels of y. A row of y enters the
+// GEMM: M = groups of positions, N = a group's positions x channels, K = steps x channels of y, see
+// first_groups.cuh. A row of y enters the
 // rows of x that it meets, each a sum in registers, complete when y has moved on; so a row of y is
 // read from memory once, and it is read from shared memory once for each of its TAPS shifts.
 //
@@ -22,49 +18,15 @@
 // Deterministic: one order of additions for each result, however x is cut. Zeros beside the input and
 // the kernel times an infinity are NaN: sums that are not finite are taken again by the definition.
 // Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
-#include "accesses.cuh"
-#include "epilogue.cuh"
+#include "first_groups.cuh"
 #include "tensor_core.cuh"
 
 using namespace convgrad;
-
-struct FirstGroupsArgs {
-  const void* y;
-  const void* w;
-  void* x;
-  const void* accumulate;  // like x, or null
-  const void* bias;        // one for each channel of x, or null
-  i64 y_stride[6];         // N G C D H W, in elements
-  i64 x_stride[6];
-  i64 w_stride[6];  // G K C T R S
-  float alpha;
-  float beta;
-  int activation;
-  int plain;  // the result is the sum itself: 1 in rows of neighbours, 2 (kInTwos) at even offsets
-  int flat_weights;  // w is contiguous as (K, R, S, C)
-  int channels;
-  int y_chunks;  // 16-byte chunks of y's channels
-  int y_channels;
-  int x_size[3];
-  int y_size[3];
-  int kernel[3];
-  int stride[3];
-  int pad[3];
-  int group;
-  int hop;
-  int first_tap;
-  int warp_groups;
-  int positions;     // of y, that a block's groups meet
-  int row_segments;  // along H
-  int segment_rows;  // rows of y that a segment moves on by
-  int segments;      // along W
-};
 
 namespace {
 
 using T = ELEMENT;
 constexpr int kDepth = TAPS * STEPS;
-constexpr int kInTwos = 2;
 // Neighbouring positions are apart such that eight of them meet in no bank.
 constexpr u32 kPitch = (2 * STEPS + 1) * 16;
 
@@ -72,8 +34,6 @@ template <int kValue>
 struct Count {
   static constexpr int value = kValue;
 };
-
-__device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 }  // namespace
 
@@ -86,24 +46,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const int remainder = warp / args.warp_groups;
   const int warp_group = (warp - remainder * args.warp_groups) * 32;
 
-  u32 block = blockIdx.x;
-  const int segment = block % args.segments;
-  block /= args.segments;
-  const int row_segment = block % args.row_segments;
-  block /= args.row_segments;
-  const int d = block % args.x_size[0];
-  const int n = block / args.x_size[0];
-
-  const int first_group = segment * args.warp_groups * 32;
+  const Share share(args);
+  const int first_group = share.segment * args.warp_groups * 32;
   const int q0 = first_group * args.hop + args.first_tap;
-  // Rows: after row p of y, rows p*stride - pad + [0, stride) of x are complete.
-  const int finish0 = floor_div(args.pad[1], stride_h) + row_segment * args.segment_rows;
-  const int finish1 = min(finish0 + args.segment_rows - 1,
-                          floor_div(args.x_size[1] - 1 + args.pad[1], stride_h));
-  const int p0 = finish0 - (args.kernel[1] - 1) / stride_h;
-  const int z = floor_div(d + args.pad[0], args.stride[0]);
-  const bool met = z * args.stride[0] == d + args.pad[0] && z >= 0 && z < args.y_size[0];
-  const int real0 = max(0, p0), real1 = met ? min(args.y_size[1] - 1, finish1) : -1;
 
   const u32 stage_bytes = args.positions * kPitch;
   T* const weights = reinterpret_cast<T*>(base + STAGES * stage_bytes);
@@ -113,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const int copy_row = thread / args.y_chunks, copy_at = thread - copy_row * args.y_chunks;
   const int copy_rows = threads / args.y_chunks;
   const T* const y = static_cast<const T*>(args.y);
-  const T* const from0 = y + n * args.y_stride[0] + z * args.y_stride[3] +
+  const T* const from0 = y + share.n * args.y_stride[0] + share.z * args.y_stride[3] +
                          (q0 + copy_row) * args.y_stride[5] + copy_at * 8;
-  int put_p = real0;
+  int put_p = share.real0;
   const auto copy_row_of_y = [&](int stage) {
-    if (put_p <= real1) {
+    if (put_p <= share.real1) {
       if (copy_row < copy_rows) {
         const T* from = from0 + put_p * args.y_stride[4];
         u32 to = ring + stage * stage_bytes + copy_row * kPitch + copy_at * 16;
@@ -194,38 +139,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       ring + (warp_group + (lane & 15)) * args.hop * kPitch + (lane >> 4) * 16;
   const u32 further = 16 * args.hop * kPitch;  // from a warp's first tile to its second
 
-  // One result by the definition.
-  const auto taken_again = [&](int h, int w_at, int c) {
-    float value = 0;
-#pragma unroll 1
-    for (int r = remainder; r < args.kernel[1]; r += stride_h) {
-      const int p = (h + args.pad[1] - r) / stride_h;
-      if (h + args.pad[1] < r || p >= args.y_size[1] || !met) continue;
-#pragma unroll 1
-      for (int s = 0; s < args.kernel[2]; ++s) {
-        const int reach = w_at + args.pad[2] - s, q = floor_div(reach, stride_w);
-        if (q * stride_w != reach || q < 0 || q >= args.y_size[2]) continue;
-        const T* const y_at = y + n * args.y_stride[0] + z * args.y_stride[3] +
-                              p * args.y_stride[4] + q * args.y_stride[5];
-        const T* const taps = w + c * args.w_stride[2] + r * args.w_stride[4] + s * args.w_stride[5];
-#pragma unroll 1
-        for (int k = 0; k < args.y_channels; ++k) {
-          value += widen(y_at[k]) * widen(taps[k * args.w_stride[1]]);
-        }
-      }
-    }
-    return value;
-  };
+  const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
   const int in_group = args.group * args.channels;  // columns that are there
-  const i64 plane_at = n * args.x_stride[0] + d * args.x_stride[3];
-  const int row_elements = args.x_size[2] * args.channels;
-  const int first_at =
-      (first_group + warp_group + (lane >> 2)) * in_group + (lane & 3) * 2;
-  // A lane's sums of a finished row: of groups lane / 4 + 8*(i / 2) for i below 8, columns
-  // 2*(lane % 4) + i % 2; then those of the next tile of columns.
-  const auto sum_of = [&](int i) {
-    return sum[i / 4 % 2][0][i / 8][i % 4];
-  };
+  const int own_group = first_group + warp_group + (lane >> 2);
+  const int own_column = (lane & 3) * 2, own_at = own_group * in_group + own_column;
+  // A lane's sums of a finished row: of groups own_group + 8*(i / 2) for i below 8, columns own_column
+  // + i % 2; then those of the next tile of columns.
+  const auto sum_of = [&](int i) { return sum[i / 4 % 2][0][i / 8][i % 4]; };
   const auto write_row = [&](int h) {
     T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
     bool odd = !args.plain;
@@ -233,39 +153,16 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     for (int i = 0; i < 8 * TILES; i += 2) {
       const float first = sum_of(i), second = sum_of(i + 1);
       odd |= fmaf(first, 0.0f, second * 0.0f) != 0.0f;
-      const int at = first_at + i / 2 % 4 * 8 * in_group + i / 8 * 8;
-      const bool there = (lane & 3) * 2 + i / 8 * 8 < in_group && at < row_elements;
-      const u32 two = narrow_two<T>(first, second);
-      if (args.plain == kInTwos) {
-        store_if(there, x + at, two);
-      } else {
-        store_if(there && args.plain, x + at, static_cast<unsigned short>(two & 0xffff));
-        store_if(there && args.plain && (lane & 3) * 2 + i / 8 * 8 + 1 < in_group &&
-                     at + 1 < row_elements,
-                 x + at + 1, static_cast<unsigned short>(two >> 16));
-      }
+      put_two(args, x, own_at + i / 2 % 4 * 8 * in_group + i / 8 * 8, own_column + i / 8 * 8,
+              narrow_two<T>(first, second));
     }
     if (!odd) return;
-    // One at a time: with an epilogue, elsewhere, or by the definition where it is not finite.
 #pragma unroll 1
     for (int i = 0; i < 8 * TILES; ++i) {
       float value = 0;
 #pragma unroll
       for (int other = 0; other < 8 * TILES; ++other) value = other == i ? sum_of(other) : value;
-      if (args.plain && is_finite(value)) continue;
-      const int column = (lane & 3) * 2 + i / 8 * 8 + i % 2;
-      const int b_at = column / args.channels, c = column - b_at * args.channels;
-      const int group = first_group + warp_group + (lane >> 2) + i / 2 % 4 * 8;
-      const int w_at = group * args.group + b_at;
-      if (column >= in_group || w_at >= args.x_size[2]) continue;
-      if (!is_finite(value)) value = taken_again(h, w_at, c);
-      const i64 place = w_at * args.x_stride[5] + c * args.x_stride[2];
-      const T* accumulate = static_cast<const T*>(args.accumulate);
-      if (accumulate != nullptr) accumulate += plane_at + h * args.x_stride[4] + place;
-      const T* bias = static_cast<const T*>(args.bias);
-      if (bias != nullptr) bias += c;
-      x[place] = narrow<T>(
-          finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+      put_one<T>(args, share, h, own_group + i / 2 % 4 * 8, own_column + i / 8 * 8 + i % 2, value);
     }
   };
 
@@ -296,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   };
 
   int stage = 0;
-  for (int p = p0; p <= finish1; ++p) {
-    if (p >= real0 && p <= real1) {
+  for (int p = share.p0; p <= share.finish1; ++p) {
+    if (p >= share.real0 && p <= share.real1) {
       wait_copies<STAGES - 2>();
       __syncthreads();
       copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
@@ -310,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
       if (++stage == STAGES) stage = 0;
     }
     const int h = p * stride_h - args.pad[1] + remainder;
-    if (p >= finish0 && h >= 0 && h < args.x_size[1]) write_row(h);
+    if (p >= share.finish0 && h >= 0 && h < args.x_size[1]) write_row(h);
 #pragma unroll
     for (int i = 0; i < 2 * SLOTS * TILES * 4; ++i) {
       const int e = i % 4, tile = i / 4 % TILES, m = i / (4 * TILES) % 2, slot = i / (8 * TILES);

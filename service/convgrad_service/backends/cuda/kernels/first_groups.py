@@ -13,9 +13,9 @@ from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TY
 from convgrad_service.backends.cuda.kernels.first_windows import STAGES, why_not_first
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
-from convgrad_service.plans.cuda_works import ConvWork, contiguous_strides
+from convgrad_service.plans.cuda_works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["FirstGroups"]
+__all__ = ["Cut", "FirstGroups", "FirstGroupsArgs", "groups_args", "why_not_groups"]
 
 MOST_WARPS = 8
 MAX_OFFSET = 2**31 - 1
@@ -99,6 +99,7 @@ class FirstGroupsArgs(ctypes.Structure):
                 "group",
                 "hop",
                 "first_tap",
+                "taps",
                 "warp_groups",
                 "positions",
                 "row_segments",
@@ -116,13 +117,9 @@ class FirstGroups:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
-        reason = why_not_first(work, device)
+        reason = why_not_groups(work, device)
         if reason is not None:
             return reason
-        if work.dtype not in DTYPES:
-            return f"{work.dtype}"
-        if work.kernel[0] != 1:
-            return f"{work.kernel[0]} taps along D"
         if work.stride[1] > MOST_WARPS:
             return f"a stride of {work.stride[1]} rows"
         grouping = _grouping(work)
@@ -130,9 +127,6 @@ class FirstGroups:
             return "the weights of no grouping of positions fit into registers"
         if _shared_bytes(work, grouping, 1) > device.shared_bytes_per_block:
             return "a row does not fit into shared memory"
-        row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
-        if max(row, work.output[2] * work.y.strides[5]) > MAX_OFFSET:
-            return f"a row of the input reaches over {row} elements"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
@@ -151,23 +145,11 @@ class FirstGroups:
         )
         if cut is None:
             cut = _cut(work, grouping, device)
-        args = FirstGroupsArgs()
-        args.y_stride[:], args.x_stride[:] = y.operand.strides, work.x.strides
-        args.w_stride[:] = work.w.strides
-        args.alpha, args.beta = work.alpha, work.beta
-        args.activation = ACTIVATIONS[work.activation]
-        args.plain = _plain(work, grouping)
-        args.flat_weights = _flat(work)
-        args.channels, args.y_channels = work.in_channels, work.out_channels
-        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
-        args.x_size[:], args.y_size[:] = work.input, work.output
-        for name in ("kernel", "stride", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
-        for name in ("group", "hop", "first_tap"):
+        args = groups_args(work, y.operand, grouping.group, cut)
+        for name in ("hop", "first_tap", "taps"):
             setattr(args, name, getattr(grouping, name))
-        args.warp_groups = cut.warp_groups
+        args.flat_weights = _flat(work)
         args.positions = _positions(grouping, cut.warp_groups)
-        args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
         args.segments = _segments(work, grouping, cut.warp_groups)
         launch = Launch(
             _instance(work.dtype, grouping.shape),
@@ -188,6 +170,38 @@ class FirstGroups:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [_instance(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+
+
+def why_not_groups(work: ConvWork, device: CudaDevice) -> str | None:
+    """Why a convolution's gradient is not taken by groups of positions, whatever the kernel."""
+    reason = why_not_first(work, device)
+    if reason is not None:
+        return reason
+    if work.dtype not in DTYPES:
+        return f"{work.dtype}"
+    if work.kernel[0] != 1:
+        return f"{work.kernel[0]} taps along D"
+    row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
+    if max(row, work.output[2] * work.y.strides[5]) > MAX_OFFSET:
+        return f"a row of the input reaches over {row} elements"
+    return None
+
+
+def groups_args(work: ConvWork, y: Operand, group: int, cut: Cut) -> FirstGroupsArgs:
+    """What the work alone says, and its cut along H."""
+    args = FirstGroupsArgs()
+    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
+    args.w_stride[:] = work.w.strides
+    args.alpha, args.beta = work.alpha, work.beta
+    args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work, group)
+    args.channels, args.y_channels = work.in_channels, work.out_channels
+    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.group, args.warp_groups = group, cut.warp_groups
+    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
+    return args
 
 
 def _grouping(work: ConvWork) -> Grouping | None:
@@ -211,7 +225,7 @@ def _grouping(work: ConvWork) -> Grouping | None:
     return min(found, key=lambda one: one.shape.products / one.group, default=None)
 
 
-def _plain(work: ConvWork, grouping: Grouping) -> int:
+def _plain(work: ConvWork, group: int) -> int:
     """1 where the sums are the result and neighbouring columns neighbours in x, 2 where two of them
     always lie at even offsets; else 0."""
     n, _, c, d, h, w = work.x.strides
@@ -223,7 +237,7 @@ def _plain(work: ConvWork, grouping: Grouping) -> int:
     even = all(
         stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
-    whole = grouping.group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
+    whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
     return 2 if even and whole else 1
 
 

@@ -1,0 +1,144 @@
+// The gradient of a first layer's input by groups of positions: what its kernels share. The host's
+// side is first_groups.py.
+//
+// Positions of x along W are taken in groups of `group`, a multiple of the stride: every group meets
+// the positions of y from `hop` times its number on, at the same steps. Then
+//   x[h][i, (b, c)] = sum over h's kernel rows r, steps t and k of
+//                     y[p][i*hop + first_tap + t, k] * v[r][t, k, (b, c)]
+// with v[r][t, k, (b, c)] = w[k, c, r, b + pad - (first_tap + t)*stride], zero outside the kernel, is
+// a product with M = groups i, N = group*C columns, K = steps x channels of y.
+#pragma once
+
+#include "accesses.cuh"
+#include "epilogue.cuh"
+
+namespace convgrad {
+
+struct FirstGroupsArgs {
+  const void* y;
+  const void* w;
+  void* x;
+  const void* accumulate;  // like x, or null
+  const void* bias;        // one for each channel of x, or null
+  i64 y_stride[6];         // N G C D H W, in elements
+  i64 x_stride[6];
+  i64 w_stride[6];  // G K C T R S
+  float alpha;
+  float beta;
+  int activation;
+  int plain;  // the result is the sum itself: 1 in rows of neighbours, 2 (kInTwos) at even offsets
+  int flat_weights;  // w is contiguous as (K, R, S, C)
+  int channels;
+  int y_chunks;  // 16-byte chunks of y's channels
+  int y_channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
+  int group;
+  int hop;
+  int first_tap;
+  int taps;  // steps along W
+  int warp_groups;
+  int positions;     // of y, that a block's groups meet
+  int row_segments;  // along H
+  int segment_rows;  // rows of y that a segment moves on by
+  int segments;      // along W
+};
+
+constexpr int kInTwos = 2;
+
+__device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
+// What a block computes: one plane (n, d) of x, a segment of its rows and one of its groups.
+struct Share {
+  int n, d, z, segment;
+  bool met;              // whether a tap along D meets plane z of y
+  int finish0, finish1;  // after row p of y, rows p*stride - pad + [0, stride) of x are complete
+  int p0;                // the first row of y that enters one of them
+  int real0, real1;      // those that there are
+
+  __device__ __forceinline__ explicit Share(const FirstGroupsArgs& args) {
+    u32 block = blockIdx.x;
+    segment = block % args.segments;
+    block /= args.segments;
+    const int row_segment = block % args.row_segments;
+    block /= args.row_segments;
+    d = block % args.x_size[0];
+    n = block / args.x_size[0];
+    const int stride = args.stride[1];
+    finish0 = floor_div(args.pad[1], stride) + row_segment * args.segment_rows;
+    finish1 = min(finish0 + args.segment_rows - 1,
+                  floor_div(args.x_size[1] - 1 + args.pad[1], stride));
+    p0 = finish0 - (args.kernel[1] - 1) / stride;
+    z = floor_div(d + args.pad[0], args.stride[0]);
+    met = z * args.stride[0] == d + args.pad[0] && z >= 0 && z < args.y_size[0];
+    real0 = max(0, p0);
+    real1 = met ? min(args.y_size[1] - 1, finish1) : -1;
+  }
+};
+
+// One result by the definition.
+template <class T>
+__device__ inline float by_definition(const FirstGroupsArgs& args, const Share& share, int h, int w_at,
+                                      int c) {
+  const T* const y = static_cast<const T*>(args.y) + share.n * args.y_stride[0] +
+                     share.z * args.y_stride[3];
+  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[2];
+  float value = 0;
+#pragma unroll 1
+  for (int r = 0; r < args.kernel[1]; ++r) {
+    const int rows = h + args.pad[1] - r, p = floor_div(rows, args.stride[1]);
+    if (p * args.stride[1] != rows || p < 0 || p >= args.y_size[1] || !share.met) continue;
+#pragma unroll 1
+    for (int s = 0; s < args.kernel[2]; ++s) {
+      const int reach = w_at + args.pad[2] - s, q = floor_div(reach, args.stride[2]);
+      if (q * args.stride[2] != reach || q < 0 || q >= args.y_size[2]) continue;
+      const T* const pixel = y + p * args.y_stride[4] + q * args.y_stride[5];
+      const T* const tap = w + r * args.w_stride[4] + s * args.w_stride[5];
+#pragma unroll 1
+      for (int k = 0; k < args.y_channels; ++k) {
+        value += widen(pixel[k]) * widen(tap[k * args.w_stride[1]]);
+      }
+    }
+  }
+  return value;
+}
+
+// One sum of group `group` in row h, where it did not go by the short way: with an epilogue, to where
+// columns are no neighbours, or taken again because it is not finite.
+template <class T>
+__device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, int h, int group,
+                               int column, float value) {
+  if (args.plain && is_finite(value)) return;
+  const int b = column / args.channels, c = column - b * args.channels;
+  const int w_at = group * args.group + b;
+  if (b >= args.group || w_at >= args.x_size[2]) return;
+  if (!is_finite(value)) value = by_definition<T>(args, share, h, w_at, c);
+  const i64 at = share.n * args.x_stride[0] + share.d * args.x_stride[3] + h * args.x_stride[4] +
+                 w_at * args.x_stride[5] + c * args.x_stride[2];
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* bias = static_cast<const T*>(args.bias);
+  if (bias != nullptr) bias += c;
+  static_cast<T*>(args.x)[at] = narrow<T>(
+      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+}
+
+// Two neighbouring columns by the short way: `x` is the row, `at` the first column's place in it.
+template <class T>
+__device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int column,
+                                        u32 two) {
+  const int columns = args.group * args.channels, elements = args.x_size[2] * args.channels;
+  const bool there = column < columns && at < elements;
+  if (args.plain == kInTwos) {
+    store_if(there, x + at, two);
+  } else if (args.plain) {
+    store_if(there, x + at, static_cast<unsigned short>(two & 0xffff));
+    store_if(there && column + 1 < columns && at + 1 < elements, x + at + 1,
+             static_cast<unsigned short>(two >> 16));
+  }
+}
+
+}  // namespace convgrad
