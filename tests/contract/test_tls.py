@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ import tritonclient.grpc as grpc_client
 import convgrad
 from convgrad_service import tls
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.command import serve
 from convgrad_service.settings import Settings
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.fake_backends import Zeros
@@ -198,7 +198,12 @@ def test_without_settings_there_is_no_tls() -> None:
     assert tls.server_context(Settings(), "h2") is None
 
 
-def test_the_command_says_what_is_wrong(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    code = serve(["--tls-certificate", str(files.certificate("server"))])
-    assert code == 2
-    assert "tls_certificate and tls_key belong together" in capsys.readouterr().err
+def test_the_command_says_what_is_wrong(files: Files) -> None:
+    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--tls-certificate", str(files.certificate("server"))],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "tls_certificate and tls_key belong together" in done.stderr
