@@ -95,7 +95,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   Windows<T> x{geometry, args.x_stride, static_cast<const T*>(args.x), 0, rows, base, nullptr};
   x.raws = base + x.ring_bytes();
-  x.deal_out();
   char* const weights = x.raws + STAGES * x.raw_bytes();
   const int tiles = rows * geometry.column_tiles;  // of one tap along D
   const int padded = (tiles + kTilesOfPair - 1) / kTilesOfPair * kTilesOfPair;
@@ -314,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     if (unit.inside) {
       if (!ready) {
-        x.lay_out(unit, stage, ring);
+        x.lay_out<true>(unit, stage, ring);
         __syncthreads();
       }
       multiply(ring, tap);
@@ -325,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       if (after.inside && !after.fresh) {
         ring += x.ahead();
         if (ring >= x.ring_rows()) ring -= x.ring_rows();
-        x.lay_out(after, next, ring);
+        x.lay_out<true>(after, next, ring);
         ready = true;
       }
     }

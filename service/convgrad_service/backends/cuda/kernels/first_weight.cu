@@ -96,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                base + STAGES * y_bytes,
                nullptr};
   x.raws = x.windows + x.ring_bytes();
-  x.deal_out();
   const T* const y = static_cast<const T*>(args.y);
   const auto unit_of = [&](int index) { return x.unit_of(index, tap, index == unit0); };
   // Units near the one that is worked on, each worked out by one thread.
@@ -215,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int next = stage + 1 == STAGES ? 0 : stage + 1;
     if (unit.inside) {
       if (!ready) {
-        x.lay_out(unit, stage, ring);
+        x.lay_out<false>(unit, stage, ring);
         __syncthreads();
       }
       multiply(unit, stage);
@@ -231,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           window_at[j] += x.ahead() * x.row_bytes();
           if (window_at[j] >= windows_end) window_at[j] -= windows_end - windows_at;
         }
-        x.lay_out(after, next, ring);
+        x.lay_out<false>(after, next, ring);
         ready = true;
       }
     }

@@ -51,17 +51,6 @@ struct Windows {
   int first_row, rows;  // kernel rows of this block
   char* windows;
   char* raws;
-  // What this warp lays out: see deal_out.
-  int warp_item, warp_row, warp_rows;
-
-  __device__ __forceinline__ void deal_out() {
-    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int items = args.column_tiles * 8 / kChunk << (args.segment >> 6);
-    warp_rows = max(1, warps / items);
-    warp_row = warps < items ? 0 : warp / items;
-    warp_item = warps < items ? warp : warp - warp_row * items;
-    if (warp_row >= warp_rows) warp_item = items;
-  }
 
   // Rows of x that a unit meets, and those that the next one down adds.
   __device__ __forceinline__ int met() const {
@@ -119,11 +108,6 @@ struct Windows {
   __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
   }
-  // A word's elements below `wanted`, zeros beyond.
-  __device__ static __forceinline__ u32 first_of(u32 word, int wanted) {
-    return wanted >= 4 / kBytes ? word : wanted > 0 ? word & 0xffff : 0;
-  }
-
   // Starts the copies of a unit's new rows, a warp each.
   __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
     const int first = first_element(unit), skip = skipped(unit);
@@ -143,63 +127,69 @@ struct Windows {
     }
   }
 
-  // A unit's new rows, as they came, become windows from slot `ring` on. A warp has 32 positions and
-  // 16 bytes of columns, of every row or, where there are warps to spare, of every so many.
+  // A unit's new rows, as they came, become windows from slot `ring` on: a warp has 32 positions of a
+  // row. With `kExact` columns beyond the last are zeros, else anything.
+  template <bool kExact>
   __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    const int skip = skipped(unit), rows_there = met() - skip;
-    const int first = first_element(unit), step = args.stride[2] * args.channels;
-    const int parts_log = args.segment >> 6;  // of one 32 or two
-    const int chunks = args.column_tiles * 8 / kChunk << parts_log;
-    const i64 first_row_at = row_of(unit, unit.h0 + skip) + first;
+    const int skip = skipped(unit), first = first_element(unit);
+    const int parts_log = args.segment >> 6;  // one 32 of positions or two
+    const int row_chunks = args.column_tiles * 8 / kChunk;
+    const int first_row_at = static_cast<int>(row_of(unit, unit.h0 + skip) + first);
+    const int row_step = static_cast<int>(stride[4]);
     const char* const raw = raws + stage * raw_bytes();
-    for (int item = warp_item; item < chunks; item += warps) {
-      const int chunk = item >> parts_log, q = (item - (chunk << parts_log)) * 32 + lane;
-      const int element = window_at(unit.q0 + q) + chunk * kChunk;
-      const int wanted = min(kChunk, columns() - chunk * kChunk);
-      const bool there = q < unit.width && wanted > 0;
-      const bool whole = there && element >= 0 && element + wanted <= row_elements();
-      char* const to = windows + q * pitch() + chunk * 16;
-      for (int row = warp_row; row < rows_there; row += warp_rows) {
-        const int h = unit.h0 + skip + row;
-        int slot = ring + skip + row;
-        if (slot >= ring_rows()) slot -= ring_rows();
-        auto values = Vector<T, kChunk>::zero();
-        if (h >= 0 && h < args.x_size[1]) {
-          const int lead = static_cast<int>(first_row_at + row * stride[4]) & (kChunk - 1);
-          const int at = element - first + lead;
-          const char* const from = raw + row * (args.row_words * 4);
-          if (whole) {
-            values.raw = some_of(from, at, wanted);
-          } else if (there) {
+    const int items = met() - skip << parts_log;
+    for (int item = threadIdx.x >> 5; item < items; item += warps) {
+      const int row = item >> parts_log, q = (item - (row << parts_log)) * 32 + lane;
+      const int h = unit.h0 + skip + row;
+      int slot = ring + skip + row;
+      if (slot >= ring_rows()) slot -= ring_rows();
+      T* const to = reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch());
+      const int element = window_at(unit.q0 + q);
+      // Columns from `low` on and below `high` are in the row.
+      int low = max(0, -element), high = row_elements() - element;
+      if (kExact) high = min(high, columns());
+      if (h < 0 || h >= args.x_size[1] || q >= unit.width) high = 0;
+      const int lead = (first_row_at + row * row_step) & (kChunk - 1);
+      const int at = element - first + lead;
+      const u32* words = reinterpret_cast<const u32*>(raw + row * (args.row_words * 4)) +
+                         (kWide ? at : at >> 1);
+      const u32 shift = (at & 1) * 16;
+      if (high <= low) {  // nothing of it: not even of what lies beside
+        for (int chunk = 0; chunk < row_chunks; ++chunk) {
+          Vector<T, kChunk>::zero().store(to + chunk * kChunk);
+        }
+        continue;
+      }
+      u32 next = words[0];
+      for (int chunk = 0; chunk < row_chunks; ++chunk, words += 4) {
+        u32 some[5] = {next, words[1], words[2], words[3], 0};
+        if constexpr (!kWide) {
+          next = some[4] = words[4];
 #pragma unroll
-            for (int e = 0; e < kChunk; ++e) {
-              if (e < wanted && element + e >= 0 && element + e < row_elements()) {
-                values.at[e] = reinterpret_cast<const T*>(from)[at + e];
-              }
-            }
+          for (int i = 0; i < 4; ++i) some[i] = shifted(some[i], some[i + 1], shift);
+        } else if (chunk + 1 < row_chunks) {
+          next = words[4];
+        }
+        if (low > chunk * kChunk || high < (chunk + 1) * kChunk) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            some[i] = inside_of(some[i], chunk * kChunk + i * (4 / kBytes), low, high);
           }
         }
-        values.store(reinterpret_cast<T*>(to + slot * row_bytes()));
+        Vector<T, kChunk> values;
+        values.raw = make_uint4(some[0], some[1], some[2], some[3]);
+        values.store(to + chunk * kChunk);
       }
     }
   }
 
-  // Elements of a row as it came, from the `at`-th on; zeros beyond those wanted.
-  __device__ static __forceinline__ uint4 some_of(const char* from, int at, int wanted) {
-    const u32* const words = reinterpret_cast<const u32*>(from) + (kWide ? at : at >> 1);
-    uint4 some = make_uint4(words[0], words[1], words[2], words[3]);
-    if constexpr (!kWide) {
-      const u32 shift = (at & 1) * 16;
-      some = make_uint4(shifted(some.x, some.y, shift), shifted(some.y, some.z, shift),
-                        shifted(some.z, some.w, shift), shifted(some.w, words[4], shift));
-    }
-    if (wanted < kChunk) {
-      some = make_uint4(first_of(some.x, wanted), first_of(some.y, wanted - 4 / kBytes),
-                        first_of(some.z, wanted - 8 / kBytes),
-                        first_of(some.w, wanted - 12 / kBytes));
-    }
-    return some;
+  // A word that begins with column `column`, zeros where that is not in [low, high).
+  __device__ static __forceinline__ u32 inside_of(u32 word, int column, int low, int high) {
+    const bool first = column >= low && column < high;
+    if constexpr (kWide) return first ? word : 0;
+    const bool second = column + 1 >= low && column + 1 < high;
+    return (first ? word & 0xffff : 0) | (second ? word & 0xffff0000 : 0);
   }
 };
 
