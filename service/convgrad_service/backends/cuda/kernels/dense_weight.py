@@ -43,8 +43,8 @@ MAX_INDEX = 2**31 - 1
 MAX_PIXELS = MAX_INDEX - 1024
 MAX_GRID_YZ = 65535
 SPAN_BYTES = 32
-# Of flat_sum.cu: a thread's results, and threads.
-SUM_RESULTS, SUM_BLOCK = 4, 128
+# Of flat_sum.cu: a thread's results, threads, and the slices of a block that share many splits.
+SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
 
 
 class DenseWeightArgs(ctypes.Structure):
@@ -75,6 +75,7 @@ class FlatSumArgs(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
         ("splits", ctypes.c_int32),
+        ("slices", ctypes.c_int32),
     )
 
 
@@ -202,10 +203,12 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
     results = work.groups * work.out_channels * work.taps * work.in_channels
     accumulate = work.accumulate
     if _in_order(work) and results % SUM_RESULTS == 0:
-        args = FlatSumArgs(results=results, alpha=work.alpha, beta=work.beta, splits=splits)
+        slices = SUM_SLICES if splits >= MANY_SPLITS else 1
+        args = FlatSumArgs(results=results, splits=splits, slices=slices)
+        args.alpha, args.beta = work.alpha, work.beta
         return Launch(
             _sum_instance(work.result_dtype),
-            linear_grid(results // SUM_RESULTS, SUM_BLOCK),
+            linear_grid(results // SUM_RESULTS, SUM_BLOCK // slices),
             (SUM_BLOCK, 1, 1),
             pack(args, partials=partials, result=work.w, accumulate=accumulate),
         )

@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(256)
   if (index >= args.results) return;
   const S* part = static_cast<const S*>(args.partials) + index;
   S sum = 0;
+#pragma unroll 8
   for (int split = 0; split < args.splits; ++split) sum += part[split * args.results];
   i64 rest = index, to = 0, old = 0;
   for (int dim = 5; dim >= 0; --dim) {
