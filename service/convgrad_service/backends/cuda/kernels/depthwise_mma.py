@@ -34,7 +34,8 @@ __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
 class MmaTile:
     """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
     with ``own`` channels each, rows between barriers and how many times as many are in flight,
-    whether loads go before all else and copies after it, and the blocks that a multiprocessor is to hold.
+    whether a step's loads go first and its copies last, and the blocks that a multiprocessor is to
+    hold.
 
     ``start`` is what a block takes beside its rows, in rows.
     """
@@ -112,7 +113,7 @@ class DepthwiseMma:
         plane = plane_of(work)
         if plane is None:
             return f"two strides, {work.stride[1]} and {work.stride[2]}"
-        reason = why_not_strips(plane, work.dtype)
+        reason = why_not_strips(plane, work)
         if reason is not None:
             return reason
         tile = self._tile(work, plane)

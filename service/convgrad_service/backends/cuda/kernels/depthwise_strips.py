@@ -9,11 +9,14 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
 __all__ += ["plane_bytes", "resident_blocks", "rows_of_chunks", "why_not_strips"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+# Places are counted in four elements, by 32 bits; rows outside count from before the first.
+MOST_ELEMENTS = 2**33
 STRIP_COLUMNS = 8
 TILE_STRIPS = 16
 
@@ -60,12 +63,18 @@ class Strips:
         return ceil_div(most, 4) * 4
 
 
-def why_not_strips(plane: Plane, dtype: DType) -> str | None:
+def why_not_strips(plane: Plane, work: ConvWork) -> str | None:
     """What no tensor-core kernel of strips takes."""
+    dtype = work.dtype
+    tensors = ((plane.input, plane.strides(work.x)), (plane.output, plane.strides(work.y)))
     if dtype not in DTYPES:
         return f"{dtype}"
     if plane.axes[1] is None:
         return "one dimension, whose strips depend on where it is cut in pieces"
+    for size, strides in tensors:
+        extents = (plane.batch, *size)
+        if sum(n * stride for n, stride in zip(extents, strides, strict=True)) >= MOST_ELEMENTS:
+            return f"a tensor of more than {MOST_ELEMENTS} elements"
     return None
 
 

@@ -38,6 +38,8 @@ __all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
 
 # Diagonals of a product that are told apart.
 DIAGONALS = 8
+# Each part of a kernel reads all of x and y again; dilated kernels have few taps for many parts.
+MOST_PARTS = 16
 # Rows, of 16 terms each, after which products are added up in float32.
 FLUSH = 32
 
@@ -45,8 +47,8 @@ FLUSH = 32
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
     """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
-    barriers and how many times as many are in flight, whether loads go before all else and copies after it, and the
-    blocks that a multiprocessor is to hold.
+    barriers and how many times as many are in flight, whether a step's loads go first and its
+    copies last, and the blocks that a multiprocessor is to hold.
 
     ``start`` is what an item takes beside its rows, in rows.
     """
@@ -117,12 +119,15 @@ class DepthwiseWeightMma:
         plane = plane_of(work)
         if plane is None:
             return f"two strides, {work.stride[1]} and {work.stride[2]}"
-        reason = why_not_strips(plane, work.dtype)
+        reason = why_not_strips(plane, work)
         if reason is not None:
             return reason
         tile = self._tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        down, across = _parts(plane, tile)
+        if down * across > MOST_PARTS:
+            return f"a kernel that reaches over {plane.reach[0]} rows and {plane.reach[1]} columns"
         needed = _shared_bytes(tile, _strips(plane).slots)
         if needed > device.shared_bytes_per_block:
             return (
@@ -153,8 +158,7 @@ class DepthwiseWeightMma:
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         # The kernel in parts of about the same size.
-        down = ceil_div(plane.reach[0], tile.kernel_rows)
-        across = ceil_div(plane.reach[1], DIAGONALS * tile.stride)
+        down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = channel_tiles * down * across
         resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
@@ -225,6 +229,12 @@ class DepthwiseWeightMma:
             if plane.reach[0] <= tile.kernel_rows:
                 return tile
         return tiles[-1] if tiles else None
+
+
+def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
+    """Into how many parts, down and across, a kernel is cut."""
+    rows, columns = plane.reach
+    return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
 
 
 def _strips(plane: Plane) -> Strips:
