@@ -101,7 +101,8 @@ def in_regions(
         for tensor, array in wanted.items():
             described = result.get_output(tensor)
             described = described if isinstance(described, dict) else _as_dict(described)
-            assert described["parameters"]["shared_memory_region"] == name
+            # Triton's C++ client takes any parameters for a sign of binary data.
+            assert not described.get("parameters")
             assert described["shape"] == list(array.shape)
             start = starts[f"out {tensor}"]
             data = handle._mpsm_handle.buf[start : start + array.nbytes]

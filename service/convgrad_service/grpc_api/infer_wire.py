@@ -26,7 +26,7 @@ from convgrad_service.oip.answer import answer_outputs, report_parameters
 from convgrad_service.oip.datatypes import dtype_named, protocol_name
 from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.parameters import separated
-from convgrad_service.oip.regions import region_of, region_parameters
+from convgrad_service.oip.regions import region_of
 from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
 
 __all__ = [
@@ -228,9 +228,6 @@ def _response_parts(
         )
         if name in request.store:
             _set_parameter(output.parameters["stored"], request.store[name])
-        elif region := request.region_of(name):
-            for key, value in region_parameters(region, array.nbytes).items():
-                _set_parameter(output.parameters[key], value)
     yield head.SerializeToString()
     for name, array in chosen.items():
         # One for each output: of one that stays here it is empty.

@@ -17,7 +17,6 @@ from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
 from convgrad_service.oip.datatypes import IN_JSON, protocol_name
 from convgrad_service.oip.fields import VERSION
-from convgrad_service.oip.regions import region_parameters
 from convgrad_service.oip.request import InferRequest
 from convgrad_service.problems import Problem
 
@@ -70,8 +69,8 @@ def encode_answer(
 ) -> HttpAnswer:
     """The answer to ``request``; binary data are views of the arrays.
 
-    Of an output in shared memory, or one that is stored, it says where, and its array is not looked
-    into.
+    Of an output in shared memory it says the shape, of one that is stored the name, and its array
+    is not looked into.
     """
     described: list[dict[str, Any]] = []
     binary: list[memoryview] = []
@@ -85,14 +84,13 @@ def encode_answer(
         }
         if name in request.store:
             tensor["parameters"] = {"stored": request.store[name]}
-        elif region := request.region_of(name):
-            tensor["parameters"] = region_parameters(region, array.nbytes)
-        elif request.wants_binary(name):
+        elif request.sends(name) and request.wants_binary(name):
             data = data_view(array)
             tensor["parameters"] = {"binary_data_size": len(data)}
             binary.append(data)
-        else:
+        elif request.sends(name):
             numbers[len(described)] = array
+        # In shared memory: nothing, as Triton, whose clients take parameters for binary data's.
         described.append(tensor)
     head: dict[str, Any] = {"id": request.id} if request.id else {}
     head["model_name"] = request.operation.name

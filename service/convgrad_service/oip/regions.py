@@ -9,7 +9,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad_service.oip.request import Region
 
-__all__ = ["known_keys", "region_of", "region_parameters", "size_of"]
+__all__ = ["known_keys", "region_of", "size_of"]
 
 _REGION, _SIZE, _OFFSET = (
     "shared_memory_region",
@@ -40,12 +40,6 @@ def region_of(
         raise MalformedRequest(f"{tensor}: expected {_REGION} to be a string, got {shown(name)}")
     size_bytes = size_of(parameters.get(_SIZE), f"{tensor}: {_SIZE}")
     return Region(name, size_of(parameters.get(_OFFSET, 0), f"{tensor}: {_OFFSET}"), size_bytes)
-
-
-def region_parameters(region: Region, size_bytes: int) -> dict[str, Any]:
-    """The parameters of an output of ``size_bytes`` that was written to a region."""
-    parameters: dict[str, Any] = {_REGION: region.name, _SIZE: size_bytes}
-    return parameters | ({_OFFSET: region.offset} if region.offset else {})
 
 
 def size_of(value: Any, what: str) -> int:
