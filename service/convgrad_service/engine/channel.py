@@ -134,6 +134,11 @@ class Pipe:
         length = self._read(_LENGTH_BYTES)
         return pickle.loads(self._read(int.from_bytes(length, "little")))  # noqa: S301
 
+    def close(self) -> None:
+        """Close this end."""
+        self._reader.close()
+        self._socket.close()
+
     def _read(self, size: int) -> bytes:
         try:
             data = self._reader.read(size)
