@@ -10,6 +10,9 @@ before each by writing 256 MB and then reading another 256 MB, so that the timed
 nothing that must be written back. Ours are the steps of the plan that the service would run; the
 peer's is the operator of PyTorch's autograd, with cuDNN's search on. Every result is compared with
 a float64 computation of the peer's operator first, from a poisoned output.
+
+`--precision highest` computes float32 convolutions in true float32, beside PyTorch with TF32 off,
+and stores both errors: PyTorch's is larger where it chooses a Winograd or Fourier algorithm.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "gpu.jsonl"
 FLUSH_BYTES = 256 * 2**20
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 2e-3}
+TRUE_FLOAT32_TOLERANCE = 5e-6
 
 
 class Bench:
@@ -130,12 +135,17 @@ def measure(bench: Bench, case: Case, plan: CudaPlan, *, with_peer: bool) -> dic
     run()
     torch.cuda.synchronize()
     error = error_of(case, next(iter(results.values())))
-    if not error <= TOLERANCE[case.dtype]:
+    if not error <= (TRUE_FLOAT32_TOLERANCE if case.true_float32 else TOLERANCE[case.dtype]):
         raise SystemExit(
             f"{case.layer['name']} {case.op} {case.dtype} {case.layout}: error {error}"
         )
     ours_s = bench.seconds(run)
     peer_s = bench.seconds(lambda: case.peer(case.tensors)) if with_peer else None
+    more: dict[str, Any] = {}
+    if case.true_float32:
+        more = {"precision": "highest"}
+        if with_peer:
+            more["peer_error"] = float(f"{error_of(case, case.peer(case.tensors)):.3g}")
     return {
         "bench": "gpu",
         "op": case.op,
@@ -150,6 +160,7 @@ def measure(bench: Bench, case: Case, plan: CudaPlan, *, with_peer: bool) -> dic
         "reference_ms": round(case.reference_s * 1e3, 4),
         "error": float(f"{error:.3g}"),
         "samples": bench.samples,
+        **more,
     }
 
 
@@ -181,7 +192,8 @@ def facts() -> dict[str, Any]:
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in ("op", "layer", "dtype", "layout"))
+    names = ("op", "layer", "dtype", "layout")
+    return *(line[name] for name in names), line.get("precision")
 
 
 def store(lines: list[dict[str, Any]], path: Path) -> None:
@@ -200,9 +212,8 @@ def show(lines: list[dict[str, Any]]) -> None:
     """A table for each class, operation, type and layout, with geometric means."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault(
-            tuple(line[name] for name in ("class", "op", "dtype", "layout")), []
-        ).append(line)
+        group = tuple(line[name] for name in ("class", "op", "dtype", "layout"))
+        groups.setdefault((*group, line.get("precision", "")), []).append(line)
     for group, members in groups.items():
         print(
             f"\n{' '.join(group)}\n{'layer':24}{'ours us':>9}{'peer us':>9}{'faster':>8}{'/ref':>7}"
@@ -229,6 +240,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="*", default=[])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
+    parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=22)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -244,10 +256,14 @@ def main() -> None:
     where = facts()
     lines = []
     for dtype in given.dtypes:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        tf32 = given.precision == "high"
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
         for layout in given.layouts:
             for layer in layers:
                 for case in cases_of(layer, dtype, layout, tuple(given.ops)):
+                    if not tf32 and dtype == "float32" and layer["class"] != "pool":
+                        problem: Any = case.problem
+                        case = replace(case, problem=replace(problem, precision="highest"))
                     plan = plan_for(case.problem, bench.device, FAMILIES)
                     bench.compile([plan])
                     lines.append(measure(bench, case, plan, with_peer=not given.no_peer) | where)

@@ -114,7 +114,8 @@ def gpu_table() -> str:
     for row in rows:
         # PyTorch's 1D convolutions are slow enough to lift a mean that they are part of.
         kind = f"{row['class']}, 1D" if ndim[row["layer"]] == 1 else row["class"]
-        key = (kind, row["op"], row["dtype"], row["layout"])
+        dtype = "float32, true" if row.get("precision") == "highest" else row["dtype"]
+        key = (kind, row["op"], dtype, row["layout"])
         groups.setdefault(key, []).append(row)
     lines = [
         "| class | operation | dtype | layout | layers | times as fast as PyTorch "
