@@ -15,11 +15,12 @@ RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
 # distributions have.
 TRITON := build/triton
+PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy load ray bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
+        check-deploy load ray test-perf-analyzer bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +118,15 @@ $(TRITON)/.ready: deploy/locks/triton.txt
 	@$(PY) -m pip --python $(TRITON)/bin/python install --quiet --disable-pip-version-check \
 	    --no-deps --require-hashes -r deploy/locks/triton.txt
 	@touch $@
+
+$(PERF_ANALYZER)/.ready: deploy/locks/perf_analyzer.txt
+	@rm -rf $(PERF_ANALYZER)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --target $(PERF_ANALYZER) \
+	    --no-deps --require-hashes -r deploy/locks/perf_analyzer.txt
+	@touch $@
+
+test-perf-analyzer: kernels $(TRITON)/.ready $(PERF_ANALYZER)/.ready ## Triton's perf_analyzer against our server
+	@$(PY) -m pytest tests/contract/test_perf_analyzer.py
 
 bench-serve: kernels $(TRITON)/.ready ## the whole way of a request, beside the real Triton server
 	@$(PY) -m tests.perf.bench_serve $(TRITON)
