@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   char* const base = reinterpret_cast<char*>(shared);
   u32* const result_at = reinterpret_cast<u32*>(base + args.results_at);
   int* const source_at = reinterpret_cast<int*>(base + args.sources_at);
+  u32* const digits_at = reinterpret_cast<u32*>(base + args.digits_at);
   Step* const step_at = reinterpret_cast<Step*>(base + args.steps_at);
   const u32 box_at = shared_address(base), weights_at = box_at + args.weights_at;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
   const int met = args.own ? args.x_channels / kChunk : x_chunks;  // of a tap, by one result
-  const int chunks = taps * met, steps = EXACT ? chunks : STEPS ? STEPS : (chunks + 1) / 2;
+  const int chunks = taps * met, steps = EXACT ? chunks : (chunks + 1) / 2;
   for (int i = thread; i < (EXACT ? chunks : steps * 2); i += kThreads) {
     const int tap = i < chunks ? quick_divide(i, met) : taps;
     const int chunk = i < chunks ? i - tap * met : 0;
@@ -145,19 +146,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     step_at[i] = to;
   }
 
-  // Where a box's positions are read and written, from the box's first one on.
+  // Where a box's positions are read and written, from the box's first one on, and which they are.
+  // In windows, four rows of eight positions follow one another.
   const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int fragments = (positions + 15) / 16;
-  Walk at(args.tile, thread, kThreads);
-  for (int i = thread; i < fragments * 16; i += kThreads, at.next(args.tile)) {
+  constexpr int kHigh = WINDOWS ? 4 : 1, kWide = WINDOWS ? 8 : 1;
+  const int radix[4] = {args.tile[0], args.tile[1], args.tile[2] / kHigh, args.tile[3] / kWide};
+  constexpr int kWindow = kHigh * kWide;
+  Walk at(radix, thread / kWindow, kThreads / kWindow);
+  for (int i = thread; i < fragments * 16; i += kThreads, at.next(radix)) {
+    const int h = at.h * kHigh + i % kWindow / kWide, v = at.w * kWide + i % kWide;
     const int row = (at.n * args.box.extent[1] + at.d * args.x_step[0]) * args.box.extent[2] +
-                    at.h * args.x_step[1];
-    const int source = (row * args.box.extent[3] + at.w * args.x_step[2]) * args.box.pitch;
+                    h * args.x_step[1];
+    const int source = (row * args.box.extent[3] + v * args.x_step[2]) * args.box.pitch;
     source_at[i] = i < positions ? source : 0;
     const i64 result = at.n * args.y_stride[0] + at.d * args.y_step[0] * args.y_stride[1] +
-                       at.h * args.y_step[1] * args.y_stride[2] +
-                       at.w * args.y_step[2] * args.y_stride[3];
+                       h * args.y_step[1] * args.y_stride[2] +
+                       v * args.y_step[2] * args.y_stride[3];
     result_at[i] = i < positions ? static_cast<u32>(result) : kNowhere;
+    digits_at[i] = at.n << 25 | at.d << 18 | h << 10 | v;
   }
 
   const i64 y_merge_stride = args.merged * args.y_group;
@@ -170,7 +177,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int column_bytes = ACROSS ? 8 * kSize : 8 * args.w_pitch;
   char* const rows = base + args.rows_at + warp * kRowsBytes;
   __syncthreads();
-  Operands from(base, step_at, steps, STEPS ? 16 : x_merge_bytes, merge_bytes, column_bytes, args.w_pitch);
+  Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
+                   base,    0,          0};
+#if WINDOWS
+  const int row_bytes = args.box.extent[3] * args.box.pitch, part = lane >> 3;
+  // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
+  const int turned = args.x_tap[2] < 0;
+  auto tap_at = [&](int tap) { return (turned ? 8 - tap : tap) * tap_bytes; };
+  const Windows windows = {
+      phase[0].taps,
+      args.x_tap[0] * args.box.extent[2] * row_bytes,
+      9 * tap_bytes,
+      -place.low[0] * args.box.extent[2] * row_bytes,
+      row_bytes,
+      (part >> 1) * row_bytes + ((part & 1) + (lane & 7)) * args.box.pitch,
+      part * row_bytes + (2 + (lane & 7)) * args.box.pitch,
+      tap_at(part) + (lane & 7) * args.w_pitch,
+      turned ? -4 * tap_bytes : 4 * tap_bytes};
+  // From a window's two rows' first result to the one that this lane stores.
+  const int lane_to = static_cast<int>((lane >> 4) * args.y_step[1] * args.y_stride[2] +
+                                       (lane / 2 % 8) * args.y_step[2] * args.y_stride[3]);
+#endif
   if (args.own) {
     const int own = lane % 4 * 2 / args.y_channels * args.x_channels;
     from.own_a = own * kSize, from.own_b = own * (ACROSS ? args.w_pitch : kSize);
@@ -191,8 +218,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const bool whole = spot.whole;
     auto real = [&](int position) {
       if (whole) return true;
-      const Walk p(args.tile, position, 0);
-      return p.n < spot.left[0] && p.d < spot.left[1] && p.h < spot.left[2] && p.w < spot.left[3];
+      const u32 digits = digits_at[position];
+      return static_cast<int>(digits >> 25) < spot.left[0] &&
+             static_cast<int>(digits >> 18 & 127) < spot.left[1] &&
+             static_cast<int>(digits >> 10 & 255) < spot.left[2] &&
+             static_cast<int>(digits & 1023) < spot.left[3];
     };
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += kWarps) {
@@ -206,13 +236,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int row = min(fragment + f, fragments - 1) * 16 + (lane & 15);
       return stage_at + source_at[row] + merge * x_merge_bytes;
     };
+    auto corner_at = [&](int v) {
+      return stage_at + source_at[min(fragment / 2 + v, fragments / 2 - 1) * 32] +
+             merge * x_merge_bytes;
+    };
     const int first_channel = column_block * NF * 8;
     if (args.plain) {
       float sum[PACK][MF][NF][4] = {};
+#if WINDOWS
+      u32 corner[MF / 2];
+#pragma unroll
+      for (int v = 0; v < MF / 2; ++v) corner[v] = corner_at(v);
+      multiply_windows(sum, corner, from, windows);
+#else
       u32 from_a[MF];
 #pragma unroll
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
       multiply(sum, from_a, from);
+#endif
       // Most results are sums that only need to be rounded.
       float finite = 0;
 #pragma unroll
@@ -227,6 +268,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (__all_sync(~0u, finite == 0.0f)) {
+#if WINDOWS
+        // 16 bytes of 16 positions at a time: two rows of a window.
+        const int row = lane / 2, line = lane % 2, s = line ^ (row >> 2 & 1);
+        const bool mine = merge + s < merges;
+#pragma unroll
+        for (int f = 0; f < MF; ++f) {
+          if (fragment + f >= fragments) break;
+          put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+          __syncwarp();
+          const int position = (fragment + f) * 16;
+          if (mine && real(position + row)) {
+            T* const to = y + result_at[position] + s * y_merge_stride + lane_to;
+            *reinterpret_cast<uint4*>(to + merge * y_merge_stride) =
+                *reinterpret_cast<const uint4*>(rows + lane * 16);
+          }
+          __syncwarp();
+        }
+#else
         // 16 bytes of 16 rows at a time: this lane's rows and channels.
         constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
         constexpr int kRounds = (16 * kLine + 31) / 32;
@@ -237,8 +296,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           __syncwarp();
 #pragma unroll
           for (int i = 0; i < kRounds; ++i) {
-            const int slot = i * 32 + lane, row = slot / kLine, line = slot % kLine;
-            const int s = line / kMergeLine;
+            const int slot = i * 32 + lane, row = slot / kLine;
+            const int line = slot % kLine ^ (kSwapped ? row >> 2 & 1 : 0), s = line / kMergeLine;
             const int channel = first_channel + (line - s * kMergeLine) * kChunk;
             const int position = (fragment + f) * 16 + row;
             if (slot >= 16 * kLine || merge + s >= merges || channel >= y_merge) continue;
@@ -246,21 +305,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             if (at == kNowhere || !real(position)) continue;
             T* const to = y + (merge + s) * y_merge_stride + channel;
             *reinterpret_cast<uint4*>(to + at) =
-                *reinterpret_cast<const uint4*>(rows + row * kRowPitch + line * 16);
+                *reinterpret_cast<const uint4*>(rows + row * kRowPitch + slot % kLine * 16);
           }
           __syncwarp();
         }
+#endif
         continue;
       }
     }
     // The others once more, 16 positions at a time, which leaves registers for what follows.
 #pragma unroll 1
     for (int f = 0; f < MF && fragment + f < fragments; ++f) {
+      float* const slab = reinterpret_cast<float*>(rows);
+#if WINDOWS
+      float sum[PACK][2][NF][4] = {};
+      const u32 corner[1] = {corner_at(f / 2)};
+      multiply_windows(sum, corner, from, windows);
+      if (f % 2 == 0) {
+        put(sum, 0, slab, kColumns + 4);
+      } else {
+        put(sum, 1, slab, kColumns + 4);
+      }
+#else
       float sum[PACK][1][NF][4] = {};
       const u32 from_a[1] = {a_at(f)};
       multiply(sum, from_a, from);
-      float* const slab = reinterpret_cast<float*>(rows);
       put(sum, 0, slab, kColumns + 4);
+#endif
       __syncwarp();
 #pragma unroll 1
       for (int i = lane; i < 16 * kColumns; i += 32) {

@@ -41,6 +41,8 @@ __all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
 
 # Positions of a box; more take registers and shared memory that other blocks could use.
 MOST_POSITIONS = 512
+# Positions' digits are kept in so many bits.
+MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 RESERVED_BYTES = 1024
@@ -112,6 +114,7 @@ class GroupedGatherArgs(ctypes.Structure):
                 "weights_at",
                 "results_at",
                 "sources_at",
+                "digits_at",
                 "steps_at",
                 "rows_at",
             )
@@ -186,7 +189,7 @@ class GroupedGather:
                     phase.taps, phase.r0, phase.x0, phase.y0, phase.count
                 )
         args.stage_bytes = shape.stage_bytes
-        for name in ("weights_at", "results_at", "sources_at", "steps_at", "rows_at"):
+        for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
             setattr(args, name, getattr(shape, name))
         launch = Launch(
             _instance(unit, work.dtype, backward, is_exact(work)),
@@ -234,8 +237,9 @@ class _Shared:
         self.weights_at = prod(self.extent) * self.pitch * box.stages
         self.results_at = self.weights_at + self.weight_bytes
         self.sources_at = self.results_at + positions * 4
-        self.steps_at = self.sources_at + positions * 4
-        steps = max(ceil_div(taps * x_chunks, 2), unit.steps)
+        self.digits_at = self.sources_at + positions * 4
+        self.steps_at = self.digits_at + positions * 4
+        steps = ceil_div(taps * x_chunks, 2)
         self.rows_at = self.steps_at + steps * 16
         end = self.rows_at + unit.warps * unit.rows_bytes
         # Beyond the last result channel, units read what lies there.
@@ -254,8 +258,16 @@ def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Ite
     together = gather_sides(work)[0].strides[1] == _channels(work)[0]
     slices = slices_of(merge, together)
     counts = [axis.count for axis in axes]
-    for slice_, depth, height, width in product(slices, *map(tile_extents, counts)):
-        whole = [depth, height, width] == counts
+    steps = (1, 4, 8) if unit.windows else (1, 1, 1)
+    extents = [
+        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
+        for count, step in zip(counts, steps, strict=True)
+    ]
+    for slice_, *spatial in product(slices, *extents):
+        depth, height, width = spatial
+        if depth > MOST_DEPTH or height > MOST_HEIGHT:
+            continue
+        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
         for images in images_together(work.batch) if whole else [1]:
             for stages in (1, 2):
                 box = Box((images, depth, height, width), slice_, stages)

@@ -48,7 +48,7 @@ struct GroupedGatherArgs {
   int r_step[3];
   int phases[3];
   int stage_bytes;  // from one box to the next, 0 where a block has one
-  int weights_at, results_at, sources_at, steps_at, rows_at;  // in shared memory
+  int weights_at, results_at, sources_at, digits_at, steps_at, rows_at;  // in shared memory
   Phase phase[3][kMaxPhases];
 };
 
@@ -94,7 +94,13 @@ __device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 i
 __device__ float sum_again(const GroupedGatherArgs& args, const Place& at, const Spot& spot,
                            int position, int group, int k) {
   using T = ELEMENT;
+#if WINDOWS
+  const int radix[4] = {args.tile[0], args.tile[1], args.tile[2] / 4, args.tile[3] / 8};
+  Walk p(radix, position / 32, 0);
+  p.h = p.h * 4 + position % 32 / 8, p.w = p.w * 8 + position % 8;
+#else
   const Walk p(args.tile, position, 0);
+#endif
   const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
                                                       group * args.x_group) +
                         (spot.image + p.n) * args.x_stride.image;

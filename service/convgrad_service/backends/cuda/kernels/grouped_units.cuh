@@ -14,7 +14,10 @@ namespace convgrad {
 constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
-constexpr int kRowPitch = kColumns * kSize + 16;
+// Rows of two chunks lie one after another, the chunks of every other four rows swapped; longer ones
+// lie a chunk apart. So neither way through shared memory meets in a bank.
+constexpr bool kSwapped = kColumns * kSize == 32;
+constexpr int kRowPitch = kColumns * kSize + (kSwapped ? 0 : 16);
 constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // of a warp: its sums as they are
 
 // Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
@@ -22,8 +25,7 @@ struct Step {
   int a, b;
 };
 
-// Where a lane finds a unit's operands. With STEPS, a merge of the source is one chunk and the
-// steps' offsets stay in registers.
+// Where a lane finds a unit's operands.
 struct Operands {
   const Step* all;
   int steps;
@@ -32,31 +34,6 @@ struct Operands {
   u32 weights;
   const char* base;  // of shared memory
   int own_a, own_b;  // EXACT: where this lane's group begins
-  int a[STEPS + 1], b[STEPS + 1];
-
-  __device__ __forceinline__ Operands(const char* base, const Step* all, int steps,
-                                      int x_merge_bytes, int merge_bytes, int column_bytes,
-                                      int w_pitch)
-      : all(all),
-        steps(steps),
-        x_merge_bytes(x_merge_bytes),
-        merge_bytes(merge_bytes),
-        column_bytes(column_bytes),
-        w_pitch(w_pitch),
-        weights(0),
-        base(base),
-        own_a(0),
-        own_b(0) {
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) a[step] = a_at(step), b[step] = b_at(step);
-  }
-  // In a step's two chunks, lanes 16 to 31 read A's second one, lanes 8 to 15 and 24 to 31 B's.
-  __device__ __forceinline__ int a_at(int step) const {
-    return all[step * 2 + ((threadIdx.x & 31) >> 4)].a;
-  }
-  __device__ __forceinline__ int b_at(int step) const {
-    return all[step * 2 + (threadIdx.x >> 3 & 1)].b;
-  }
 };
 
 #if EXACT
@@ -129,11 +106,12 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   const u32 lane_b = from.weights + (lane & 7) * from.w_pitch +
                      (lane >> 4) * (PACK == 2 ? from.merge_bytes : from.column_bytes);
   const u32 word_b = from.weights + (lane & 3) * from.w_pitch + (lane >> 2) * 4;
-  // One fragment at a time is not where time goes.
-  constexpr int kKept = kRows > 1 ? STEPS : 0;
-#pragma unroll(kKept ? kKept : 3)
-  for (int step = 0; step < (kKept ? kKept : from.steps); ++step) {
-    const int a_offset = kKept ? from.a[step < kKept ? step : 0] : from.a_at(step);
+  // In a step's two chunks, lanes 16 to 31 read A's second one, lanes 8 to 15 and 24 to 31 B's.
+  const Step* const a_steps = from.all + (lane >> 4);
+  const Step* const b_steps = from.all + (lane >> 3 & 1);
+#pragma unroll(kSize == 4 ? 2 : 3)
+  for (int step = 0; step < from.steps; ++step) {
+    const int a_offset = a_steps[step * 2].a;
     u32 b[PACK * NF + 1][2];
     if constexpr (ACROSS && kSize == 4) {
       const int near = from.all[step * 2].b, far = from.all[step * 2 + 1].b;
@@ -147,7 +125,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
         }
       }
     } else {
-      const int b_offset = kKept ? from.b[step < kKept ? step : 0] : from.b_at(step);
+      const int b_offset = b_steps[step * 2].b;
 #pragma unroll
       for (int j = 0; j < PACK * NF; j += 2) {
         u32 four[4];
@@ -169,7 +147,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 #pragma unroll
       for (int s = 0; s < PACK; ++s) {
         u32 a[4];
-        load_matrices(a, from_a[f] + a_offset + s * (STEPS ? 16 : from.x_merge_bytes));
+        load_matrices(a, from_a[f] + a_offset + s * from.x_merge_bytes);
         if constexpr (kSize == 4) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
@@ -185,6 +163,74 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
 
 #endif
 
+#if WINDOWS
+// Where a lane finds the rows and taps of windows.
+struct Windows {
+  int planes;                   // taps along D
+  int plane, plane_tap;         // bytes from one of them to the next, in the box and in the weights
+  int first_plane;              // where the first one lies in the box
+  int row;                      // bytes from a row of the box to the next
+  int pair, third;              // this lane's part of two taps of two rows, of one tap of four rows
+  int tap, next_tap;            // this lane's first tap in the weights, and four taps further
+};
+
+// Sums of kWindows windows of 4 x 8 positions, each of two fragments of two rows, from the boxes'
+// corners `corner`. The window's six rows are loaded once, 8 positions a matrix, and meet the 3 x 3
+// taps of 8 channels from registers: two taps of a row a product, the third one in one of half depth.
+template <int kWindows>
+__device__ __forceinline__ void multiply_windows(float (&sum)[PACK][kWindows * 2][NF][4],
+                                                 const u32 (&corner)[kWindows],
+                                                 const Operands& from, const Windows& of) {
+  using T = ELEMENT;
+  static_assert(NF == 1, "8 channels on both sides");
+#pragma unroll 1
+  for (int plane = 0; plane < of.planes; ++plane) {
+    const int a_plane = of.first_plane + plane * of.plane, b_plane = plane * of.plane_tap;
+#pragma unroll
+    for (int s = 0; s < PACK; ++s) {
+      u32 b[9], near[4], far[4], last_tap[1];
+      const u32 b_at = from.weights + s * from.merge_bytes + b_plane + of.tap;
+      if constexpr (ACROSS) {
+        load_matrices_transposed(near, b_at);
+        load_matrices_transposed(far, b_at + of.next_tap);
+        load_matrices_transposed(last_tap, b_at + 2 * of.next_tap);
+      } else {
+        load_matrices(near, b_at);
+        load_matrices(far, b_at + of.next_tap);
+        load_matrices(last_tap, b_at + 2 * of.next_tap);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) b[e] = near[e], b[4 + e] = far[e];
+      b[8] = last_tap[0];
+#pragma unroll
+      for (int v = 0; v < kWindows; ++v) {
+        const u32 a_at = corner[v] + a_plane + s * 16;
+        u32 pair[3][4], third[4], last[2];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) load_matrices(pair[i], a_at + of.pair + i * 2 * of.row);
+        load_matrices(third, a_at + of.third);
+        load_matrices(last, a_at + of.third + 4 * of.row);
+        const u32 thirds[6] = {third[0], third[1], third[2], third[3], last[0], last[1]};
+#pragma unroll
+        for (int r = 0; r < 3; ++r) {
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            const int top = q * 2 + r, bottom = top + 1;
+            const u32 two[4] = {pair[top / 2][top % 2 * 2], pair[bottom / 2][bottom % 2 * 2],
+                                pair[top / 2][top % 2 * 2 + 1],
+                                pair[bottom / 2][bottom % 2 * 2 + 1]};
+            const u32 one[2] = {thirds[top], thirds[bottom]};
+            float(&to)[4] = sum[s][v * 2 + q][0];
+            mma<T>(to, two, b[r * 3], b[r * 3 + 1]);
+            mma<T>(to, one, b[r * 3 + 2]);
+          }
+        }
+      }
+    }
+  }
+}
+#endif
+
 // A fragment's sums, as they are or rounded, to a warp's rows.
 template <int kRows, class To>
 __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int f, To* to,
@@ -194,7 +240,8 @@ __device__ __forceinline__ void put(const float (&sum)[PACK][kRows][NF][4], int 
   for (int s = 0; s < PACK; ++s) {
 #pragma unroll
     for (int j = 0; j < NF; ++j) {
-      To* const at = to + lane / 4 * pitch + (s * NF + j) * 8 + lane % 4 * 2;
+      const int swap = kSwapped && sizeof(To) == 2 ? lane >> 4 : 0;
+      To* const at = to + lane / 4 * pitch + ((s * NF + j) ^ swap) * 8 + lane % 4 * 2;
       store_pair(at, sum[s][f][j][0], sum[s][f][j][1]);
       store_pair(at + 8 * pitch, sum[s][f][j][2], sum[s][f][j][3]);
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
@@ -25,8 +24,8 @@ class Unit:
     columns: int
     warps: int
     blocks: int
-    steps: int = 0
-    """Of the reduction, where they are unrolled: for merges of one chunk."""
+    windows: bool = False
+    """Whether positions go in windows of 4 x 8 that meet 3 x 3 taps from registers."""
 
     def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -36,7 +35,7 @@ class Unit:
             ("MF", str(self.fragments)),
             ("PACK", str(self.merges)),
             ("NF", str(self.columns)),
-            ("STEPS", str(self.steps)),
+            ("WINDOWS", str(int(self.windows))),
             ("WARPS", str(self.warps)),
             ("BLOCKS", str(self.blocks)),
         )
@@ -64,8 +63,8 @@ EXACT_UNITS = {
     4: Unit(2, 1, 4, 8, 2),
 }
 """Likewise where products are FMAs."""
-SMALL = Unit(4, 2, 1, 8, 2, 5)
-"""For 3x3 taps of 8 channels: two taps a step."""
+SMALL = Unit(2, 2, 1, 8, 2, windows=True)
+"""For 3x3 taps of 8 channels, side by side."""
 
 
 def unit_of(work: ConvWork) -> Unit:
@@ -76,9 +75,13 @@ def unit_of(work: ConvWork) -> Unit:
     columns = ceil_div(channels, 8)
     units = EXACT_UNITS if is_exact(work) else UNITS
     unit = units[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
-    taps = prod(lattice_axis(work, dim).taps for dim in range(3))
     chunks = merge.out_chunks if backward else merge.in_chunks
-    small = unit.columns == 1 and chunks == 1 and ceil_div(taps, 2) == SMALL.steps
+    axes = [lattice_axis(work, dim) for dim in (1, 2)]
+    near = all(
+        axis.x_step == abs(axis.x_tap) == 1 and all(phase.taps == 3 for phase in axis.phases)
+        for axis in axes
+    )
+    small = unit.columns == 1 and chunks == 1 and near
     return SMALL if small and work.dtype.itemsize == 2 else unit
 
 
@@ -86,7 +89,7 @@ def every_unit() -> Iterator[tuple[Unit, DType, bool]]:
     """With its element type, and whether products are FMAs."""
     for unit in (*UNITS.values(), SMALL):
         for dtype in DTYPES:
-            if dtype.itemsize == 2 or not unit.steps:
+            if dtype.itemsize == 2 or not unit.windows:
                 yield unit, dtype, False
     for unit in EXACT_UNITS.values():
         yield unit, DType.FLOAT32, True
