@@ -33,6 +33,12 @@ def quantile(q: float, metric: str, by: str = "operation") -> str:
     return f"histogram_quantile({q}, {buckets})"
 
 
+def achieved(what: str) -> str:
+    """Of what was computed in a while, by the seconds that computing it took."""
+    done = rate(f"convgrad_{what}_total", "operation")
+    return f"{done} / {rate('convgrad_compute_seconds_sum', 'operation')}"
+
+
 def gauge(metric: str, by: str = "instance") -> str:
     return f"sum by ({by}) ({metric}{{{_only()}}})"
 
@@ -78,6 +84,19 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 stage: quantile(0.99, f"convgrad_{stage}_seconds", "job")
                 for stage in ("receive", "decode", "encode")
             },
+        ),
+    ),
+    "What is achieved": (
+        Panel("FLOP/s while computing", "flops", {"{{operation}}": achieved("computed_flops")}),
+        Panel(
+            "Compulsory bytes/s while computing",
+            "Bps",
+            {"{{operation}}": achieved("compulsory_bytes")},
+        ),
+        Panel(
+            "Workers that died",
+            "short",
+            {"{{instance}}": f"increase(convgrad_workers_lost_total{{{_only()}}}[1h])"},
         ),
     ),
     "What the server holds": (

@@ -104,6 +104,7 @@ def count_in(hub: Hub) -> None:
     metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: schedule.waiting)
     metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
     metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)
+    metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
     metrics.gauge(
         "convgrad_inflight_bytes",
         "Memory that the tensors of requests in flight hold.",

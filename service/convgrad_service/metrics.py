@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,6 +12,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from convgrad import _version
 from convgrad_service.engine.records import Record
@@ -24,12 +26,16 @@ _SECONDS = (
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
+_BY = ("operation",)
+
 # The stages worth a histogram of their own; the others show in Server-Timing.
 _STAGES = {
     "receive": "Time to receive the body.",
     "decode": "Time to decode and check a request.",
     "queue": "Time a problem waited for a compute slot.",
+    "upload": "Time a problem's inputs took to its device.",
     "compute": "Time a problem computed.",
+    "download": "Time a problem's outputs took from its device.",
     "encode": "Time to encode an answer.",
 }
 
@@ -48,11 +54,20 @@ class Metrics:
             "convgrad_received_bytes", "Bytes of request bodies received.", labels
         )
         self._sent = self._counter("convgrad_sent_bytes", "Bytes of answers sent.", labels)
+        # Over the rate of convgrad_compute_seconds_sum, these are achieved FLOP/s and bytes/s.
+        self._flops = self._counter(
+            "convgrad_computed_flops", "Floating-point operations of problems computed.", _BY
+        )
+        self._moved = self._counter(
+            "convgrad_compulsory_bytes",
+            "Bytes of inputs and outputs of problems computed: what a device must move at least.",
+            _BY,
+        )
         self._seconds = self._histogram(
             "convgrad_request_seconds", "Time from a request's headers to its answer's end.", labels
         )
         self._stages = {
-            stage: self._histogram(f"convgrad_{stage}_seconds", text, ("operation",))
+            stage: self._histogram(f"convgrad_{stage}_seconds", text, _BY)
             for stage, text in _STAGES.items()
         }
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
@@ -62,6 +77,10 @@ class Metrics:
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when Prometheus asks."""
         Gauge(name, text, registry=self.registry).set_function(read)
+
+    def total(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a counter that is kept elsewhere and read when Prometheus asks."""
+        self.registry.register(_Total(name, text, read))
 
     def count(self, record: Record) -> None:
         """Count one request."""
@@ -73,6 +92,8 @@ class Metrics:
         counted.received.inc(record.received_bytes)
         counted.sent.inc(record.sent_bytes)
         counted.seconds.observe(record.total_s)
+        counted.flops.inc(record.flops)
+        counted.moved.inc(record.compulsory_bytes)
         for stage, seconds in record.stages_s.items():
             if (histogram := counted.stages.get(stage)) is not None:
                 histogram.observe(seconds)
@@ -88,6 +109,17 @@ class Metrics:
         return Histogram(name, text, labels, buckets=_SECONDS, registry=self.registry)
 
 
+class _Total(Collector):
+    """One counter, read where it is kept."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector.collect`."""
+        yield CounterMetricFamily(self._name, self._text, value=self._read())
+
+
 class _Children:
     """What counts requests of one kind; looking them up by their labels takes longer than counting.
 
@@ -99,6 +131,8 @@ class _Children:
         self.received = metrics._received.labels(operation, transport)
         self.sent = metrics._sent.labels(operation, transport)
         self.seconds = metrics._seconds.labels(operation, transport)
+        self.flops = metrics._flops.labels(operation)
+        self.moved = metrics._moved.labels(operation)
         self.stages = {
             stage: histogram.labels(operation) for stage, histogram in metrics._stages.items()
         }

@@ -176,6 +176,8 @@ class Work:
             raise
         finally:
             _count_waiting(timings, running, time.monotonic() - submitted_s, moved_s)
+        timings.flops += self._sized.flops
+        timings.compulsory_bytes += self._sized.compulsory_bytes
         if self._kept:
             await self._plane.stored.commit(self._call.owner, self._kept)
             self.is_stored = True
@@ -330,7 +332,10 @@ class Dataplane:
         """Count one request of a known operation; ``code`` is "ok" or how it failed."""
         spent = timings.total_s, timings.stages_s
         moved = received_bytes, sent_bytes
-        self.engine.observe(Record(operation, transport, code, *spent, *moved, timings.accepted))
+        done = timings.flops, timings.compulsory_bytes
+        self.engine.observe(
+            Record(operation, transport, code, *spent, *moved, timings.accepted, *done)
+        )
 
     def close(self) -> None:
         """Let the threads end."""

@@ -11,7 +11,8 @@ __all__ = ["Record"]
 class Record(NamedTuple):
     """One request of a known operation; ``code`` is "ok" or how it failed.
 
-    ``accepted`` says whether it was found to be a problem that this server takes.
+    ``accepted`` says whether it was found to be a problem that this server takes; ``flops`` and
+    ``compulsory_bytes`` are what computing it took at least, 0 where it was not computed.
     """
 
     operation: str
@@ -22,3 +23,5 @@ class Record(NamedTuple):
     received_bytes: int
     sent_bytes: int
     accepted: bool = True
+    flops: int = 0
+    compulsory_bytes: int = 0

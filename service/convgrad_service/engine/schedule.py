@@ -78,13 +78,15 @@ class Worker(Protocol):
 class Schedule:
     """The line in front of all workers. For the loop's thread.
 
-    ``changed`` is called whenever what waits or who computes may have changed.
+    ``changed`` is called whenever what waits or who computes may have changed; ``deaths`` counts
+    the workers that were lost.
     """
 
     def __init__(self, max_waiting: int, *, large_s: float = 1.0, pace: Pace | None = None) -> None:
         self.max_waiting = max_waiting
         self.pace = pace or Pace()
         self.changed: Callable[[], None] = lambda: None
+        self.deaths = 0
         self._large_s = large_s
         self._waiting: deque[Task] = deque()
         self._running: dict[Worker, list[Task]] = {}
@@ -174,6 +176,7 @@ class Schedule:
     def lost(self, worker: Worker) -> None:
         """A worker has died: what it held runs again, or is refused for having killed it."""
         held = self._running.pop(worker, [])
+        self.deaths += 1
         for task in reversed(held):
             task.worker = None
             task.suspect = True

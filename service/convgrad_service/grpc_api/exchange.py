@@ -124,6 +124,8 @@ class Exchanges:
                     context.timings.stages_s,
                     context.received_bytes,
                     context.sent_bytes,
+                    flops=context.timings.flops,
+                    compulsory_bytes=context.timings.compulsory_bytes,
                 )
             )
         if self._traces is not None:
