@@ -1,8 +1,8 @@
 """The client's side: every way to send one tensor and have the answer as an array.
 
 Run as a program of its own (``python -m tests.perf.serve.paths``), so that the client's malloc can
-be set too. Each path is called once a round, all paths in turn: what the machine does meanwhile
-falls on all of them alike. Prints the seconds of every call as JSON.
+be set too. All paths have their turns in every round: what the machine does meanwhile falls on all
+of them alike. Prints the seconds of every call that counts as JSON.
 """
 
 from __future__ import annotations
@@ -163,10 +163,12 @@ def measured(found: Mapping[str, Path], size: Size) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(size.rounds):
         for name, path in found.items():
-            began_s = time.perf_counter()
-            result = path()
-            seconds[name].append(time.perf_counter() - began_s)
-            del result
+            path()
+            for _ in range(size.counted):
+                began_s = time.perf_counter()
+                result = path()
+                seconds[name].append(time.perf_counter() - began_s)
+                del result
     return seconds
 
 
