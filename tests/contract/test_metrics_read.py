@@ -1,4 +1,4 @@
-"""/metrics under Triton's names, read by a Prometheus parser."""
+"""/metrics, read by a Prometheus parser: our own names and Triton's."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ def test_requests_are_counted_as_triton_counts_them() -> None:
         assert 0 < spent_us[2] <= sum(spent_us) <= whole_us < 3 * 20e6
         statistics = server.get(f"/v2/models/{model}/stats").json()["model_stats"][0]
         assert statistics["inference_stats"]["success"]["count"] == 3
+
+
+def test_what_was_computed_is_counted() -> None:
+    with serving(CpuBackend(threads=1)) as server:
+        report = server.post().json()["report"]
+        server.post()
+        server.post(b'{"stride": "x"}')
+        text = server.get("/metrics").text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("operation", "conv_bwd_data") == "conv_bwd_data"
+    }
+    assert report["flops"] > 0
+    assert found["convgrad_computed_flops_total"] == 2 * report["flops"]
+    assert found["convgrad_compulsory_bytes_total"] == 2 * report["bytes"]
+    assert found["convgrad_compute_seconds_count"] == 2
+    assert found["convgrad_workers"] == 1
+    assert found["convgrad_workers_lost_total"] == 0
