@@ -184,7 +184,7 @@ def test_several_ranges_are_adopted_and_let_go(
         start = memory_of.ctypes.data
         assert subject.stretches(memory_of[4090:4100]) == [(start + 4090, 6), (start + 4096, 4)]
     assert len(runtime.locked) == 8
-    subject.release(others[1].ctypes.data)
+    subject.disown(others[1].ctypes.data)
     assert len(runtime.locked) == 6
     assert subject.stretches(others[1][:10]) is None
     assert subject.stretches(others[2][:10]) is not None

@@ -231,7 +231,7 @@ def test_a_device_is_told_of_memory_before_it_is_used_and_before_it_goes(
         def adopt(self, address: int, size_bytes: int) -> None:
             self.held[address] = size_bytes
 
-        def release(self, address: int) -> None:
+        def disown(self, address: int) -> None:
             del self.held[address]
 
     adopter = Adopter()

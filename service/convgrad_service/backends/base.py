@@ -80,10 +80,10 @@ class ServingBackend(Backend, Protocol):
     """Whether it keeps hold of pages of the memory that it adopts."""
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """Know that tensors will lie in this memory, which stays mapped until `release`."""
+        """Know that tensors will lie in this memory, which stays mapped until `disown`."""
         ...
 
-    def release(self, address: int) -> None:
+    def disown(self, address: int) -> None:
         """Let go of the memory adopted at ``address``: it is about to be unmapped."""
         ...
 
@@ -99,5 +99,5 @@ class OnHost:
     def adopt(self, address: int, size_bytes: int) -> None:
         """There is nothing to prepare."""
 
-    def release(self, address: int) -> None:
+    def disown(self, address: int) -> None:
         """Nor to let go of."""

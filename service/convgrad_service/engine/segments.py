@@ -37,7 +37,7 @@ class Adopter(Protocol):
 
     def adopt(self, address: int, size_bytes: int) -> None: ...
 
-    def release(self, address: int) -> None: ...
+    def disown(self, address: int) -> None: ...
 
 
 class _Segment:
@@ -55,7 +55,7 @@ class _Segment:
         weakref.finalize(self.bytes, self.guard.remove).atexit = False
         if adopter is not None:
             adopter.adopt(address, found.st_size)
-            weakref.finalize(self.bytes, adopter.release, address).atexit = False
+            weakref.finalize(self.bytes, adopter.disown, address).atexit = False
 
 
 class Segments:

@@ -114,9 +114,9 @@ class CudaBackend:
         """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""
         self._pinned.adopt(address, size_bytes)
 
-    def release(self, address: int) -> None:
-        """See `ServingBackend.release`."""
-        self._pinned.release(address)
+    def disown(self, address: int) -> None:
+        """See `ServingBackend.disown`."""
+        self._pinned.disown(address)
 
     @property
     def fault(self) -> str | None:

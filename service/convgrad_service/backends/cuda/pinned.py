@@ -48,12 +48,12 @@ class Pinned:
         self._ranges: tuple[_Range, ...] = ()
 
     def adopt(self, address: int, size_bytes: int) -> None:
-        """Take on a range, which starts on a page and stays mapped until `release`."""
+        """Take on a range, which starts on a page and stays mapped until `disown`."""
         added = _Range(address, address + size_bytes)
         with self._lock:
             self._ranges = tuple(sorted((*self._ranges, added), key=_start))
 
-    def release(self, address: int) -> None:
+    def disown(self, address: int) -> None:
         """Let go of the range that starts there, which nothing copies from or to any more."""
         with self._lock:
             (found,) = (each for each in self._ranges if each.start == address)
