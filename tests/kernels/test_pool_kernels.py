@@ -33,7 +33,7 @@ POOLS = {
     "strips_ceil": Pool(1, 8, (16, 20), 3, 2, 1, ceil_mode=True),
     "strips_one_window": Pool(1, 8, (1, 2), 3, 2, 1),
     "strips_stride_1": Pool(1, 64, (17, 19), 3, 1, 1),
-    "strips_wide": Pool(1, 2, (5, 90), 3, 1, 1),
+    "strips_wide": Pool(1, 2, (5, 90), 3, 2, 1),
     "strips_of_planes": Pool(1, 4, (3, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
     "other_padding": Pool(1, 16, (19, 21), 3, 2, 0),
     # vectors of channels

@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import Depthwis
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
+from convgrad_service.backends.cuda.kernels.first_warpgroup import FirstWarpgroup
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
@@ -57,7 +58,7 @@ GROUPED = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
-FIRST_DATA = (Patches((DenseGather(),)), FirstGroups(), FirstData())
+FIRST_DATA = (Patches((DenseGather(),)), FirstWarpgroup(), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
 FAMILIES = Families(

@@ -230,7 +230,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                        p * args.y_stride[4] + channel * args.y_stride[2];
     const T* const bias = static_cast<const T*>(args.bias);
     // Eight neighbouring channels of a position at a time.
-    const bool together = args.plain && args.wide_stores;
     u32 odd = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -242,13 +241,20 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         values[e] = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
         finite = fmaf(values[e], 0.0f, finite);
       }
-      if (finite != 0.0f || !together) odd |= 1u << i;
-      if (!together) continue;
+      if (finite != 0.0f || !args.plain) odd |= 1u << i;
+      if (!args.plain) continue;
       T* const to = static_cast<T*>(args.y) + row_at + (unit.q0 + q) * args.y_stride[5];
-      store_eight(to, values, channel + kChunk < args.y_channels);
+      if (args.wide_stores) {
+        store_eight(to, values, channel + kChunk < args.y_channels);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (channel + e < args.y_channels) to[e * args.y_stride[2]] = narrow<T>(values[e]);
+        }
+      }
     }
     if (odd == 0) return;
-    // One at a time: with what is accumulated, elsewhere, or by the definition where not finite.
+    // One at a time: with an epilogue, or by the definition where it is not finite.
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {
       const int q = unit.q0 + warp_q + i / 8 * 8 + (lane >> 2), k = channel + i % 8;
@@ -259,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const int of = other / 8, e = other % 8;
         value = other == i ? sum[of / 2][e / 2][of % 2 * 2 + e % 2] : value;
       }
-      if (together && is_finite(value)) continue;
+      if (args.plain && is_finite(value)) continue;
       const bool again = !is_finite(value);
       if (again) value = taken_again(unit, p, q, k);
       const bool biased = args.plain && !again;  // already
@@ -311,23 +317,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < 4; ++i) sum[i / 2][e / 2][i % 2 * 2 + e % 2] = start;
       }
     }
-    if (unit.inside) {
-      if (!ready) {
-        x.lay_out<true>(unit, stage, ring);
-        __syncthreads();
-      }
-      multiply(ring, tap);
+    if (unit.inside && !ready) {
+      x.lay_out<true>(unit, stage, ring);
+      __syncthreads();
     }
-    ready = false;
-    if (step + 1 < end_step) {
-      const Unit& after = steps[(place + 1) % kSteps];
-      if (after.inside && !after.fresh) {
-        ring += x.ahead();
-        if (ring >= x.ring_rows()) ring -= x.ring_rows();
-        x.lay_out<true>(after, next, ring);
-        ready = true;
-      }
+    // Some warps lay out the next step before their products and some after, so that both kinds of
+    // work are there all the time.
+    const Unit& after = steps[(place + 1) % kSteps];
+    ready = step + 1 < end_step && after.inside && !after.fresh;
+    const int here = ring;
+    if (ready) {
+      ring += x.ahead();
+      if (ring >= x.ring_rows()) ring -= x.ring_rows();
     }
+    const bool before = (warp >> 2) & 1;
+    if (ready && before) x.lay_out<true>(after, next, ring);
+    if (unit.inside) multiply(here, tap);
+    if (ready && !before) x.lay_out<true>(after, next, ring);
     if (++tap == taps) {
       tap = 0;
       write(unit);

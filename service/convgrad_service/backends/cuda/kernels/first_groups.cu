@@ -153,8 +153,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     for (int i = 0; i < 8 * TILES; i += 2) {
       const float first = sum_of(i), second = sum_of(i + 1);
       odd |= fmaf(first, 0.0f, second * 0.0f) != 0.0f;
-      put_two(args, x, own_at + i / 2 % 4 * 8 * in_group + i / 8 * 8, own_column + i / 8 * 8,
-              narrow_two<T>(first, second));
+      const int further_on = i / 2 % 4 * 8, column = i / 8 * 8;
+      put_two(args, x, own_at + further_on * in_group + column, own_group + further_on,
+              own_column + column, narrow_two<T>(first, second));
     }
     if (!odd) return;
 #pragma unroll 1
@@ -197,13 +198,18 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     if (p >= share.real0 && p <= share.real1) {
       wait_copies<STAGES - 2>();
       __syncthreads();
-      copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
+      // Some warps copy before their products and some after, so that both kinds of work are there
+      // all the time.
+      const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
+      const bool before = (warp >> 2) & 1;
       const u32 from = lane_at + stage * stage_bytes;
+      if (before) copy_row_of_y(free_stage);
       if (all_slots) {
         multiply(Count<SLOTS>{}, from);
       } else {
         multiply(Count<SLOTS - 1>{}, from);
       }
+      if (!before) copy_row_of_y(free_stage);
       if (++stage == STAGES) stage = 0;
     }
     const int h = p * stride_h - args.pad[1] + remainder;

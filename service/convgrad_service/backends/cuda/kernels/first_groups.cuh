@@ -26,7 +26,7 @@ struct FirstGroupsArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself: 1 in rows of neighbours, 2 (kInTwos) at even offsets
+  int plain;  // the result is the sum itself: 1, or 2 (kInTwos) in neighbours at even offsets
   int flat_weights;  // w is contiguous as (K, R, S, C)
   int channels;
   int y_chunks;  // 16-byte chunks of y's channels
@@ -106,8 +106,8 @@ __device__ inline float by_definition(const FirstGroupsArgs& args, const Share& 
   return value;
 }
 
-// One sum of group `group` in row h, where it did not go by the short way: with an epilogue, to where
-// columns are no neighbours, or taken again because it is not finite.
+// One sum of group `group` in row h, where it did not go by the short way: with an epilogue, or taken
+// again because it is not finite.
 template <class T>
 __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, int h, int group,
                                int column, float value) {
@@ -126,18 +126,23 @@ __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, 
       finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
 }
 
-// Two neighbouring columns by the short way: `x` is the row, `at` the first column's place in it.
+// Two neighbouring columns by the short way: `x` is the row, `at` the first column's place in it where
+// columns are neighbours.
 template <class T>
-__device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int column,
-                                        u32 two) {
-  const int columns = args.group * args.channels, elements = args.x_size[2] * args.channels;
-  const bool there = column < columns && at < elements;
+__device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int group,
+                                        int column, u32 two) {
   if (args.plain == kInTwos) {
+    const bool there = column < args.group * args.channels && at < args.x_size[2] * args.channels;
     store_if(there, x + at, two);
   } else if (args.plain) {
-    store_if(there, x + at, static_cast<unsigned short>(two & 0xffff));
-    store_if(there && column + 1 < columns && at + 1 < elements, x + at + 1,
-             static_cast<unsigned short>(two >> 16));
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int b = (column + e) / args.channels, c = column + e - b * args.channels;
+      const int w_at = group * args.group + b;
+      store_if(b < args.group && w_at < args.x_size[2],
+               x + w_at * args.x_stride[5] + c * args.x_stride[2],
+               static_cast<unsigned short>(two >> e * 16 & 0xffff));
+    }
   }
 }
 

@@ -226,19 +226,19 @@ def _grouping(work: ConvWork) -> Grouping | None:
 
 
 def _plain(work: ConvWork, group: int) -> int:
-    """1 where the sums are the result and neighbouring columns neighbours in x, 2 where two of them
-    always lie at even offsets; else 0."""
+    """1 where the sums are the result, 2 where neighbouring columns are neighbours in x besides, at
+    even offsets; else 0."""
+    if not work.epilogue_free:
+        return 0
     n, _, c, d, h, w = work.x.strides
     channels = work.in_channels
     beside = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
-    if not (work.epilogue_free and beside):
-        return 0
     extents = (work.batch, work.input[0], work.input[1])
     even = all(
         stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
     whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
-    return 2 if even and whole else 1
+    return 2 if beside and even and whole else 1
 
 
 def _flat(work: ConvWork) -> bool:

@@ -212,26 +212,27 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const Unit& unit = units[place % kUnits];
     copy_unit(index + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     const int next = stage + 1 == STAGES ? 0 : stage + 1;
-    if (unit.inside) {
-      if (!ready) {
-        x.lay_out<false>(unit, stage, ring);
-        __syncthreads();
-      }
-      multiply(unit, stage);
+    if (unit.inside && !ready) {
+      x.lay_out<false>(unit, stage, ring);
+      __syncthreads();
     }
-    ready = false;
-    if (index + 1 < unit1) {
-      const Unit& after = units[(place + 1) % kUnits];
-      if (after.inside && !after.fresh) {
-        ring += x.ahead();
-        if (ring >= x.ring_rows()) ring -= x.ring_rows();
+    // Some warps lay out the next unit before their products and some after, so that both kinds of
+    // work are there all the time.
+    const Unit& after = units[(place + 1) % kUnits];
+    ready = index + 1 < unit1 && after.inside && !after.fresh;
+    if (ready) {
+      ring += x.ahead();
+      if (ring >= x.ring_rows()) ring -= x.ring_rows();
+    }
+    const bool before = (warp >> 2) & 1;
+    if (ready && before) x.lay_out<false>(after, next, ring);
+    if (unit.inside) multiply(unit, stage);
+    if (ready && !before) x.lay_out<false>(after, next, ring);
+    if (ready) {
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          window_at[j] += x.ahead() * x.row_bytes();
-          if (window_at[j] >= windows_end) window_at[j] -= windows_end - windows_at;
-        }
-        x.lay_out<false>(after, next, ring);
-        ready = true;
+      for (int j = 0; j < kLoads; ++j) {
+        window_at[j] += x.ahead() * x.row_bytes();
+        if (window_at[j] >= windows_end) window_at[j] -= windows_end - windows_at;
       }
     }
     stage = next;

@@ -103,8 +103,6 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
   // Rows that are there, of those reached, and of windows.
   const int x_low = -(h0 + kFirstRow), x_high = args.x_size[1] + x_low;
   const int y_low = -p0, y_high = args.y_size[1] + y_low;
-  const bool all_rows = x_low <= 0 && x_high >= kReached;
-  const bool all_windows = y_low <= 0 && y_high >= kWindows;
 
   Column columns[KERNEL];
   u32 coming[STRIDE][kReached], gradients[kWindows];
@@ -115,37 +113,20 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
       const int w = first + i;
       const bool there = w >= 0 && w < args.x_size[2];
       const T* from = x + static_cast<i64>(w) * x_step;
-      // Mostly all rows are there, and no load has to ask.
-      if (there && all_rows) {
 #pragma unroll
-        for (int r = 0; r < kReached; ++r) {
-          coming[i][r] = *reinterpret_cast<const u32*>(from);
-          from += x_row;
-        }
-      } else {
-#pragma unroll
-        for (int r = 0; r < kReached; ++r) {
-          load_if(there && r >= x_low && r < x_high, from, coming[i][r]);
-          from += x_row;
-        }
+      for (int r = 0; r < kReached; ++r) {
+        load_if(there && r >= x_low && r < x_high, from, coming[i][r]);
+        from += x_row;
       }
     }
   };
   const auto fetch_gradients = [&](int q) {
     const bool there = q >= 0 && q < args.y_size[2];
     const T* from = grad + static_cast<i64>(q) * grad_step;
-    if (there && all_windows) {
 #pragma unroll
-      for (int p = 0; p < kWindows; ++p) {
-        gradients[p] = *reinterpret_cast<const u32*>(from);
-        from += grad_row;
-      }
-    } else {
-#pragma unroll
-      for (int p = 0; p < kWindows; ++p) {
-        load_if(there && p >= y_low && p < y_high, from, gradients[p]);
-        from += grad_row;
-      }
+    for (int p = 0; p < kWindows; ++p) {
+      load_if(there && p >= y_low && p < y_high, from, gradients[p]);
+      from += grad_row;
     }
   };
   // What came becomes a column.
@@ -165,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
         mark_nans(nans_of(words[r]), (r << kColumnBits) + place, keys[r]);
       }
     }
-    if (!there || !all_rows) {
+    if (!there || x_low > 0 || x_high < kReached) {
 #pragma unroll
       for (int r = 0; r < kReached; ++r) {
         if (!there || r < x_low || r >= x_high) keys[r][0] = keys[r][1] = kNone;
@@ -185,9 +166,8 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
       for (int r = 0; r < ROWS; ++r) column.keys[r][c] = keys[kOwn + r][c];
     }
   };
-  const int left = args.x_size[1] - h0;  // rows
   const auto leave = [&](const Column& column, int w) {
-    if (w < w0 || w >= w1) return;
+    const bool owned = w >= w0 && w < w1;
     T* to = grad_x + static_cast<i64>(w) * args.grad_x_stride[4];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -201,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
           if (column.keys[r][c] == column.most[p][c]) sums[c] += column.given[p][c];
         }
       }
-      store_if(r < left, to, narrow_two<T>(sums[0], sums[1]));
+      store_if(owned && h0 + r < args.x_size[1], to, narrow_two<T>(sums[0], sums[1]));
       to += args.grad_x_stride[3];
     }
   };

@@ -34,7 +34,7 @@ class Window:
     blocks: int
 
 
-WINDOWS = (Window(3, 2, 1, 4, 4), Window(3, 1, 1, 3, 3))
+WINDOWS = (Window(3, 2, 1, 4, 4),)
 
 
 class StripArgs(ctypes.Structure):
