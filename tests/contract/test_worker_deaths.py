@@ -54,6 +54,17 @@ def mortal(device: int) -> Mortal:
     return Mortal()
 
 
+class OneOfTwo(Mortal):
+    """One of two devices."""
+
+    devices = 2
+
+
+def one_of_two(device: int) -> OneOfTwo:
+    """See `OneOfTwo`."""
+    return OneOfTwo()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[TreeServer]:
     with serving_tree(mortal, http_workers=2, max_inflight_bytes="512MiB") as serving:
@@ -138,6 +149,22 @@ def test_ready_is_false_only_while_no_device_works(server: TreeServer) -> None:
         ones = np.ones((1, 1, 1, 1), np.float32)
         assert client.conv_bwd_data(ones, ones).item() == 2
     until(lambda: httpx.get(url).status_code == 200)
+
+
+def test_two_devices_work_side_by_side_and_one_is_enough() -> None:
+    with serving_tree(one_of_two, slots=1) as server:
+        workers = server.tree.supervisor.workers
+        assert sorted(workers) == [0, 1]
+        ready = f"{server.url}/v2/health/ready"
+        with load(server.url) as loading:
+            until(lambda: server.tree.hub.schedule.running == 2)
+            os.kill(workers[1].process_id, signal.SIGKILL)
+            until(lambda: 1 not in workers)
+            assert httpx.get(ready).status_code == 200
+            before = loading.answered
+            until(lambda: loading.answered > before + 5)
+            until(lambda: sorted(workers) == [0, 1])
+        assert httpx.get(ready).status_code == 200
 
 
 def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:
