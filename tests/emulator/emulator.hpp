@@ -38,7 +38,32 @@ struct Lane {
 static Lane all_lanes[kMostThreads];
 static unsigned arrived[kMostThreads / kLanes];
 static void wait_for_warp();
+static void wait_for_some();
 static void wake(unsigned thread);
+
+// Barriers with a number, at which some threads wait and others only come by.
+struct NamedBarrier {
+  unsigned expected, come, waiting;
+  unsigned waiters[kMostThreads];
+};
+static NamedBarrier named_barriers[16];
+static void fail(const char* what);
+static void come_to(int number, int threads, bool waits) {
+  NamedBarrier& barrier = named_barriers[number];
+  if (barrier.come == 0) barrier.expected = threads;
+  if (barrier.expected != static_cast<unsigned>(threads)) {
+    fail("threads expect different numbers at one barrier");
+  }
+  if (waits) barrier.waiters[barrier.waiting++] = current;
+  if (++barrier.come == barrier.expected) {
+    for (unsigned i = 0; i < barrier.waiting; ++i) {
+      if (barrier.waiters[i] != current) wake(barrier.waiters[i]);
+    }
+    barrier.come = barrier.waiting = 0;
+    return;
+  }
+  if (waits) wait_for_some();
+}
 
 // Waits for the lanes of `mask`, which must all be at the same place; the last to come does
 // `together(lanes)` for all of them.

@@ -6,7 +6,7 @@ namespace emulator {
 // Not a power of two apart, so that the stacks do not meet in the CPU's caches.
 static constexpr unsigned long kStackBytes = 256 * 1024 + 1088;
 
-enum class Turn : unsigned char { kReady, kAtWarp, kAtBlock, kDone };
+enum class Turn : unsigned char { kReady, kAtWarp, kAtBlock, kAtNamed, kDone };
 struct Coroutine {
   void* stack;
   Turn turn;
@@ -37,6 +37,7 @@ static void pass_turn(Turn until) {
 }
 static void wait_for_block() { pass_turn(Turn::kAtBlock); }
 static void wait_for_warp() { pass_turn(Turn::kAtWarp); }
+static void wait_for_some() { pass_turn(Turn::kAtNamed); }
 static void wake(unsigned thread) { coroutines[thread].turn = Turn::kReady; }
 static void fail(const char* what) {
   failure = what;
@@ -79,6 +80,7 @@ static const char* run_block(unsigned threads, char* stacks) {
   spoil_shared();
   memset(arrived, 0, sizeof arrived);
   forget_copies(threads);
+  memset(named_barriers, 0, sizeof named_barriers);
   for (unsigned thread = 0; thread < threads; ++thread) {
     // As if thread_main had been called: a return address, then six saved registers.
     void** top = reinterpret_cast<void**>(stacks + (thread + 1) * kStackBytes);
@@ -96,12 +98,18 @@ static const char* run_block(unsigned threads, char* stacks) {
       run_warp(first, first + kLanes < threads ? first + kLanes : threads, backwards);
       if (failure != nullptr) return failure;
     }
-    unsigned done = 0, waiting = 0;
+    unsigned done = 0, waiting = 0, named = 0, ready = 0;
     for (unsigned thread = 0; thread < threads; ++thread) {
       done += coroutines[thread].turn == Turn::kDone;
       waiting += coroutines[thread].turn == Turn::kAtBlock;
+      named += coroutines[thread].turn == Turn::kAtNamed;
+      ready += coroutines[thread].turn == Turn::kReady;
     }
     if (done == threads) break;
+    if (named + ready > 0) {
+      if (ready == 0) return "nobody comes to a barrier that threads wait at";
+      continue;
+    }
     if (done + waiting != threads) return "not all lanes of a warp meet";
     if (waiting != threads) return "not all of a block meets at a barrier";
     decided = votes;
