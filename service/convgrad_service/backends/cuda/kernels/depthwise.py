@@ -34,7 +34,9 @@ TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
 WARPS = 4
 # Rows that a warp keeps in shared memory, by the bytes of an element.
-STAGES = {2: 8, 4: 4}
+STAGES = {2: 4, 4: 4}
+# Of lines, whose rows are short.
+LINE_STAGES = {2: 8, 4: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +200,15 @@ def _strips(tile: Tile) -> int:
     return 32 * tile.vector // BLOCK_CHANNELS
 
 
+def _stages(dtype: DType, kernel: tuple[int, int, int]) -> int:
+    return (LINE_STAGES if kernel[1] == 1 else STAGES)[dtype.itemsize]
+
+
 def _shared_bytes(dtype: DType, kernel: tuple[int, int, int], tile: Tile, backward: bool) -> int:
     height, width, stride = kernel
     columns = _strips(tile) * tile.columns
     read = columns + ceil_div(width, stride) - 1 if backward else (columns - 1) * stride + width
-    rows = WARPS * STAGES[dtype.itemsize] * read
+    rows = WARPS * _stages(dtype, kernel) * read
     return BLOCK_CHANNELS * (height * width * 4 + rows * dtype.itemsize)
 
 
@@ -218,7 +224,7 @@ def _instance(
         "STRIDE": kernel[2],
         "COLUMNS": tile.columns,
         "WARPS": WARPS,
-        "STAGES": STAGES[dtype.itemsize],
+        "STAGES": _stages(dtype, kernel),
         "BLOCKS": _blocks(tile, epilogue),
         "BACKWARD": int(backward),
         "EPILOGUE": int(epilogue),

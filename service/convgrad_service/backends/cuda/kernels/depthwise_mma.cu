@@ -56,16 +56,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   constexpr int first_column = 0;
   const int result_row = first_row;
 #endif
+  // Rows of padding that come before any result is finished.
+  const int skipped = max(0, min(-top, kFirst)) / ROWS * ROWS;
   const int end = strip_at<kApart>(tiling, tile, kTileStrips - 1, tiling.units).slot + UNITS;
   Copier copier(shared_address(shared), args.x, args.x_stride, args.batch,
-                tile.n, tile.strip * kApart, tiling.units, tiling.slots, end, top, args.x_size[0],
+                tile.n, tile.strip * kApart, tiling.units, tiling.slots, end, top + skipped,
+                args.x_size[0],
                 left, args.x_size[1], sources.first, sources.end);
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      const int row = stage * ROWS + i;
-      if (row < steps) copier.copy(row * stage_bytes, top + row, args.x_pitch);
+      const int row = skipped + stage * ROWS + i;
+      if (row < steps) copier.copy(row % (STAGES * ROWS) * stage_bytes, top + row, args.x_pitch);
     }
     commit_copies();
   }
@@ -186,14 +189,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   __syncthreads();  // nor is the table read any more
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    if (i >= steps) break;
-    Lines::Words words;
-    turner.load(words, shared_address(shared) + i * stage_bytes);
-    turner.store(words, shared + lines + i * line_bytes);
+    const int row = skipped + i;
+    if (row >= steps) break;
+    turner.turn(shared_address(shared) + row % (STAGES * ROWS) * stage_bytes,
+                shared + lines + row % (2 * ROWS) * line_bytes);
   }
   for (int turn = 0; turn < steps + ROWS; turn += kUnrolled) {
 #pragma unroll
     for (int first = 0; first < kUnrolled; first += ROWS) {
+      if (turn + first < skipped) continue;
       if (turn + first >= steps + ROWS) break;
       wait_copies<STAGES - 2>();
       __syncthreads();

@@ -63,7 +63,7 @@ class MmaTile:
 # The first that takes a kernel is used. The backward of stride 1 is a forward, the kernel flipped.
 MMA_TILES = (
     MmaTile(3, 1, False, 2),
-    MmaTile(5, 1, False, 2),
+    MmaTile(5, 1, False, 2, late=False),
     MmaTile(7, 1, False, 2),
     MmaTile(13, 1, False, 3, blocks=1, epilogues=False),
     MmaTile(3, 2, False, 3),

@@ -159,8 +159,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
   const int items = tiling.tiles * tiling.chunks;
   const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
-  const LinesX turn_x(tiling.slots, pitch_x);
-  const LinesY turn_y(kTileStrips, pitch_y);
 #pragma unroll
   for (int i = 0; i < kWarpSums; ++i) sums[own_sums + i * 32] = 0;
 
@@ -177,7 +175,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int slot =
         strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
     // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
-    const int own_x = kept_value((slot + lane / 8 % 2 * STRIDE) * 16);
+    int own_x[kOwn];
+#pragma unroll
+    for (int channel = 0; channel < kOwn; ++channel) {
+      own_x[channel] = kept_value(line_x[channel] + (slot + lane / 8 % 2 * STRIDE) * 16);
+    }
     CopierX x(shared_address(shared), args.x, args.x_stride, args.batch,
               tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
               first_s - args.pad[1], args.x_size[1], sources.first, sources.end);
@@ -185,6 +187,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
               min(args.y_size[0] - first_row, tiling.rows), 0, args.y_size[1], first_channel,
               args.channels);
+    const LinesX turn_x(tiling.slots, pitch_x);
+    const LinesY turn_y(kTileStrips, pitch_y);
     // Of a group of rows: the copies, and the way to lines.
     const auto fetch = [&](int group) {
 #pragma unroll
@@ -231,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int turn = 0; turn < steps; turn += kUnrolled) {
 #pragma unroll
       for (int first = 0; first < kUnrolled; first += ROWS) {
-        if (turn + first >= steps) break;
+        // Nothing of y meets rows beyond x's last.
+        if (turn + first >= steps || top + turn + first >= args.x_size[0]) break;
         wait_copies<STAGES - 2>();
         __syncthreads();
         const int group = (turn + first) / ROWS;
@@ -240,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           const int j = first + i, step = turn + j;
           if (step >= steps) break;
           const int h = top + step;
-          const bool exists = h >= 0 && h < args.x_size[0], turns = step + ROWS < steps;
+          const bool exists = h >= 0 && (ROWS == 1 || h < args.x_size[0]);
+          const bool turns = step + ROWS < steps;
           if (!EARLY && turns) turn_row(group + 1, i);
           // Loads first, so that one waits while the others are under way.
           const u32 from =
@@ -261,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int channel = 0; channel < kOwn; ++channel) {
               load_matrices_transposed(columns[parity][channel],
-                                       from + own_x + line_x[channel] + parity * 16);
+                                       from + own_x[channel] + parity * 16);
             }
           };
           if (EARLY && exists) {

@@ -72,10 +72,10 @@ class WeightMmaTile:
 
 # By stride, and rows: larger kernels are cut into parts.
 WEIGHT_MMA_TILES = (
-    WeightMmaTile(3, 1),
-    WeightMmaTile(5, 1),
+    WeightMmaTile(3, 1, late=False),
+    WeightMmaTile(5, 1, late=False),
     WeightMmaTile(7, 1),
-    WeightMmaTile(3, 2),
+    WeightMmaTile(3, 2, late=False),
 )
 
 
