@@ -155,7 +155,7 @@ struct Copier {
 // channels one copy may take, 1 where they do not lie side by side.
 template <class T>
 __device__ __forceinline__ void copy_weights(char* to, const T* from, int channel, int channels,
-                                             int vector, i64 stride) {
+                                             int vector, int stride) {
   constexpr int kCount = 16 / sizeof(T);
   const u32 limit = channels, at = shared_address(to);
   if (vector == kCount) {

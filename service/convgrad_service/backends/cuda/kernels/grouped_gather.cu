@@ -49,37 +49,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // The block's slice and phase, and its first two boxes of those of the largest phase.
   const int boxes = args.tiles[0] * args.tiles[1] * args.tiles[2] * args.tiles[3];
   const int first_merge = blockIdx.y * args.slice, first_group = first_merge * args.merged;
-  if (thread < 2) {
-    Place mine;
-    u32 part = blockIdx.z;
+  Place mine;
+  u32 part = blockIdx.z;
 #pragma unroll
-    for (int dim = 2; dim >= 0; --dim) {
-      const u32 above = gridDim.z > 1 ? part / static_cast<u32>(args.phases[dim]) : 0;
-      mine.phase[dim] = args.phase[dim][part - above * args.phases[dim]];
-      part = above;
-      mine.low[dim] = min(0, (mine.phase[dim].taps - 1) * args.x_tap[dim]);
-    }
-    mine.group = first_group;
-    if (thread == 0) place = mine;
-    spots[thread] = spot_of(args, mine, blockIdx.x + thread * gridDim.x);
+  for (int dim = 2; dim >= 0; --dim) {
+    const u32 above = gridDim.z > 1 ? part / static_cast<u32>(args.phases[dim]) : 0;
+    mine.phase[dim] = args.phase[dim][part - above * args.phases[dim]];
+    part = above;
+    mine.low[dim] = min(0, (mine.phase[dim].taps - 1) * args.x_tap[dim]);
   }
+  mine.group = first_group;
+  if (thread == 0) place = mine;
+  if (thread < 2) spots[thread] = spot_of(args, mine, blockIdx.x + thread * gridDim.x);
   const int merges = min(args.slice, args.merges - first_merge);
   const int x_merge = args.merged * args.x_channels, y_merge = args.merged * args.y_channels;
   const int x_chunks = x_merge / kChunk;
   const T* const x = static_cast<const T*>(args.x) + first_group * args.x_group;
-  const T* const w = static_cast<const T*>(args.w) + first_group * args.w_stride[0];
-  const Copier copier(args.box, reinterpret_cast<const char*>(x), args.x_stride,
-                                args.lattice, (args.groups - first_group) * args.x_channels / kChunk);
-  __syncthreads();
-  const Phase(&phase)[3] = place.phase;
-  const int taps = phase[0].taps * phase[1].taps * phase[2].taps;
-  auto copy = [&](int index, const Spot& spot, u32 to) {
-    if (index < boxes && taps > 0) {
-      copier.copy(to, args.box, args.x_stride, spot.image, args.batch, spot.from, args.lattice,
-                  args.x_size);
-    }
-  };
-  copy(blockIdx.x, spots[0], box_at);
+  const T* const w = static_cast<const T*>(args.w) + first_group * args.w_group;
+  const int taps = mine.phase[0].taps * mine.phase[1].taps * mine.phase[2].taps;
 
   // Weights as [merge][tap][out channel][in channel], zero between different groups.
   const int in_channels = ACROSS ? args.y_channels : args.x_channels;
@@ -90,26 +77,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     // A thread keeps its chunk of a tap, and walks over taps and merges.
     const int row_chunks = w_rows * w_chunks, lanes = min(row_chunks, kThreads);
     const int at_once = quick_divide(kThreads, lanes), slot = quick_divide(thread, lanes);
-    const int radix[4] = {max(phase[0].taps, 1), max(phase[1].taps, 1), max(phase[2].taps, 1), 1};
-    const i64 steps[3] = {args.r_step[0] * args.w_stride[3], args.r_step[1] * args.w_stride[4],
+    const int radix[4] = {max(mine.phase[0].taps, 1), max(mine.phase[1].taps, 1), max(mine.phase[2].taps, 1), 1};
+    const int steps[3] = {args.r_step[0] * args.w_stride[3], args.r_step[1] * args.w_stride[4],
                           args.r_step[2] * args.w_stride[5]};
     for (int within = thread - slot * lanes; within < row_chunks; within += kThreads) {
       const int row = quick_divide(within, w_chunks);
       const int chunk = within - row * w_chunks;
-      const int mine = quick_divide(row, out_channels);
+      const int own = quick_divide(row, out_channels);
       // The chunk's first channel, counted from this row's own group.
-      const int channel = chunk * kChunk - mine * in_channels;
-      const T* const first = w + mine * args.w_stride[0] +
-                             (row - mine * out_channels) * args.w_stride[1] +
-                             phase[0].r0 * args.w_stride[3] + phase[1].r0 * args.w_stride[4] +
-                             phase[2].r0 * args.w_stride[5];
+      const int channel = chunk * kChunk - own * in_channels;
+      const T* const first = w + own * args.w_group +
+                             ((row - own * out_channels) * args.w_stride[1] +
+                              mine.phase[0].r0 * args.w_stride[3] + mine.phase[1].r0 * args.w_stride[4] +
+                              mine.phase[2].r0 * args.w_stride[5]);
       char* to = base + args.weights_at + row * args.w_pitch + chunk * 16;
       for (int merge = 0; merge < merges; ++merge, to += merge_bytes) {
-        const T* const own = first + merge * args.merged * args.w_stride[0];
+        const T* const of_merge = first + merge * args.merged * args.w_group;
         if (args.w_tap != 0) {
-          const T* from = own + slot * args.w_tap;
+          const T* from = of_merge + slot * args.w_tap;
           for (int i = slot; i <= taps && slot < at_once; i += at_once) {
-            copy_weights(to + i * tap_bytes, i < taps ? from : own, channel,
+            copy_weights(to + i * tap_bytes, i < taps ? from : of_merge, channel,
                          i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
             from += at_once * args.w_tap;
           }
@@ -118,14 +105,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         Walk tap(radix, slot, at_once);
         for (int i = slot; i <= taps && slot < at_once; i += at_once, tap.next(radix)) {
           const T* const from =
-              own + tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2];
-          copy_weights(to + i * tap_bytes, i < taps ? from : own, channel,
+              of_merge + (tap.n * steps[0] + tap.d * steps[1] + tap.h * steps[2]);
+          copy_weights(to + i * tap_bytes, i < taps ? from : of_merge, channel,
                        i < taps ? in_channels : 0, args.w_vector, args.w_stride[2]);
         }
       }
     }
   }
 
+  const Copier copier(args.box, reinterpret_cast<const char*>(x), args.x_stride, args.lattice,
+                      (args.groups - first_group) * args.x_channels / kChunk);
+  __syncthreads();
+  const Phase(&phase)[3] = place.phase;
+  auto copy = [&](int index, const Spot& spot, u32 to) {
+    if (index < boxes && taps > 0) {
+      copier.copy(to, args.box, args.x_stride, spot.image, args.batch, spot.from, args.lattice,
+                  args.x_size);
+    }
+  };
+  copy(blockIdx.x, spots[0], box_at);
   commit_copies();
 
   // Steps of two chunks; where their number is odd, the last one meets the tap of zeros.
@@ -150,6 +148,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // In windows, four rows of eight positions follow one another.
   const int positions = args.tile[0] * args.tile[1] * args.tile[2] * args.tile[3];
   const int fragments = (positions + 15) / 16;
+  // Within a box, offsets fit in 32 bits.
+  const u32 y_next[4] = {static_cast<u32>(args.y_stride[0]),
+                         static_cast<u32>(args.y_step[0] * args.y_stride[1]),
+                         static_cast<u32>(args.y_step[1] * args.y_stride[2]),
+                         static_cast<u32>(args.y_step[2] * args.y_stride[3])};
   constexpr int kHigh = WINDOWS ? 4 : 1, kWide = WINDOWS ? 8 : 1;
   const int radix[4] = {args.tile[0], args.tile[1], args.tile[2] / kHigh, args.tile[3] / kWide};
   constexpr int kWindow = kHigh * kWide;
@@ -160,10 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                     h * args.x_step[1];
     const int source = (row * args.box.extent[3] + v * args.x_step[2]) * args.box.pitch;
     source_at[i] = i < positions ? source : 0;
-    const i64 result = at.n * args.y_stride[0] + at.d * args.y_step[0] * args.y_stride[1] +
-                       h * args.y_step[1] * args.y_stride[2] +
-                       v * args.y_step[2] * args.y_stride[3];
-    result_at[i] = i < positions ? static_cast<u32>(result) : kNowhere;
+    const u32 result = at.n * y_next[0] + at.d * y_next[1] + h * y_next[2] + v * y_next[3];
+    result_at[i] = i < positions ? result : kNowhere;
     digits_at[i] = at.n << 25 | at.d << 18 | h << 10 | v;
   }
 
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Operands from = {step_at, steps,      x_merge_bytes, merge_bytes, column_bytes, args.w_pitch, 0,
                    base,    0,          0};
 #if WINDOWS
-  const int row_bytes = args.box.extent[3] * args.box.pitch, part = lane >> 3;
+  const int row_bytes = args.box.extent[3] * args.box.pitch, eighth = lane >> 3;
   // Offset o of a row, or of a column, is tap o forward and tap 2 - o backward.
   const int turned = args.x_tap[2] < 0;
   auto tap_at = [&](int tap) { return (turned ? 8 - tap : tap) * tap_bytes; };
@@ -190,9 +191,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       9 * tap_bytes,
       -place.low[0] * args.box.extent[2] * row_bytes,
       row_bytes,
-      (part >> 1) * row_bytes + ((part & 1) + (lane & 7)) * args.box.pitch,
-      part * row_bytes + (2 + (lane & 7)) * args.box.pitch,
-      tap_at(part) + (lane & 7) * args.w_pitch,
+      (eighth >> 1) * row_bytes + ((eighth & 1) + (lane & 7)) * args.box.pitch,
+      eighth * row_bytes + (2 + (lane & 7)) * args.box.pitch,
+      tap_at(eighth) + (lane & 7) * args.w_pitch,
       turned ? -4 * tap_bytes : 4 * tap_bytes};
   // From a window's two rows' first result to the one that this lane stores.
   const int lane_to = static_cast<int>((lane >> 4) * args.y_step[1] * args.y_stride[2] +

@@ -45,6 +45,7 @@ MOST_POSITIONS = 512
 MOST_DEPTH, MOST_HEIGHT = 127, 255
 MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
+MAX_INDEX = 2**31 - 1
 RESERVED_BYTES = 1024
 # In shared memory beside what a launch asks for.
 PLACE_BYTES = 384
@@ -78,8 +79,9 @@ class GroupedGatherArgs(ctypes.Structure):
         ("x_group", ctypes.c_int64),
         ("y_group", ctypes.c_int64),
         ("y_stride", ctypes.c_int64 * 4),
-        ("w_tap", ctypes.c_int64),
-        ("w_stride", ctypes.c_int64 * 6),
+        ("w_group", ctypes.c_int64),
+        ("w_stride", ctypes.c_int32 * 6),
+        ("w_tap", ctypes.c_int32),
         ("x_stride", BoxStrides),
         ("box", BoxArgs),
         ("alpha", ctypes.c_float),
@@ -135,6 +137,8 @@ class GroupedGather:
         if reason is not None:
             return reason
         result = gather_sides(work)[1]
+        if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
+            return f"the weights of a group lie more than {MAX_INDEX} elements apart"
         if work.accumulate is not None and work.accumulate.strides != result.strides:
             return "accumulate does not lie as the result does"
         if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
@@ -162,7 +166,7 @@ class GroupedGather:
         args = GroupedGatherArgs()
         args.x_group, args.y_group = source.strides[1], result.strides[1]
         args.y_stride[:] = (result.strides[0], *result.strides[3:])
-        args.w_stride[:] = work.w.strides
+        args.w_group, args.w_stride[1:] = work.w.strides[0], work.w.strides[1:]
         args.w_tap = _tap_stride(work, axes)
         size = source.dtype.itemsize
         args.x_stride.image = source.strides[0] * size

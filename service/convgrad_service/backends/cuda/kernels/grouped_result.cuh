@@ -20,8 +20,9 @@ struct GroupedGatherArgs {
   const void* bias;        // one for each of the result's channels, or null
   i64 x_group, y_group;    // strides of a group, in elements
   i64 y_stride[4];         // N D H W, in elements
-  i64 w_tap;               // from one tap to the next, 0 where they do not lie evenly
-  i64 w_stride[6];         // G, out channel, in channel (of the convolution), T R S, in elements
+  i64 w_group;
+  int w_stride[6];         // -, out channel, in channel (of the convolution), T R S, in elements
+  int w_tap;               // from one tap to the next, 0 where they do not lie evenly
   BoxStrides x_stride;
   Box box;                 // of the source
   float alpha;
@@ -104,7 +105,7 @@ __device__ float sum_again(const GroupedGatherArgs& args, const Place& at, const
   const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
                                                       group * args.x_group) +
                         (spot.image + p.n) * args.x_stride.image;
-  const T* const w = static_cast<const T*>(args.w) + group * args.w_stride[0] +
+  const T* const w = static_cast<const T*>(args.w) + group * args.w_group +
                      k * args.w_stride[ACROSS ? 2 : 1];
   float value = 0;
 #pragma unroll 1

@@ -16,7 +16,7 @@ constexpr int kChunk = 16 / kSize;
 constexpr int kColumns = PACK * NF * 8;  // result channels of a unit
 // Rows of two chunks lie one after another, the chunks of every other four rows swapped; longer ones
 // lie a chunk apart. So neither way through shared memory meets in a bank.
-constexpr bool kSwapped = kColumns * kSize == 32;
+constexpr bool kSwapped = kSize == 2 && kColumns == 16;
 constexpr int kRowPitch = kColumns * kSize + (kSwapped ? 0 : 16);
 constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // of a warp: its sums as they are
 

@@ -71,7 +71,7 @@ ITEMS = {
     1: Item(5, 1, 8, 2),
     2: Item(5, 2, 8, 2),
     3: Item(5, 3, 8, 2),
-    4: Item(5, 2, 8, 2),
+    4: Item(5, 4, 8, 1),
 }
 """By columns: with 3x3 taps, five times 16 rows are all of 8 channels, or half of 16."""
 
