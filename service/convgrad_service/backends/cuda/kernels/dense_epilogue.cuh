@@ -25,18 +25,59 @@ struct Run {
   static constexpr bool kOfPixels = kOfPixels_;
 };
 
-// Finishes all sums of a tile of kPixels x kChannels, in runs of neighbours, by kThreads threads
+// What a sum becomes before it is rounded. Where there is an activation, all is done at once by
+// `activate_sums`, and what follows finds nothing left to do: the code of an activation in every
+// element of a run would not fit into the instruction cache.
+template <class T>
+struct Finisher {
+  const T* accumulate;  // of this group, or null
+  const T* bias;        // likewise
+  float alpha, beta;
+
+  __device__ __forceinline__ Finisher(const DenseGatherArgs& args, int group, bool done)
+      : accumulate(done || args.accumulate == nullptr
+                       ? nullptr
+                       : static_cast<const T*>(args.accumulate) + group * args.y_stride[1]),
+        bias(done || args.bias == nullptr
+                 ? nullptr
+                 : static_cast<const T*>(args.bias) + group * args.out_channels),
+        alpha(done ? 1.0f : args.alpha),
+        beta(args.beta) {}
+
+  __device__ __forceinline__ float operator()(float sum, i64 at, int channel) const {
+    sum *= alpha;
+    if (accumulate != nullptr) sum += beta * widen(accumulate[at]);
+    if (bias != nullptr) sum += widen(bias[channel]);
+    return sum;
+  }
+};
+
+// All sums of a tile by kThreads threads together, in place.
+template <class T, int kPixels, int kChannels, int kThreads>
+__device__ __forceinline__ void activate_sums(const DenseGatherArgs& args, float* sums,
+                                              const i64* result_at, int group, int first_channel) {
+  const Finisher<T> finished(args, group, false);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kPixels * kChannels; i += kThreads) {
+    const int pixel = i / kChannels, column = i % kChannels, channel = first_channel + column;
+    if (result_at[pixel] < 0 || channel >= args.out_channels) continue;
+    float& sum = sums[FinishedSums<kPixels, kChannels>::at(pixel, column)];
+    const i64 at = result_at[pixel] + channel * args.y_stride[2];
+    sum = activate(finished(sum, at, channel), args.activation);
+  }
+  __syncthreads();
+}
+
+// Stores all results of a tile of kPixels x kChannels, in runs of neighbours, by kThreads threads
 // together. `result_at` says where a pixel's channel 0 is; negative past the last pixel.
 template <class T, int kPixels, int kChannels, int kThreads, class Run>
-__device__ __forceinline__ void finish_runs(const DenseGatherArgs& args, const float* sums,
-                                            const i64* result_at, int group, int first_channel) {
+__device__ __forceinline__ void store_runs(const DenseGatherArgs& args, const float* sums,
+                                           const i64* result_at, int group, int first_channel) {
   using Sums = FinishedSums<kPixels, kChannels>;
   constexpr int kRun = Run::kCount;
   constexpr bool kOfPixels = Run::kOfPixels;
   T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
-  // Not to be read where they are null.
-  const T* const accumulate = static_cast<const T*>(args.accumulate) + group * args.y_stride[1];
-  const T* const bias = static_cast<const T*>(args.bias) + group * args.out_channels;
+  const Finisher<T> finished(args, group, args.activation != kNone);
   using Neighbours = Vector<T, kRun>;
   // Runs of pixels are taken eight of a channel and four channels at a time: from all banks.
   constexpr int kAlong = (kOfPixels ? kPixels : kChannels) / kRun;
@@ -58,65 +99,61 @@ __device__ __forceinline__ void finish_runs(const DenseGatherArgs& args, const f
       const int beside = (part % (kAlong / kGroup) * kGroup + within % kGroup) * kRun;
       const int across = part / (kAlong / kGroup) * kBeside + within / kGroup;
       pixel[r] = kOfPixels ? beside : across, column[r] = kOfPixels ? across : beside;
-      at[r] = result_at[pixel[r]] + (first_channel + column[r]) * args.y_stride[2];
-      there[r] = result_at[pixel[r]] >= 0 && first_channel + column[r] < args.out_channels;
+      const i64 pixel_at = result_at[pixel[r]];
+      at[r] = pixel_at + (first_channel + column[r]) * args.y_stride[2];
+      there[r] = pixel_at >= 0 && first_channel + column[r] < args.out_channels;
       // Pixels may go on in another row, or end.
       whole[r] = kRun == 1 || !kOfPixels ||
-                 (result_at[pixel[r] + kRun - 1] - result_at[pixel[r]] == kRun - 1 &&
+                 (result_at[pixel[r] + kRun - 1] - pixel_at == kRun - 1 &&
                   reinterpret_cast<u64>(y + at[r]) % sizeof(Neighbours) == 0);
-      if (there[r] && whole[r] && args.accumulate != nullptr) {
-        before[r] = Neighbours::load(accumulate + at[r]);
+      if (there[r] && whole[r] && finished.accumulate != nullptr) {
+        before[r] = Neighbours::load(finished.accumulate + at[r]);
       }
     }
 #pragma unroll
     for (int r = 0; r < kBatch; ++r) {
       if (!there[r]) continue;
       const float* const from = sums + Sums::at(pixel[r], column[r]);
+      if (!whole[r]) {
+#pragma unroll 1
+        for (int e = 0; e < kRun; ++e) {
+          const i64 pixel_at = result_at[pixel[r] + e];
+          const int channel = first_channel + column[r];
+          const i64 here = pixel_at + channel * args.y_stride[2];
+          if (pixel_at < 0) continue;
+          y[here] = narrow<T>(finished(from[e * Sums::kPitch], here, channel));
+        }
+        continue;
+      }
       float values[kRun];
+      if constexpr (kOfPixels || kRun == 1) {
+        // Within four pixels nothing is added to the pitch.
+        static_assert(kRun <= 4, "as it is where runs are of pixels");
 #pragma unroll
-      for (int e = 0; e < kRun; e += 4) {
-        if constexpr (kOfPixels || kRun == 1) {
-          // Within four pixels nothing is added to the pitch.
+        for (int e = 0; e < kRun; ++e) values[e] = from[e * Sums::kPitch];
+      } else {
 #pragma unroll
-          for (int f = e; f < kRun && f < e + 4; ++f) values[f] = from[f * Sums::kPitch];
-        } else {
+        for (int e = 0; e < kRun; e += 4) {
           const float4 four = *reinterpret_cast<const float4*>(from + e);
           values[e] = four.x, values[e + 1] = four.y;
           values[e + 2] = four.z, values[e + 3] = four.w;
         }
       }
-      // Where the elements are one by one.
-      auto at_of = [&](int e) {
-        return result_at[pixel[r] + e] + (first_channel + column[r]) * args.y_stride[2];
-      };
-      auto each = [&](auto change) {
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) change(values[e], e);
-      };
-      each([&](float& value, int) { value *= args.alpha; });
-      if (args.accumulate != nullptr) {
-        each([&](float& value, int e) {
-          if (!whole[r] && result_at[pixel[r] + e] < 0) return;
-          value += args.beta * widen(whole[r] ? before[r].at[e] : accumulate[at_of(e)]);
-        });
+      for (int e = 0; e < kRun; ++e) values[e] *= finished.alpha;
+      if (finished.accumulate != nullptr) {
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) values[e] += finished.beta * widen(before[r].at[e]);
       }
-      if (args.bias != nullptr) {
-        each([&](float& value, int e) {
-          value += widen(bias[first_channel + column[r] + (kOfPixels ? 0 : e)]);
-        });
-      }
-      if (args.activation != kNone) {
-        each([&](float& value, int) { value = activate(value, args.activation); });
+      if (finished.bias != nullptr) {
+        const T* const bias = finished.bias + first_channel + column[r];
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) values[e] += widen(bias[kOfPixels ? 0 : e]);
       }
       Neighbours done;
-      each([&](float& value, int e) { done.at[e] = narrow<T>(value); });
-      if (whole[r]) {
-        done.store(y + at[r]);
-      } else {
-        each([&](float&, int e) {
-          if (result_at[pixel[r] + e] >= 0) y[at_of(e)] = done.at[e];
-        });
-      }
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) done.at[e] = narrow<T>(values[e]);
+      done.store(y + at[r]);
     }
   }
 }

@@ -317,16 +317,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     __syncthreads();
   }
-  auto finish_by = [&](auto run) {
-    finish_runs<T, BM, BN, kThreads, decltype(run)>(args, slab, result_at, group, first_channel);
+  if (args.activation != kNone) {
+    activate_sums<T, BM, BN, kThreads>(args, slab, result_at, group, first_channel);
+  }
+  auto store_by = [&](auto run) {
+    store_runs<T, BM, BN, kThreads, decltype(run)>(args, slab, result_at, group, first_channel);
   };
   if (args.wide_stores) {
-    finish_by(Run<kChunk, false>());
+    store_by(Run<kChunk, false>());
   } else if (args.runs_of_pixels) {
-    finish_by(Run<4, true>());
+    store_by(Run<4, true>());
   } else if (args.y_stride[2] != 1) {
-    finish_by(Run<1, true>());
+    store_by(Run<1, true>());
   } else {
-    finish_by(Run<1, false>());
+    store_by(Run<1, false>());
   }
 }
