@@ -300,16 +300,16 @@ def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice)
     y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
     result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
     per_box = shape.copied_bytes + 2 * result + 2048
-    # Arranging a chunk of weights takes some ten times a copy's instructions.
-    per_block = 4 * shape.weight_bytes + 8192
+    # Arranging weights takes more instructions than copying a box does.
+    per_block = 2 * shape.weight_bytes + 16384
     workers, slices, phases = _grid(work, axes, box, device)
     boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
     resident = _resident(unit, shape, device)
     blocks = workers * slices * phases
     together = min(resident, ceil_div(blocks, device.multiprocessors))
-    waves = max(1.0, blocks / (device.multiprocessors * resident))
-    # Fewer copies at once hide less of each other's waiting.
-    hidden = 1.0 + 1.0 / (together * min(boxes, 2))
+    waves = ceil_div(blocks, device.multiprocessors * resident)
+    # Fewer blocks at once hide less of each other's waiting, and so do fewer copies.
+    hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
     return waves * together * (per_block + boxes * per_box) * hidden
 
 

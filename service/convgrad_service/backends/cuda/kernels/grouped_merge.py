@@ -21,13 +21,14 @@ __all__ = [
     "odd_chunks",
     "slices_of",
     "why_not_grouped",
+    "widest",
 ]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 MAX_CHANNELS = 64
 """Of merged groups, on either side."""
 LEAST_BYTES = 64
-DENSE_CHANNELS = 48
+DENSE_CHANNELS = 56
 MAX_TAPS = 512
 MAX_STRIDE_BYTES = 2**31 - 1
 MAX_EXTENT = 2**24
@@ -83,6 +84,12 @@ def meets_own(work: ConvWork) -> bool:
         read, written = written, read
     together = work.x.strides[1] == work.in_channels and work.y.strides[1] == work.out_channels
     return written == 4 and read % 4 == 0 and read <= 32 and work.groups % 2 == 0 and together
+
+
+def widest(columns: int) -> int:
+    """How many times 8 channels, up to four, a warp should take at once of so many: each turn reads
+    the other operand again, which is worth about half of what one more 8 channels cost in vain."""
+    return min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * (width + 1.5))
 
 
 def slices_of(merge: Merge, together: bool) -> list[int]:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
-from convgrad_service.backends.cuda.kernels.grouped_merge import DTYPES, is_exact, merge_of
+from convgrad_service.backends.cuda.kernels.grouped_merge import (
+    DTYPES,
+    is_exact,
+    merge_of,
+    widest,
+)
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
@@ -68,13 +73,13 @@ SMALL = Unit(2, 2, 1, 8, 2, windows=True)
 
 
 def unit_of(work: ConvWork) -> Unit:
-    """As wide as leaves the least of the result's channels empty."""
+    """For the result's channels and the taps of this work."""
     merge = merge_of(work)
     backward = work.direction == "bwd_data"
     channels = merge.in_channels if backward else merge.out_channels
     columns = ceil_div(channels, 8)
     units = EXACT_UNITS if is_exact(work) else UNITS
-    unit = units[min((4, 3, 2, 1), key=lambda width: ceil_div(columns, width) * width)]
+    unit = units[widest(columns)]
     chunks = merge.out_chunks if backward else merge.in_chunks
     axes = [lattice_axis(work, dim) for dim in (1, 2)]
     near = all(

@@ -15,54 +15,17 @@
 // (g, k, t, r, s, c); lane_sum.cu adds the parts up.
 // Dynamic shared memory: two stages of both boxes, then offsets of pixels in x's and of rows;
 // grouped_weight.py says where each begins. Where float32 is to be exact (EXACT), products are FMAs,
-// each lane having the sums that it would have on tensor cores.
+// each lane having the sums that it would have on tensor cores. WINDOWS is for 3 x 3 taps, side by
+// side, of 8 channels on both sides: then boxes have even rows and whole eights of columns.
 // Relies on its launcher for the grid (slices, groups of items, splits)
 // and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and number of splits. Pixels that a box
 // lacks enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
 // order, over the positions inside.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
-#include "grouped_box.cuh"
+#include "grouped_weight.cuh"
 
 using namespace convgrad;
-
-constexpr int kMaxPhases = 16;
-
-struct Phase {
-  int x0, y0, count;
-};
-
-struct GroupedWeightArgs {
-  const void* x;
-  const void* y;
-  float* partials;
-  i64 x_group, y_group;  // strides of a group, in elements
-  BoxStrides x_stride, y_stride;
-  Box x_box, y_box;
-  int batch;
-  int groups;
-  int in_channels;   // in one group
-  int out_channels;  // in one group
-  int merged;
-  int slice;  // merges in a block
-  int row_blocks;     // items of one merge: of MT * 16 rows,
-  int column_blocks;  // by NF * 8 columns
-  int items;          // of a block
-  int boxes;          // of a split,
-  int more;           // and one more of so many, the first ones
-  int kernel[3];
-  int tile[4];   // pixels: images, D, H, W
-  int tiles[4];  // in the largest phase
-  int x_size[3];
-  int y_size[3];
-  int x_step[3];  // in units of the lattice, as x_tap
-  int x_tap[3];
-  int lattice[3];
-  int y_step[3];
-  int phases[3];
-  int y_at, stage_bytes, sources_at, rows_at;  // in shared memory
-  Phase phase[3][kMaxPhases];
-};
 
 namespace {
 
@@ -192,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int merge = number;
   const bool busy = merge < merges && k_split < k_splits;
   __syncthreads();
-  int row_offset[MT][kSize == 4 ? 2 : 1];
+  [[maybe_unused]] int row_offset[MT][kSize == 4 ? 2 : 1];
   const int mine = merge * x_merge * kSize;
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
@@ -216,6 +179,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (busy) {
       const u32 x_box = boxes_at + stage * args.stage_bytes;
       const u32 y_box = x_box + args.y_at + column_offset;
+#if WINDOWS
+      // Eight columns of pixels, two rows a product, whose rows of x are loaded once: x's new two
+      // rows at the taps 0 and 1 of a row, then at tap 2 together with y's rows.
+      const int across = args.tile[3] / 8, eighth = lane >> 3;
+      const int x_row = args.x_box.extent[3] * args.x_box.pitch, y_row = args.tile[3] * args.y_box.pitch;
+      const bool of_y = eighth > 1;
+      const int next = 2 * (of_y ? y_row : x_row);
+#pragma unroll 1
+      for (int window = k_split; window < args.tile[0] * args.tile[1] * across; window += k_splits) {
+        const int plane = quick_divide(window, across), column = (window - plane * across) * 8 + (lane & 7);
+        // A plane of x's box for each of y's: images and, as D has one tap, positions along D.
+        const u32 x_at = x_box + plane * args.x_box.extent[2] * x_row + column * args.x_box.pitch + mine;
+        const u32 y_at = y_box + plane * args.tile[2] * y_row + column * args.y_box.pitch;
+        u32 near_at = x_at + (eighth >> 1) * x_row + (eighth & 1) * args.x_box.pitch;
+        u32 far_at = of_y ? y_at + (eighth - 2) * y_row
+                          : x_at + eighth * x_row + 2 * args.x_box.pitch;
+        u32 rows_x[4][3];
+        u32 near[4], far[4];
+        load_matrices_transposed(near, near_at);
+        load_matrices_transposed(far, of_y ? x_at : far_at);
+        rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
+        rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
+        near_at += 2 * x_row;
+        if (!of_y) far_at += next;
+#pragma unroll 2
+        for (int h = 0; h < args.tile[2]; h += 2) {
+#pragma unroll
+          for (int tap = 0; tap < 3; ++tap) {
+            rows_x[0][tap] = rows_x[2][tap], rows_x[1][tap] = rows_x[3][tap];
+          }
+          load_matrices_transposed(near, near_at);
+          load_matrices_transposed(far, far_at);
+          near_at += 2 * x_row;
+          far_at += next;
+          rows_x[2][0] = near[0], rows_x[2][1] = near[1], rows_x[2][2] = far[0];
+          rows_x[3][0] = near[2], rows_x[3][1] = near[3], rows_x[3][2] = far[1];
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            // The last product has one tap; what it adds up beside is nobody's.
+            const int first = i * 2, second = first < 8 ? first + 1 : first;
+            const u32 a[4] = {rows_x[first / 3][first % 3], rows_x[second / 3][second % 3],
+                              rows_x[first / 3 + 1][first % 3], rows_x[second / 3 + 1][second % 3]};
+            mma<T>(sum[i][0], a, far[2], far[3]);
+          }
+        }
+      }
+#else
 #pragma unroll(EXACT ? 1 : 2)
       for (int step = k_split; step < steps; step += k_splits) {
         const int pixel = step * kDepth;
@@ -282,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
 #endif
       }
+#endif
     }
     __syncthreads();
   }

@@ -31,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.grouped_merge import (
     odd_chunks,
     slices_of,
     why_not_grouped,
+    widest,
 )
 from convgrad_service.backends.cuda.kernels.lane_sum import lane_sum, lane_sum_instances
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -55,6 +56,8 @@ class Item:
     columns: int
     warps: int
     blocks: int
+    windows: bool = False
+    """Whether pixels go in eights of columns whose rows of the input are loaded once."""
 
     def defines(self, dtype: DType, exact: bool) -> tuple[tuple[str, str], ...]:
         return (
@@ -64,6 +67,7 @@ class Item:
             ("NF", str(self.columns)),
             ("WARPS", str(self.warps)),
             ("BLOCKS", str(self.blocks)),
+            ("WINDOWS", str(int(self.windows))),
         )
 
 
@@ -74,6 +78,10 @@ ITEMS = {
     4: Item(5, 4, 8, 1),
 }
 """By columns: with 3x3 taps, five times 16 rows are all of 8 channels, or half of 16."""
+
+
+SMALL = Item(5, 1, 8, 2, windows=True)
+"""For 3x3 taps of 8 channels, side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +227,7 @@ class GroupedWeight:
         items = dict.fromkeys(ITEMS.values())
         return [
             *(_instance(item, dtype, False) for item in items for dtype in DTYPES),
+            *(_instance(SMALL, dtype, False) for dtype in DTYPES if dtype.itemsize == 2),
             *(_instance(item, DType.FLOAT32, True) for item in items),
             *lane_sum_instances(),
         ]
@@ -231,13 +240,16 @@ class _Shapes:
         self.work = work
         self.merge: Merge = merge_of(work)
         columns = ceil_div(self.merge.out_channels, 8)
-        widths = (4, 3, 2, 1)
-        self.item = ITEMS[min(widths, key=lambda width: ceil_div(columns, width) * width)]
+        forward = replace(work, direction="fwd")
+        self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
+        near = work.kernel == (1, 3, 3) and all(
+            axis.x_step == axis.x_tap == 1 for axis in self.axes[1:]
+        )
+        small = near and columns == self.merge.in_chunks == 1 and work.dtype.itemsize == 2
+        self.item = SMALL if small else ITEMS[widest(columns)]
         self.column_blocks = ceil_div(columns, self.item.columns)
         rows = ceil_div(work.taps * self.merge.in_channels, 16)
         self.row_blocks = ceil_div(rows, self.item.rows)
-        forward = replace(work, direction="fwd")
-        self.axes: list[LatticeAxis] = [lattice_axis(forward, dim) for dim in range(3)]
 
     @property
     def items(self) -> int:
@@ -296,8 +308,14 @@ def _shares_of(shapes: _Shapes, device: CudaDevice) -> Iterator[Share]:
     )
     slices = slices_of(merge, together)
     counts = [axis.count for axis in shapes.axes]
-    for slice_, depth, height, width in product(slices, *map(tile_extents, counts)):
-        whole = [depth, height, width] == counts
+    steps = (1, 2, 8) if shapes.item.windows else (1, 1, 1)
+    extents = [
+        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
+        for count, step in zip(counts, steps, strict=True)
+    ]
+    for slice_, *spatial in product(slices, *extents):
+        depth, height, width = spatial
+        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
         for images in images_together(work.batch) if whole else [1]:
             share = Share((images, depth, height, width), slice_)
             if share.pixels > MOST_PIXELS:
