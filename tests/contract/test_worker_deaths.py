@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad import Client
-from convgrad.errors import Internal
+from convgrad.errors import DeviceUnavailable, Internal
 from convgrad_service.backends.base import Outcome
 from convgrad_service.problems import Problem
 from tests.contract.server import SAFETENSORS
@@ -63,6 +64,13 @@ class OneOfTwo(Mortal):
 def one_of_two(device: int) -> OneOfTwo:
     """See `OneOfTwo`."""
     return OneOfTwo()
+
+
+def while_unbroken(broken: Path, device: int) -> Mortal:
+    """A device that cannot be used while there is such a file."""
+    if broken.exists():
+        raise DeviceUnavailable("it is broken")
+    return Mortal()
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +173,35 @@ def test_two_devices_work_side_by_side_and_one_is_enough() -> None:
             until(lambda: loading.answered > before + 5)
             until(lambda: sorted(workers) == [0, 1])
         assert httpx.get(ready).status_code == 200
+
+
+def test_a_device_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    with (
+        pytest.raises(AssertionError, match="it is broken"),
+        serving_tree(partial(while_unbroken, broken)),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_a_device_that_breaks_is_given_up_and_taken_back_when_it_works(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    with serving_tree(partial(while_unbroken, broken)) as server:
+        worker = server.worker_id
+        assert worker is not None
+        broken.touch()
+        os.kill(worker, signal.SIGKILL)
+        with Client(server.url, retries=0, timeout=60) as client:
+            # It waits for as long as there is hope, and is told when there is none.
+            with pytest.raises(DeviceUnavailable, match="the device has failed: it is broken"):
+                client.conv_bwd_data(ones, ones)
+            assert httpx.get(f"{server.url}/v2/health/ready").status_code == 503
+            broken.unlink()
+            until(lambda: server.worker_id is not None, 30)
+            assert client.conv_bwd_data(ones, ones).item() == 2
 
 
 def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,13 @@ def serving_tree(
             ended = asyncio.Event()
             loop = asyncio.get_running_loop()
             ending.append(lambda: loop.call_soon_threadsafe(ended.set))
-            grpc_ports.append(await tree.start())
-            started.set()
-            await ended.wait()
-            await tree.stop()
+            try:
+                grpc_ports.append(await tree.start())
+                started.set()
+                await ended.wait()
+                await tree.stop()
+            finally:
+                await tree.kill()
 
         def run() -> None:
             try:
@@ -99,7 +102,8 @@ def serving_tree(
             yield TreeServer(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_ports[0]}", tree)
         finally:
             for end in ending:
-                end()
+                with suppress(RuntimeError):  # its loop has ended by itself
+                    end()
             thread.join(30)
         assert not thread.is_alive()
         assert not failures, failures

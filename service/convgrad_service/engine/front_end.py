@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from convgrad.errors import Overloaded
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.jobs import Finished
@@ -47,15 +48,15 @@ class FrontEnd:
     async def serve(self, channel_end: Any) -> None:
         """Welcome it, and return once its end of the channel has closed and it holds nothing."""
         gone = asyncio.Event()
-        pocket = await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
+        pocket = await self._pocket()
         try:
             self._channel = await Channel.open(channel_end, self._received, gone.set, KINDS)
             self._hub.watchers.append(self._channel.tell)
-            place = pocket.offset, pocket.size_bytes
+            place = (0, 0) if pocket is None else (pocket.offset, pocket.size_bytes)
             self._channel.tell(Welcome(self._hub.status, self._hub.limit_bytes, place))
             await gone.wait()
             self._hub.watchers.remove(self._channel.tell)
-            for task in self._tasks.values():
+            for task in list(self._tasks.values()):
                 self._hub.cancel(task)
             # A worker may still write to what it held.
             await asyncio.gather(
@@ -64,7 +65,14 @@ class FrontEnd:
         finally:
             for lease in self._leases.values():
                 _leave(lease)
-            pocket.release()
+            if pocket is not None:
+                pocket.release()
+
+    async def _pocket(self) -> Lease | None:
+        try:
+            return await self._hub.reserve(min(POCKET_BYTES, self._hub.limit_bytes // 16))
+        except Overloaded:
+            return None  # requests hold all there is; then it asks for each place
 
     def drain(self) -> None:
         """Tell it to finish."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import socket
@@ -21,6 +22,10 @@ from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.worker import Cancel, Forget, Hello, Start, worker_main
 
 __all__ = ["ProcessWorker", "WorkerRecipe"]
+
+
+# Compiling what a GPU needs first takes seconds; this is for a driver that never answers.
+_START_S = 300
 
 
 class WorkerRecipe(NamedTuple):
@@ -86,7 +91,17 @@ class ProcessWorker:
         worker._files = ours[2]
         regions.forgotten.append(worker._forget)
         try:
-            worker.greeting = await worker._greeted
+            async with asyncio.timeout(_START_S):
+                worker.greeting = await worker._greeted
+        except TimeoutError:
+            worker._gone()
+            raise DeviceUnavailable(
+                f"a worker's process did not say within {_START_S} s that it works"
+            ) from None
+        except ServiceError:
+            worker._gone()
+            await worker.lost
+            raise
         except BaseException:
             worker._gone()
             raise
@@ -103,8 +118,10 @@ class ProcessWorker:
         number = next(self._numbers)
         self._tasks[number] = task
         new = sorted(task.job.regions - self._sent_regions)
-        for region in new:
-            socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
+        # A worker that has just died takes none; then the job runs again with all the others.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for region in new:
+                socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
         self._sent_regions.update(new)
         self._jobs.tell((number, task.job.packed().text, new))
 
