@@ -56,7 +56,6 @@ def _run(settings: Settings, port_file: Path | None) -> int:
     from convgrad_service.tls import TlsError, server_context
     from convgrad_service.tree import CannotListen, Tree, run_until_signalled
 
-    prepare_process(settings)
     try:
         secure = "s" if server_context(settings, "h2") else ""
     except TlsError as error:
@@ -68,6 +67,8 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         where = f"{settings.http_host}:{settings.http_port}"
         print(f"convgrad serve: cannot listen on {where}: {error}", file=sys.stderr)
         return 1
+
+    prepare_process(settings)
 
     def started(grpc_port: int) -> None:
         host, port = listening.getsockname()[:2]

@@ -56,9 +56,13 @@ def mortal(device: int) -> Mortal:
 
 
 class OneOfTwo(Mortal):
-    """One of two devices."""
+    """One of two devices, slow enough that both are seen at work."""
 
     devices = 2
+
+    def run(self, *arguments: Any) -> Outcome:
+        time.sleep(0.05)
+        return super().run(*arguments)
 
 
 def one_of_two(device: int) -> OneOfTwo:

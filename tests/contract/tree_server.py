@@ -109,7 +109,7 @@ def serving_tree(
         assert not failures, failures
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Return once it is true."""
     end = time.monotonic() + timeout_s
     while not condition():
