@@ -220,10 +220,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           if (i == ROWS - 1) commit_copies();
         };
         u32 columns[kOwn][4], beyond[kOwn][2];
-        const auto load_columns = [&] {
-          if (!exists) return;
-          const u32 from =
-              shared_address(shared) + lines + (now * ROWS + i) * line_bytes;
+        if (turns) turner.turn(raw, turned);
+        if (writes_rows) {
+          u32 written[kReads][4];
+          read_results(written, step - ROWS, other);
+          write_results(written, step - ROWS);
+        }
+        if (exists) {
+          const u32 from = shared_address(shared) + lines + (now * ROWS + i) * line_bytes;
 #pragma unroll
           for (int channel = 0; channel < kOwn; ++channel) {
             load_matrices(columns[channel], from + own_line[channel]);
@@ -231,23 +235,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               load_matrices(beyond[channel], from + own_line[channel] + (2 - lane / 16) * 16);
             }
           }
-        };
-        u32 written[kReads][4];
-        if constexpr (EARLY) {
-          // Loads first, so that one waits while the others are under way.
-          load_columns();
-          Lines::Words words;
-          if (turns) turner.load(words, raw);
-          if (writes_rows) read_results(written, step - ROWS, other);
-          if (turns) turner.store(words, turned);
-          if (writes_rows) write_results(written, step - ROWS);
-        } else {
-          if (turns) turner.turn(raw, turned);
-          if (writes_rows) {
-            read_results(written, step - ROWS, other);
-            write_results(written, step - ROWS);
-          }
-          load_columns();
         }
         if (!LATE) copy();
         if (exists) {

@@ -34,8 +34,7 @@ __all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
 class MmaTile:
     """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
     with ``own`` channels each, rows between barriers and how many times as many are in flight,
-    whether a step's loads go first and its copies last, and the blocks that a multiprocessor is to
-    hold.
+    whether a step's copies go last, and the blocks that a multiprocessor is to hold.
 
     ``start`` is what a block takes beside its rows, in rows.
     """
@@ -46,7 +45,6 @@ class MmaTile:
     units: int
     warps: int = 8
     rows: int = 1
-    early: bool = False
     late: bool = True
     stages: int = 4
     blocks: int = 2
@@ -254,7 +252,6 @@ def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
         "WARPS": tile.warps,
         "CHANNELS": tile.own,
         "ROWS": tile.rows,
-        "EARLY": int(tile.early),
         "LATE": int(tile.late),
         "STAGES": tile.stages,
         "BLOCKS": _blocks(tile, epilogue),

@@ -140,7 +140,6 @@ struct Turner {
     to = kept_value((octet * 8 + lane / 4) * pitch + (first * 4 + lane % 4) * 16);
   }
 
-  // Both at once, matrix by matrix; or all loads first, where there are registers for them.
   __device__ __forceinline__ void turn(u32 row, unsigned char* lines) const {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
@@ -149,23 +148,6 @@ struct Turner {
       load_matrices_transposed(words, row + from + i * (kGroups * 32 * kOctets * 16));
       *reinterpret_cast<uint4*>(lines + to + i * (kGroups * 4 * 16)) =
           make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-  using Words = u32[kRounds][4];
-
-  __device__ __forceinline__ void load(Words& words, u32 row) const {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (i < count) load_matrices_transposed(words[i], row + from + i * (kGroups * 32 * kOctets * 16));
-    }
-  }
-  __device__ __forceinline__ void store(const Words& words, unsigned char* lines) const {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (i < count) {
-        *reinterpret_cast<uint4*>(lines + to + i * (kGroups * 4 * 16)) =
-            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
-      }
     }
   }
 };

@@ -203,17 +203,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
       commit_copies();
     };
-    const auto load_turned = [&](LinesX::Words& words_x, LinesY::Words& words_y, int group, int i) {
-      const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
-      turn_x.load(words_x, from);
-      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.load(words_y, from + stage_x);
-    };
-    const auto store_turned = [&](const LinesX::Words& words_x, const LinesY::Words& words_y,
-                                  int group, int i) {
-      unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
-      turn_x.store(words_x, to);
-      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.store(words_y, to + row_x);
-    };
     const auto turn_row = [&](int group, int i) {
       const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
       unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
@@ -247,8 +236,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           const int h = top + step;
           const bool exists = h >= 0 && (ROWS == 1 || h < args.x_size[0]);
           const bool turns = step + ROWS < steps;
-          if (!EARLY && turns) turn_row(group + 1, i);
-          // Loads first, so that one waits while the others are under way.
+          if (turns) turn_row(group + 1, i);
           const u32 from =
               shared_address(shared) + lines + ((group & 1) * ROWS + i) * row;
           if (j % STRIDE == 0) {
@@ -270,24 +258,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                                        from + own_x[channel] + parity * 16);
             }
           };
-          if (EARLY && exists) {
-#pragma unroll
-            for (int parity = 0; parity < STRIDE; ++parity) load_columns(parity);
-          }
-          if (EARLY && turns) {
-            LinesX::Words words_x;
-            LinesY::Words words_y;
-            load_turned(words_x, words_y, group + 1, i);
-            store_turned(words_x, words_y, group + 1, i);
-          }
-          if (!EARLY && exists) load_columns(0);
+          if (exists) load_columns(0);
           // Copies keep shared memory busy, so they start where the tensor cores have work; or last
           // of all, when there are registers again.
           if (!LATE && i == ROWS - 1) fetch(group + STAGES);
           if (exists) {
 #pragma unroll
             for (int parity = 0; parity < STRIDE; ++parity) {
-              if (!EARLY && parity > 0) load_columns(parity);
+              if (parity > 0) load_columns(parity);
 #pragma unroll
               for (int r = 0; r < KERNEL_H; ++r) {
                 if (wrapped(j - r, STRIDE) != 0) continue;

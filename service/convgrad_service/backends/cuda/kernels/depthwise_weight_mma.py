@@ -47,8 +47,8 @@ FLUSH = 32
 @dataclass(frozen=True, slots=True)
 class WeightMmaTile:
     """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
-    barriers and how many times as many are in flight, whether a step's loads go first and its
-    copies last, and the blocks that a multiprocessor is to hold.
+    barriers and how many times as many are in flight, whether a step's copies go
+    last, and the blocks that a multiprocessor is to hold.
 
     ``start`` is what an item takes beside its rows, in rows.
     """
@@ -57,7 +57,6 @@ class WeightMmaTile:
     stride: int
     warps: int = 8
     rows: int = 1
-    early: bool = False
     late: bool = True
     stages: int = 4
     blocks: int = 2
@@ -260,7 +259,6 @@ def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
         "WARPS": tile.warps,
         "CHANNELS": tile.own,
         "ROWS": tile.rows,
-        "EARLY": int(tile.early),
         "LATE": int(tile.late),
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
