@@ -22,7 +22,7 @@
 // Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
 #include "dense_epilogue.cuh"
 #include "dense_mma.cuh"
-#include "vectors.cuh"
+#include "kept.cuh"
 
 using namespace convgrad;
 
@@ -252,7 +252,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
       too_small);
 
-  T* const y = static_cast<T*>(args.y) + group * args.y_stride[1];
+  // From here on what follows from the group is computed again: it would keep registers that the
+  // products need.
+  const int own_group = kept_value(static_cast<int>(blockIdx.y));
+  T* const y = static_cast<T*>(args.y) + own_group * args.y_stride[1];
   const bool some_odd = __syncthreads_or(any_odd(sum));
   // Most results are sums that only need to be rounded: they pass through the ring as such.
   if (!some_odd && args.plain && args.wide_stores) {
@@ -309,8 +312,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int t = 0; t < taps; ++t) {
         const Tap by = tap_at[t];
         if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
-        const T* const xs = x + by.x + source_at[pixel];
-        const T* const ws = w + by.w + channel_at * w_result;
+        const T* const xs = static_cast<const T*>(args.x) + own_group * args.x_stride[1] + by.x +
+                            source_at[pixel];
+        const T* const ws = static_cast<const T*>(args.w) + own_group * args.w_stride[0] + by.w +
+                            channel_at * w_result;
         for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
       }
       slab[Sums::at(pixel, column)] = value;
@@ -318,10 +323,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     __syncthreads();
   }
   if (args.activation != kNone) {
-    activate_sums<T, BM, BN, kThreads>(args, slab, result_at, group, first_channel);
+    activate_sums<T, BM, BN, kThreads>(args, slab, result_at, own_group, first_channel);
   }
   auto store_by = [&](auto run) {
-    store_runs<T, BM, BN, kThreads, decltype(run)>(args, slab, result_at, group, first_channel);
+    store_runs<T, BM, BN, kThreads, decltype(run)>(args, slab, result_at, own_group, first_channel);
   };
   if (args.wide_stores) {
     store_by(Run<kChunk, false>());
