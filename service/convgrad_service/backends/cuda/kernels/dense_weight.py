@@ -234,7 +234,6 @@ TILES = (
     DenseTile(128, 256, 64, 64, 128, 3, 1, flops=450e12, start_s=2e-6),
     DenseTile(256, 128, 64, 64, 128, 3, 1, flops=430e12, start_s=1e-6),
     DenseTile(64, 256, 64, 64, 64, 4, 2, flops=380e12, start_s=9.5e-6),
-    DenseTile(128, 64, 64, 32, 128, 3, 3, flops=350e12, start_s=1e-6),
     DenseTile(64, 64, 32, 32, 128, 4, 3, flops=250e12, start_s=5e-6),
     DenseTile(32, 128, 32, 32, 128, 4, 3, flops=250e12, start_s=4e-6),
     DenseTile(128, 128, 64, 64, 64, 4, 2, flops=400e12, start_s=6.5e-6),
