@@ -18,6 +18,8 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     plane_bytes,
     resident_blocks,
     rows_of_chunks,
+    variant,
+    variants,
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
@@ -164,9 +166,11 @@ class DepthwiseMma:
         channel_tiles = ceil_div(work.groups * work.out_channels, channels)
         shared_bytes = _shared_bytes(tile, strips.slots)
         items = strips.tiles * channel_tiles
+        blocks, architectures = variant(
+            tile.kernel_rows, _blocks(tile, not work.epilogue_free), device
+        )
         if chunk is None:
             reach = ceil_div(tile.kernel_rows, stride) - 1
-            blocks = _blocks(tile, not work.epilogue_free)
             resident = resident_blocks(device, shared_bytes, blocks)
             chunk = rows_of_chunks(rows, reach, items, resident, tile.start)
         chunks = ceil_div(rows, chunk)
@@ -187,7 +191,7 @@ class DepthwiseMma:
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
         return Launch(
-            _instance(work.dtype, tile, not work.epilogue_free),
+            _instance(work.dtype, tile, not work.epilogue_free, blocks, architectures),
             (items * chunks, 1, 1),
             (tile.warps * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -197,11 +201,12 @@ class DepthwiseMma:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, tile, epilogue)
+            _instance(dtype, tile, epilogue, blocks, architectures)
             for tile in self._tiles
             for dtype in DTYPES
             for epilogue in (False, True)
             if tile.epilogues or not epilogue
+            for blocks, architectures in variants(tile.kernel_rows, _blocks(tile, epilogue))
         ]
 
     def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
@@ -242,7 +247,9 @@ def _blocks(tile: MmaTile, epilogue: bool) -> int:
     return max(1, tile.blocks - epilogue)
 
 
-def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
+def _instance(
+    dtype: DType, tile: MmaTile, epilogue: bool, blocks: int, architectures: tuple[str, ...]
+) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
         "KERNEL_H": tile.kernel_rows,
@@ -254,11 +261,12 @@ def _instance(dtype: DType, tile: MmaTile, epilogue: bool) -> Instance:
         "ROWS": tile.rows,
         "LATE": int(tile.late),
         "STAGES": tile.stages,
-        "BLOCKS": _blocks(tile, epilogue),
+        "BLOCKS": blocks,
         "EPILOGUE": int(epilogue),
     }
     return Instance(
         "depthwise_mma.cu",
         "depthwise_mma",
         tuple((name, str(value)) for name, value in defines.items()),
+        architectures,
     )

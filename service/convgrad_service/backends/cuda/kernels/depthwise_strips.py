@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
-__all__ += ["plane_bytes", "resident_blocks", "rows_of_chunks", "why_not_strips"]
+__all__ += ["plane_bytes", "resident_blocks", "rows_of_chunks", "variant", "variants"]
+__all__ += ["why_not_strips"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 # Places are counted in four elements, by 32 bits; rows outside count from before the first.
@@ -61,6 +62,23 @@ class Strips:
             images, last = divmod(first + TILE_STRIPS - 1, self.count)
             most = max(most, images * self.units + (last - first) * self.apart + self.reads)
         return ceil_div(most, 4) * 4
+
+
+def variants(kernel_rows: int, blocks: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Blocks that a multiprocessor is to hold, and the architectures that they are for.
+
+    With 7 rows of a kernel two blocks' registers suffice on Hopper alone.
+    """
+    if kernel_rows < 7 or blocks == 1:
+        return ((blocks, ARCHITECTURES),)
+    others = tuple(name for name in ARCHITECTURES if name not in HOPPER)
+    return (blocks, HOPPER), (1, others)
+
+
+def variant(kernel_rows: int, blocks: int, device: CudaDevice) -> tuple[int, tuple[str, ...]]:
+    """The one of ``variants`` for a device."""
+    found = variants(kernel_rows, blocks)
+    return found[0] if len(found) == 1 or device.architecture in HOPPER else found[1]
 
 
 def why_not_strips(plane: Plane, work: ConvWork) -> str | None:

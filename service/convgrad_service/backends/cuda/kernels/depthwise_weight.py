@@ -59,14 +59,17 @@ class WeightTile:
 
 
 # Of 16-bit types, beside one-dimensional kernels: where tensor cores are not faster.
-IN_16_BITS = ((3, 3, 1), (3, 3, 2))
+TILES_IN_16_BITS = {
+    (3, 3, 1): WeightTile(3, 1, 7, 2),
+    (3, 3, 2): WeightTile(3, 2, 4, 1),
+}
 # Elements of both tensors from which tensor cores are faster in 16 bits with stride 1: with 10 and
 # with 58 million, FMAs took 0.81 and 1.13 of their time on one H200.
 TENSOR_CORES_FROM = 27 * 10**6
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES = {
-    (3, 3, 1): WeightTile(3, 2, 4, 2),
-    (3, 3, 2): WeightTile(3, 2, 4, 1),
+    (3, 3, 1): WeightTile(3, 2, 4, 1),
+    (3, 3, 2): WeightTile(3, 1, 7, 1),
     (5, 5, 1): WeightTile(5, 2, 7, 1),
     (5, 5, 2): WeightTile(5, 2, 2, 2),
     (7, 7, 1): WeightTile(7, 1, 7, 1),
@@ -122,7 +125,7 @@ class DepthwiseWeight:
             and elements >= TENSOR_CORES_FROM
         ):
             return f"tensor cores are faster on {elements} elements"
-        tile = _tile(plane)
+        tile = _tile(work, plane)
         needed = _shared_bytes(work.dtype, plane, tile)
         if needed > device.shared_bytes_per_block:
             return (
@@ -136,7 +139,7 @@ class DepthwiseWeight:
         plane = plane_of(work)
         if plane is None:
             raise ValueError("not a plane")
-        return self.fragment(work, device, plane, _tile(plane))
+        return self.fragment(work, device, plane, _tile(work, plane))
 
     def fragment(
         self,
@@ -202,8 +205,8 @@ class DepthwiseWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, result, kernel, tile)
-            for kernel, tile in WEIGHT_TILES.items()
+            _instance(dtype, result, kernel, _tile_of(dtype, kernel))
+            for kernel in WEIGHT_TILES
             for dtype, results in RESULTS.items()
             for result in results
             if _has_instance(dtype, kernel)
@@ -213,11 +216,17 @@ class DepthwiseWeight:
 def _has_instance(dtype: DType, kernel: tuple[int, int, int]) -> bool:
     if kernel not in WEIGHT_TILES:
         return False
-    return dtype.itemsize == 4 or kernel[1] == 1 or kernel in IN_16_BITS
+    return dtype.itemsize == 4 or kernel[1] == 1 or kernel in TILES_IN_16_BITS
 
 
-def _tile(plane: Plane) -> WeightTile:
-    return WEIGHT_TILES[(*plane.kernel, plane.stride)]
+def _tile_of(dtype: DType, kernel: tuple[int, int, int]) -> WeightTile:
+    if dtype.itemsize == 2 and kernel in TILES_IN_16_BITS:
+        return TILES_IN_16_BITS[kernel]
+    return WEIGHT_TILES[kernel]
+
+
+def _tile(work: ConvWork, plane: Plane) -> WeightTile:
+    return _tile_of(work.dtype, (*plane.kernel, plane.stride))
 
 
 def _strips(tile: WeightTile) -> int:

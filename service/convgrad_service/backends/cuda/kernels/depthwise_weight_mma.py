@@ -18,6 +18,8 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     plane_bytes,
     resident_blocks,
     rows_of_chunks,
+    variant,
+    variants,
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
@@ -160,7 +162,8 @@ class DepthwiseWeightMma:
         down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
         columns = channel_tiles * down * across
-        resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
+        held, architectures = variant(tile.kernel_rows, tile.blocks, device)
+        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
         if chunk is None:
             reach = ceil_div(tile.kernel_rows, plane.stride) - 1
             chunk = rows_of_chunks(plane.output[0], reach, strips.tiles, resident, tile.start)
@@ -196,7 +199,7 @@ class DepthwiseWeightMma:
             )
             steps = (Clear(arrived, columns * 4),)
         launch = Launch(
-            _instance(work.dtype, work.result_dtype, tile),
+            _instance(work.dtype, work.result_dtype, tile, held, architectures),
             (blocks * columns, 1, 1),
             (tile.warps * 32, 1, 1),
             pack(
@@ -215,10 +218,11 @@ class DepthwiseWeightMma:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, result, tile)
+            _instance(dtype, result, tile, held, architectures)
             for tile in self._tiles
             for dtype in DTYPES
             for result in (dtype, DType.FLOAT32)
+            for held, architectures in variants(tile.kernel_rows, tile.blocks)
         ]
 
     def _tile(self, plane: Plane) -> WeightMmaTile | None:
@@ -250,7 +254,13 @@ def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
     return tile.rows * (tile.stages * rows + 2 * lines) + sums
 
 
-def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
+def _instance(
+    dtype: DType,
+    result: DType,
+    tile: WeightMmaTile,
+    blocks: int,
+    architectures: tuple[str, ...],
+) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
         "RESULT": CUDA_TYPES[result],
@@ -261,11 +271,12 @@ def _instance(dtype: DType, result: DType, tile: WeightMmaTile) -> Instance:
         "ROWS": tile.rows,
         "LATE": int(tile.late),
         "STAGES": tile.stages,
-        "BLOCKS": tile.blocks,
+        "BLOCKS": blocks,
         "FLUSH": FLUSH,
     }
     return Instance(
         "depthwise_weight_mma.cu",
         "depthwise_weight_mma",
         tuple((name, str(value)) for name, value in defines.items()),
+        architectures,
     )
