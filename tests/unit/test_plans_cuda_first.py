@@ -18,11 +18,12 @@ from tests.cases import Case
 from tests.first_layers import first_cases
 
 ADA = CudaDevice("L40S", (8, 9), 142, 101376, 102400, 96 * 2**20, 48 * 10**9)
+B200 = CudaDevice("B200", (10, 0), 148, 232448, 233472, 126 * 2**20, 180 * 10**9)
 INSTANCES = set(FAMILIES.instances())
 LAYOUTS = {1: ("NCW", "NWC"), 2: ("NCHW", "NHWC"), 3: ("NCDHW", "NDHWC")}
 
 
-@pytest.mark.parametrize("device", [H200, ADA], ids=lambda device: device.name)
+@pytest.mark.parametrize("device", [H200, ADA, B200], ids=lambda device: device.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.id)
 def test_launches_fit(case: Case, dtype: str, device: CudaDevice) -> None:
@@ -37,6 +38,7 @@ def test_launches_fit(case: Case, dtype: str, device: CudaDevice) -> None:
                 continue
             assert step.instance in INSTANCES
             assert step.instance.runs_on(device)
+            assert device.architecture in step.instance.architectures
             assert step.shared_bytes <= device.shared_bytes_per_block
             assert 0 < prod(step.block) <= 1024
             assert all(extent > 0 for extent in step.grid)

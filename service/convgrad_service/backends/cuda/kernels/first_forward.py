@@ -11,6 +11,8 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.first_windows import (
+    BEFORE_BLACKWELL,
+    BLACKWELL,
     MOST_WARPS,
     STAGES,
     WindowArgs,
@@ -21,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.first_windows import (
     window_args,
     window_bytes,
 )
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
@@ -108,7 +110,7 @@ class FirstForward:
         extents = (work.batch, 1, work.out_channels, *work.output)
         args.wide_stores = work.out_channels % 8 == 0 and in_whole_chunks(work.y, extents, 2)
         launch = Launch(
-            _instance(work.dtype, _resident(work)),
+            _instance(work.dtype, _resident(work, device)),
             (args.channel_blocks * args.ranges, 1, 1),
             (cut.threads, 1, 1),
             pack(
@@ -142,8 +144,12 @@ def _pairs(work: ConvWork) -> int:
     return ceil_div(work.kernel[1] * column_tiles(work), 2 if work.dtype.itemsize == 2 else 1)
 
 
-def _resident(work: ConvWork) -> int | None:
-    fitting = [pairs for pairs in RESIDENT if pairs >= _pairs(work)]
+def _resident(work: ConvWork, device: CudaDevice) -> int | None:
+    fitting = [
+        pairs
+        for pairs in RESIDENT
+        if pairs >= _pairs(work) and (pairs == RESIDENT[0] or device.capability < BLACKWELL)
+    ]
     if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
         return None
     return min(fitting)
@@ -184,4 +190,5 @@ def _instance(dtype: DType, pairs: int | None) -> Instance:
         "first_forward.cu",
         "first_forward",
         tuple((name, str(value)) for name, value in defines.items()),
+        BEFORE_BLACKWELL if pairs == RESIDENT[-1] else ARCHITECTURES,
     )

@@ -198,18 +198,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     if (p >= share.real0 && p <= share.real1) {
       wait_copies<STAGES - 2>();
       __syncthreads();
-      // Some warps copy before their products and some after, so that both kinds of work are there
-      // all the time.
-      const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
-      const bool before = (warp >> 2) & 1;
+      copy_row_of_y(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = lane_at + stage * stage_bytes;
-      if (before) copy_row_of_y(free_stage);
       if (all_slots) {
         multiply(Count<SLOTS>{}, from);
       } else {
         multiply(Count<SLOTS - 1>{}, from);
       }
-      if (!before) copy_row_of_y(free_stage);
       if (++stage == STAGES) stage = 0;
     }
     const int h = p * stride_h - args.pad[1] + remainder;

@@ -26,7 +26,7 @@ struct FirstGroupsArgs {
   float alpha;
   float beta;
   int activation;
-  int plain;  // the result is the sum itself: 1, or 2 (kInTwos) in neighbours at even offsets
+  int plain;  // the result is the sum itself: 1, or where columns are neighbours in x one of these
   int flat_weights;  // w is contiguous as (K, R, S, C)
   int channels;
   int y_chunks;  // 16-byte chunks of y's channels
@@ -47,7 +47,7 @@ struct FirstGroupsArgs {
   int segments;      // along W
 };
 
-constexpr int kInTwos = 2;
+constexpr int kNeighbours = 2, kInTwos = 3;  // in twos at even offsets
 
 __device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
@@ -131,11 +131,15 @@ __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, 
 template <class T>
 __device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int group,
                                         int column, u32 two) {
+  const int columns = args.group * args.channels, elements = args.x_size[2] * args.channels;
   if (args.plain == kInTwos) {
-    const bool there = column < args.group * args.channels && at < args.x_size[2] * args.channels;
-    store_if(there, x + at, two);
+    store_if(column < columns && at < elements, x + at, two);
+  } else if (args.plain == kNeighbours) {
+    store_if(column < columns && at < elements, x + at, static_cast<unsigned short>(two & 0xffff));
+    store_if(column + 1 < columns && at + 1 < elements, x + at + 1,
+             static_cast<unsigned short>(two >> 16));
   } else if (args.plain) {
-#pragma unroll
+#pragma unroll 1
     for (int e = 0; e < 2; ++e) {
       const int b = (column + e) / args.channels, c = column + e - b * args.channels;
       const int w_at = group * args.group + b;

@@ -10,8 +10,13 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, prepare_activation
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.first_windows import STAGES, why_not_first
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.backends.cuda.kernels.first_windows import (
+    BEFORE_BLACKWELL,
+    BLACKWELL,
+    STAGES,
+    why_not_first,
+)
+from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand, contiguous_strides
 
@@ -122,7 +127,7 @@ class FirstGroups:
             return reason
         if work.stride[1] > MOST_WARPS:
             return f"a stride of {work.stride[1]} rows"
-        grouping = _grouping(work)
+        grouping = _grouping(work, device)
         if grouping is None:
             return "the weights of no grouping of positions fit into registers"
         if _shared_bytes(work, grouping, 1) > device.shared_bytes_per_block:
@@ -131,7 +136,7 @@ class FirstGroups:
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
-        grouping = _grouping(work)
+        grouping = _grouping(work, device)
         if grouping is None:
             raise ValueError("no grouping of positions fits")
         y = prepare_activation(
@@ -204,7 +209,7 @@ def groups_args(work: ConvWork, y: Operand, group: int, cut: Cut) -> FirstGroups
     return args
 
 
-def _grouping(work: ConvWork) -> Grouping | None:
+def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
     """The one with the fewest products for a position, None where none fits."""
     stride, pad, taps = work.stride[2], work.pad[2], work.kernel[2]
     steps = ceil_div(work.out_channels, 16)
@@ -221,13 +226,14 @@ def _grouping(work: ConvWork) -> Grouping | None:
             and slots <= shape.slots
             and count <= shape.taps
             and steps <= shape.steps
+            and (shape != SHAPES[0] or device.capability < BLACKWELL)
         ]
     return min(found, key=lambda one: one.shape.products / one.group, default=None)
 
 
 def _plain(work: ConvWork, group: int) -> int:
-    """1 where the sums are the result, 2 where neighbouring columns are neighbours in x besides, at
-    even offsets; else 0."""
+    """1 where the sums are the result, 2 where neighbouring columns are neighbours in x besides, 3
+    where two of them always lie at even offsets; else 0."""
     if not work.epilogue_free:
         return 0
     n, _, c, d, h, w = work.x.strides
@@ -238,7 +244,9 @@ def _plain(work: ConvWork, group: int) -> int:
         stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
     )
     whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
-    return 2 if beside and even and whole else 1
+    if not beside:
+        return 1
+    return 3 if even and whole else 2
 
 
 def _flat(work: ConvWork) -> bool:
@@ -322,4 +330,5 @@ def _instance(dtype: DType, shape: Shape) -> Instance:
         "first_groups.cu",
         "first_groups",
         tuple((name, str(value)) for name, value in defines.items()),
+        BEFORE_BLACKWELL if shape == SHAPES[0] else ARCHITECTURES,
     )

@@ -32,9 +32,9 @@ MOST_WARPGROUPS = 2
 # Of instances: steps along W. Steps of 16 channels.
 TAPS, STEPS = (2, 3, 4), CHANNELS // 16
 ROW_BYTES, ALIGNMENT = 128, 1024
-# What the cuts are weighed with: clocks of a product, those that a row of y costs a block beside
-# them, and those that a block takes to start.
-PRODUCT_CLOCKS, ROW_CLOCKS, START_CLOCKS = 55, 1200, 25000
+# What the cuts are weighed with, clocks fitted to an H200: of a product; that a row of y takes of a
+# multiprocessor besides; that a block alone waits in it; that a block takes to start.
+PRODUCT_CLOCKS, ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 55, 200, 365, 26000
 
 
 class FirstWarpgroup:
@@ -140,7 +140,8 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut:
             if blocks > MAX_BLOCKS:
                 continue
             filled = min(together, ceil_div(blocks, device.multiprocessors))
-            row = max(filled * warpgroups * products, warpgroups * products + ROW_CLOCKS)
+            alone = warpgroups * products
+            row = max(filled * (alone + ROW_CLOCKS), alone + WAIT_CLOCKS)
             # With rows that only lead to the first of a segment.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             waves = ceil_div(blocks, device.multiprocessors * filled)

@@ -8,12 +8,14 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, COPIES, Prepared
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Copy, CopyAxis, contiguous_strides
 
 __all__ = [
+    "BEFORE_BLACKWELL",
+    "BLACKWELL",
     "MOST_CHANNELS",
     "MOST_WARPS",
     "STAGES",
@@ -30,6 +32,10 @@ MOST_CHANNELS = 4
 """Of the input, with which a layer counts as a first one."""
 
 MOST_WARPS = 12
+BLACKWELL = (10, 0)
+BEFORE_BLACKWELL = tuple(name for name in ARCHITECTURES if name != "sm_100")
+"""Where the compiler finds registers enough for the instances that need the most."""
+
 STAGES = 4
 """Units of which rows of the input may be under way to shared memory, or be there."""
 
