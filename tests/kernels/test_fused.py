@@ -7,6 +7,7 @@ import pytest
 from convgrad_service.backends.base import Backend
 from tests.arrays import DTYPES
 from tests.cases import FUSED, Case
+from tests.kernels.fused_cases import LAYOUT, POINTWISE, SEPARABLE
 from tests.kernels.harness import GATES, answers, check, drawn, with_layouts
 
 # silu of an integer is no integer, so nothing of it is exact.
@@ -24,5 +25,25 @@ def test_fused(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -
     """The intermediate is rounded once to the input's dtype, after activation0."""
     tensors, wanted = drawn(seed, case, dtype, gate)
     for layout in with_layouts(case.ndim, grouped=False):
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+# What the GPU's fused kernels take: channels in whole 16-byte vectors, side by side.
+TAKEN = [
+    pytest.param(case, gate, id=f"{case.id}-{gate}")
+    for case in (*SEPARABLE, *POINTWISE)
+    for gate in GATES
+    if gate == "bounded" or "silu" not in case.params.values()
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("case", "gate"), TAKEN)
+def test_channels_in_whole_vectors(
+    backend: Backend, seed: int, case: Case, dtype: str, gate: str
+) -> None:
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    for layout in (LAYOUT[case.ndim], None):
         found = answers(backend, case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")

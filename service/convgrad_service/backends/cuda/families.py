@@ -18,6 +18,8 @@ from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
 from convgrad_service.backends.cuda.kernels.first_warpgroup import FirstWarpgroup
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
+from convgrad_service.backends.cuda.kernels.fused_first import FusedThroughChannelsLast
+from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
@@ -61,6 +63,12 @@ FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
 FIRST_DATA = (Patches((DenseGather(),)), FirstWarpgroup(), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
+# Two convolutions with the intermediate on the chip.
+FUSED = (
+    FusedSeparable(),
+    FusedThroughChannelsLast(FusedSeparable(), COPIES),
+)
+
 FAMILIES = Families(
     fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, DenseGather(), GatherTile(), GatherDirect()),
     bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, DenseGather(), GatherTile(), GatherDirect()),
@@ -72,7 +80,7 @@ FAMILIES = Families(
         WeightTile(),
         WeightDirect(),
     ),
-    fused=(),
+    fused=FUSED,
     channel_sums=(ChannelSumsKernel(),),
     pool_fwd=(PoolWindows(), MaxPoolForward()),
     pool_bwd=(

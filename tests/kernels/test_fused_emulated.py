@@ -1,0 +1,95 @@
+"""The fused GPU kernels, run on the CPU: Hopper's products and those of mma.sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.fused_pointwise import FusedPointwise
+from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
+from convgrad_service.backends.cuda.kernels.fused_shapes import FusedShape
+from convgrad_service.plans.cuda_families import Family
+from convgrad_service.plans.cuda_works import FusedWork
+from tests.cases import Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.fused_cases import LAYOUT, POINTWISE, SEPARABLE
+from tests.kernels.harness import answers, check, drawn
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+SMALL = ("3x3", "tails", "one_pixel", "rectangles")
+
+FAMILY: Mapping[str, Callable[[], Family[FusedWork]]] = {
+    # Half of the threads compute, half multiply.
+    "roles": lambda: FusedSeparable([FusedShape(2, 2, 96, 1, roles=True)]),
+    # One chunk of channels and one pass, several blocks a multiprocessor.
+    "single": lambda: FusedSeparable([FusedShape(1, 2, 64, 3, single=True)], hopper=False),
+    "mma": lambda: FusedSeparable([FusedShape(2, 2, 96, 1)], hopper=False),
+    "pointwise": FusedPointwise,
+    "pointwise_mma": lambda: FusedPointwise(hopper=False),
+}
+CASES = {
+    "roles": SEPARABLE,
+    "single": [case for case in SEPARABLE if case.name in SMALL],
+    # What takes the sliding window, in one chunk and in several.
+    "mma": SEPARABLE[:5],
+    "pointwise": POINTWISE,
+    "pointwise_mma": POINTWISE,
+}
+TAKEN = [
+    pytest.param(name, case, gate, id=f"{name}-{case.name}-{gate}")
+    for name, cases in CASES.items()
+    for case in cases
+    for gate in ("exact", "bounded")
+    if gate == "bounded" or "silu" not in case.params.values()
+]
+
+
+@lru_cache
+def emulated(name: str) -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, fused=[FAMILY[name]()]))
+
+
+@pytest.mark.parametrize(("name", "case", "gate"), TAKEN)
+def test_fused(seed: int, name: str, case: Case, gate: str) -> None:
+    """One kernel, and within both gates."""
+    backend = emulated(name)
+    tensors, wanted = drawn(seed, case, "bfloat16", gate)
+    found = answers(backend, case, tensors, LAYOUT[case.ndim])
+    check(found, wanted, gate, f"seed {seed}, {case.id} {name}")
+
+
+@pytest.mark.parametrize("name", ["roles", "pointwise"])
+def test_float16(seed: int, name: str) -> None:
+    case = CASES[name][1]
+    tensors, wanted = drawn(seed, case, "float16", "bounded")
+    check(answers(emulated(name), case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {name}")
+
+
+@pytest.mark.parametrize("name", ["roles", "single", "mma"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_where_it_belongs(seed: int, value: float, name: str) -> None:
+    """In a depthwise weight it reaches only the taps that meet the input; in an input, only the
+    pixels around it."""
+    backend = emulated(name)
+    case = next(one for one in SEPARABLE if one.name == "3x3")
+    for spoilt, at in (("weight0", (5, 0, 0, 2)), ("input", (1, 3, 4, 6))):
+        tensors, _ = drawn(seed, case, "float16", "exact")
+        spoiled = tensors[spoilt].copy()
+        spoiled[at] = value
+        found = answers(backend, case, {**tensors, spoilt: spoiled}, "NHWC")["output"]
+        clean = answers(backend, case, tensors, "NHWC")["output"]
+        finite = np.isfinite(found)
+        np.testing.assert_array_equal(found[finite], clean[finite])
+        met = np.zeros(found.shape, bool)
+        if spoilt == "weight0":
+            # Tap (0, 2) lies above the first row of outputs, and right of the last column.
+            met[:, :, 1:, :-1] = True
+        else:
+            met[1, :, 3:6, 5:8] = True
+        np.testing.assert_array_equal(~finite, met)
