@@ -66,6 +66,8 @@ TILES_IN_16_BITS = {
 # Elements of both tensors from which tensor cores are faster in 16 bits with stride 1: with 10 and
 # with 58 million, FMAs took 0.81 and 1.13 of their time on one H200.
 TENSOR_CORES_FROM = 27 * 10**6
+# Of float32, with fewer elements than that.
+SMALL_TILES = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
 # By kernel rows, kernel columns and stride.
 WEIGHT_TILES = {
     (3, 3, 1): WeightTile(3, 2, 4, 1),
@@ -116,8 +118,7 @@ class DepthwiseWeight:
         plane = plane_of(work)
         if plane is None or not _has_instance(work.dtype, (*plane.kernel, plane.stride)):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        elements = sum(prod(size) for size in (plane.input, plane.output)) * plane.batch
-        elements *= work.groups
+        elements = _elements(work, plane)
         if (
             work.dtype.itemsize == 2
             and plane.kernel == (3, 3)
@@ -205,11 +206,12 @@ class DepthwiseWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, result, kernel, _tile_of(dtype, kernel))
+            _instance(dtype, result, kernel, tile)
             for kernel in WEIGHT_TILES
             for dtype, results in RESULTS.items()
             for result in results
             if _has_instance(dtype, kernel)
+            for tile in {_tile_of(dtype, kernel, small): None for small in (False, True)}
         ]
 
 
@@ -219,14 +221,22 @@ def _has_instance(dtype: DType, kernel: tuple[int, int, int]) -> bool:
     return dtype.itemsize == 4 or kernel[1] == 1 or kernel in TILES_IN_16_BITS
 
 
-def _tile_of(dtype: DType, kernel: tuple[int, int, int]) -> WeightTile:
+def _elements(work: ConvWork, plane: Plane) -> int:
+    """Of both tensors."""
+    return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+
+
+def _tile_of(dtype: DType, kernel: tuple[int, int, int], small: bool) -> WeightTile:
     if dtype.itemsize == 2 and kernel in TILES_IN_16_BITS:
         return TILES_IN_16_BITS[kernel]
+    if dtype.itemsize == 4 and small and kernel in SMALL_TILES:
+        return SMALL_TILES[kernel]
     return WEIGHT_TILES[kernel]
 
 
 def _tile(work: ConvWork, plane: Plane) -> WeightTile:
-    return _tile_of(work.dtype, (*plane.kernel, plane.stride))
+    small = _elements(work, plane) < TENSOR_CORES_FROM
+    return _tile_of(work.dtype, (*plane.kernel, plane.stride), small)
 
 
 def _strips(tile: WeightTile) -> int:
