@@ -164,7 +164,7 @@ def measure(bench: Bench, case: Case, plan: CudaPlan, *, with_peer: bool) -> dic
     }
 
 
-def facts() -> dict[str, Any]:
+def facts(git_sha: str | None) -> dict[str, Any]:
     """Where and when, for every line."""
 
     def said(*command: str) -> str:
@@ -175,7 +175,7 @@ def facts() -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError):
             return ""
 
-    sha = said("git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12")
+    sha = git_sha or said("git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12")
     driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "git_sha": sha or None,
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--precision", choices=("high", "highest"), default="high")
     parser.add_argument("--samples", type=int, default=22)
+    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -253,7 +254,7 @@ def main() -> None:
         and (not given.layers or layer["name"] in given.layers)
     ]
     bench = Bench(given.samples)
-    where = facts()
+    where = facts(given.git_sha)
     lines = []
     for dtype in given.dtypes:
         tf32 = given.precision == "high"
