@@ -16,8 +16,6 @@ __all__ = ["Kernels"]
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8
-# A kernel may have so much shared memory without asking.
-_FREE_SHARED_BYTES = 48 * 1024
 
 
 class Kernels:
@@ -71,7 +69,9 @@ class Kernels:
                 module = self._cuda.Module()
                 module.load(cubin.code)
                 function = module.get_function(instance.entry)
-                self._shared[instance] = _FREE_SHARED_BYTES
+                # What a kernel may have without asking is 48 KiB less what it has statically: it
+                # is asked for every time.
+                self._shared[instance] = 0
                 self._loaded[instance] = function
             if step.shared_bytes > self._shared[instance]:
                 self._cuda.driver.funcSetAttribute(

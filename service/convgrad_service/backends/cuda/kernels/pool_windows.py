@@ -17,6 +17,8 @@ from convgrad_service.plans.cuda_works import Operand, PoolWork
 __all__ = ["PoolWindows"]
 
 BLOCK = 128
+# Sums of a position, a pad and a dilation below this fit into 32 bits.
+FAR = 2**29
 
 
 class WindowsArgs(ctypes.Structure):
@@ -48,6 +50,8 @@ class PoolWindows:
         )
         if max(reach, prod(work.input)) >= 2**31:
             return "an image of more than 2^31 elements"
+        if max(*work.dilation, *work.pad, *work.stride) >= FAR:
+            return f"a step, a pad or a dilation of {FAR} or more"
         if ceil_div(_threads(work), BLOCK) > MAX_BLOCKS:
             return "more blocks than one grid holds"
         return None
