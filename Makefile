@@ -131,8 +131,9 @@ test-perf-analyzer: kernels $(TRITON)/.ready $(PERF_ANALYZER)/.ready ## Triton's
 bench-serve: kernels $(TRITON)/.ready ## the whole way of a request, beside the real Triton server
 	@$(PY) -m tests.perf.bench_serve $(TRITON)
 
-readme: $(READY) ## write the README's tables again from the stored results
+readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) tests/perf/readme_tables.py
+	@$(PY) tests/perf/plot_gpu.py
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
 
