@@ -34,7 +34,8 @@ def values_from_array(array: NDArray[Any]) -> Any:
     """Nested lists of Python numbers, exact, with strings for what JSON has no number for."""
     if array.dtype.kind == "i":
         return array.tolist()
-    wide = array.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        wide = array.astype(np.float64)
     if bool(np.isfinite(wide).all()):
         return wide.tolist()
     mixed = wide.astype(object)
@@ -94,7 +95,7 @@ def _floats(elements: list[Any], dtype: DType, name: str) -> NDArray[Any]:
         raise MalformedRequest(f"{name}: values hold an int too large for {dtype}") from None
     with np.errstate(over="ignore"):
         narrow = wide.astype(dtype.numpy)
-    too_large = np.flatnonzero(~np.isfinite(narrow.astype(np.float64)))
+        too_large = np.flatnonzero(~np.isfinite(narrow.astype(np.float64)))
     if too_large.size:
         raise MalformedRequest(
             f"{name}: {shown(numbers[too_large[0]])} does not fit {dtype}; an infinity is written "
