@@ -121,3 +121,15 @@ def test_logs_name_the_key_and_never_hold_it(
     for secret in (*guarded.keys.values(), "cg_other"):
         assert secret not in caplog.text
         assert hash_of(secret) not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+def test_no_page_of_another_origin_is_answered_to(guarded: Guarded, method: str) -> None:
+    """CORS is off: a browser is told of no origin that may read an answer."""
+    asked = {
+        "Origin": "https://elsewhere.example",
+        "Access-Control-Request-Method": "POST",
+        **guarded.headers("ada"),
+    }
+    answer = httpx.request(method, f"http://{guarded.server.http}/operations", headers=asked)
+    assert [name for name in answer.headers if name.startswith("access-control-")] == []

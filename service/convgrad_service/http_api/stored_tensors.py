@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,7 +92,7 @@ class _Put:
                 await stored.write(made[name], lease.offset)
                 await stored.commit(context_of(scope).owner, made)
             except BaseException:
-                await stored.abandon(made.values())
+                await asyncio.shield(stored.abandon(made.values()))
                 raise
         told = {"name": name, "dtype": spec.dtype.value, "shape": list(spec.shape)}
         await JSONResponse(told)(scope, receive, send)
