@@ -1,10 +1,12 @@
 // Hopper's matrix products of a warpgroup: four warps whose first has a number divisible by four.
-// They run beside what the warps do meanwhile, and read both operands from shared memory.
+// They run beside what the warps do meanwhile, and read their operands from shared memory, the first
+// one from registers if it is there. The products themselves are in warpgroup_mma.cuh.
 //
 // Needs sm_90a. All 128 threads must reach each function of products together.
 #pragma once
 
 #include "elements.cuh"
+#include "warpgroup_mma.cuh"
 
 namespace convgrad {
 
@@ -53,59 +55,60 @@ __device__ __forceinline__ void hold_sums(float (&c)[kFragments][4]) {
   }
 }
 
-// An operand whose rows are 128 bytes along the reduction, from an address in shared memory that is
-// a multiple of 1024: 16-byte chunk c of row r is stored at chunk c ^ (r & 7). Sixteen 16-bit
-// elements on along the reduction are 32 bytes on.
-__device__ __forceinline__ u64 rows_of_128_bytes(u32 address) {
-  constexpr u64 kSwizzle128 = 1ull << 62, kEightRows = static_cast<u64>(1024 >> 4) << 32;
-  return kSwizzle128 | kEightRows | 1ull << 16 | (address & 0x3ffff) >> 4;
+// The same for registers that hold an operand: after they were written and before the product, and
+// again after it was waited for, before they are written anew.
+template <int kCount>
+__device__ __forceinline__ void hold_words(u32 (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
+// ---- Descriptors of operands in shared memory. An operand lies as TMA lays out a box: rows of
+// kBytes (128, 64 or 32) one after another, and with that swizzle: the 16-byte chunk of a row is
+// stored at its number ^ (bits 7.. of its address), of which a swizzle of 128 bytes takes three bits,
+// 64 two and 32 one. So eight rows (of 32 bytes: 8, the pattern repeats after 256 bytes) are one
+// pattern, and what starts at a multiple of 8 * kBytes starts one. The tensor cores too take those
+// bits of the address, so an operand may start in the midst of a pattern (`advance`).
+//
+// The hardware's two offsets, by what lies side by side in a row:
+// - along K: a row is one of a's rows (b's columns), and holds kBytes of the reduction. SBO is the
+//   way from eight rows to the next eight; LBO is not read. One product takes 32 bytes of each row:
+//   the next ones along K are 32 bytes on.
+// - along M or N: a row is one step of the reduction (a pixel, say), and holds kBytes of a's rows
+//   (b's columns): 64 of 16 bits with 128. SBO is the way from eight steps of the reduction to the
+//   next eight; LBO that from these kBytes of rows to the next, for a product that is wider: a box
+//   beside the first one. One product takes 16 steps: the next ones are 16 rows, 16 * kBytes, on.
+// Both are counted in 16 bytes, 14 bits of each.
+template <int kBytes>
+__device__ __forceinline__ u64 swizzled_by() {
+  static_assert(kBytes == 128 || kBytes == 64 || kBytes == 32, "what TMA and wgmma swizzle by");
+  return static_cast<u64>(kBytes == 128 ? 1 : kBytes == 64 ? 2 : 3) << 62;
+}
+__device__ __forceinline__ u64 operand_at(u32 address, u32 leading_bytes, u32 stride_bytes) {
+  return static_cast<u64>(stride_bytes >> 4) << 32 | static_cast<u64>(leading_bytes >> 4) << 16 |
+         (address & 0x3ffff) >> 4;
+}
+// Elements along K side by side.
+template <int kBytes>
+__device__ __forceinline__ u64 operand_along_k(u32 address, u32 eight_rows = 8 * kBytes) {
+  return swizzled_by<kBytes>() | operand_at(address, 16, eight_rows);
+}
+// Elements along M or N side by side; `next_box` is where those beyond the first kBytes are.
+template <int kBytes>
+__device__ __forceinline__ u64 operand_along_mn(u32 address, u32 next_box = 0,
+                                                u32 eight_rows = 8 * kBytes) {
+  return swizzled_by<kBytes>() | operand_at(address, next_box, eight_rows);
+}
+// The same operand from so many bytes on: of a shared address, not of what is stored there.
+__device__ __forceinline__ u64 advance(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
+
+// Rows of 128 bytes along the reduction, from an address that is a multiple of 1024.
+__device__ __forceinline__ u64 rows_of_128_bytes(u32 address) {
+  return operand_along_k<128>(address);
+}
 // The same from one of its rows on, not only every eighth: chunks are where they are in the whole.
 __device__ __forceinline__ u64 shifted_rows_of_128_bytes(u32 address, int row) {
-  return rows_of_128_bytes(address) + static_cast<u64>(row) * (128 >> 4);
+  return advance(rows_of_128_bytes(address), row * 128);
 }
-
-// c = a * b, or c += a * b where `add`: a has 64 rows, b so many columns as c has fragments of 8.
-// The warp's 16 rows of c lie as those of mma's fragments (tensor_core.cuh).
-template <class T, int kFragments>
-struct WarpgroupMma;
-
-#define CONVGRAD_C(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
-#define CONVGRAD_C4(j) CONVGRAD_C(j), CONVGRAD_C(j + 1), CONVGRAD_C(j + 2), CONVGRAD_C(j + 3)
-#define CONVGRAD_WGMMA(TYPE, NAME, FRAGMENTS, COLUMNS, REGISTERS, A, B, ADD, ...)                  \
-  template <>                                                                                      \
-  struct WarpgroupMma<TYPE, FRAGMENTS> {                                                           \
-    __device__ static __forceinline__ void start(float (&c)[FRAGMENTS][4], u64 a, u64 b, int add) { \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" ADD ", 0; "                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." NAME "." NAME            \
-                   " {" REGISTERS "}, %" A ", %" B ", p, 1, 1, 0, 0;}"                             \
-                   : __VA_ARGS__                                                                   \
-                   : "l"(a), "l"(b), "r"(add));                                                    \
-    }                                                                                              \
-  };
-#define CONVGRAD_D32                                                                     \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31"
-#define CONVGRAD_D48 \
-  CONVGRAD_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define CONVGRAD_D64 \
-  CONVGRAD_D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define CONVGRAD_WGMMAS(TYPE, NAME)                                                               \
-  CONVGRAD_WGMMA(TYPE, NAME, 8, "64", CONVGRAD_D32, "32", "33", "34", CONVGRAD_C4(0),             \
-                 CONVGRAD_C4(4))                                                                  \
-  CONVGRAD_WGMMA(TYPE, NAME, 12, "96", CONVGRAD_D48, "48", "49", "50", CONVGRAD_C4(0),            \
-                 CONVGRAD_C4(4), CONVGRAD_C4(8))                                                  \
-  CONVGRAD_WGMMA(TYPE, NAME, 16, "128", CONVGRAD_D64, "64", "65", "66", CONVGRAD_C4(0),           \
-                 CONVGRAD_C4(4), CONVGRAD_C4(8), CONVGRAD_C4(12))
-CONVGRAD_WGMMAS(f16, "f16")
-CONVGRAD_WGMMAS(bf16, "bf16")
-#undef CONVGRAD_WGMMAS
-#undef CONVGRAD_WGMMA
-#undef CONVGRAD_D64
-#undef CONVGRAD_D48
-#undef CONVGRAD_D32
-#undef CONVGRAD_C4
-#undef CONVGRAD_C
 
 }  // namespace convgrad

@@ -1,0 +1,275 @@
+// Hopper's copy engine (TMA), barriers in shared memory that count what it has copied, and clusters
+// of blocks. Each instruction is a small function, so that tests/emulator can stand in for this
+// header. Matrix products are in warpgroup.cuh.
+//
+// Needs sm_90. Addresses in shared memory are those of shared_address (tensor_core.cuh). Tensor maps
+// are made by tensor_maps.py, and reach a kernel as members of its one __grid_constant__ argument.
+// Coordinates are given innermost first, and may lie outside the tensor: zeros come from there, and
+// nothing goes there. All of these functions are for one thread unless they say otherwise.
+#pragma once
+
+#include "tensor_core.cuh"
+
+namespace convgrad {
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// ---- Barriers: 8 bytes of shared memory each, aligned to them. One completes a phase when so many
+// arrivals have come as it was made with, and every byte that was announced. Phases have parities 0,
+// 1, 0, ...: to wait for parity p is to wait until the current phase, if it has it, is over, so a
+// wait for parity 1 passes at once at first.
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// After a thread's last make_barrier, before the block (or the cluster) synchronises.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and announces so many bytes of copies.
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Announces without arriving.
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Arrives at the barrier that lies at the same place in another block of the cluster.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+__device__ __forceinline__ bool has_passed(u32 barrier, u32 parity) {
+  u32 passed;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+// Waits until the phase of this parity is over. With BOUNDED_WAITS defined, a wait without an end
+// becomes a fault.
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
+#ifdef BOUNDED_WAITS
+  for (int tries = 0; !has_passed(barrier, parity); ++tries) {
+    if (tries == 1 << 22) asm volatile("trap;");
+  }
+#else
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// The same, and sees what other blocks of the cluster wrote before they arrived.
+__device__ __forceinline__ void wait_for_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- Copies to shared memory. They are counted at `barrier` in bytes, those outside the tensor
+// included: always the whole box (tiled), or `channels` * `pixels` elements (im2col).
+
+// What the L2 cache is told of the lines of a copy.
+constexpr u64 kKeepAsUsual = 0x1000000000000000, kKeepLeast = 0x12f0000000000000,
+              kKeepMost = 0x14f0000000000000;
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+#define CONVGRAD_AT1 "r"(at[0])
+#define CONVGRAD_AT2 CONVGRAD_AT1, "r"(at[1])
+#define CONVGRAD_AT3 CONVGRAD_AT2, "r"(at[2])
+#define CONVGRAD_AT4 CONVGRAD_AT3, "r"(at[3])
+#define CONVGRAD_AT5 CONVGRAD_AT4, "r"(at[4])
+#define CONVGRAD_LOAD(DIMS, AT, ...)                                                            \
+  if constexpr (kDims == DIMS) {                                                                \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                  \
+                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [" \
+                 "%1, {" AT "}], [%2], %3;" ::"r"(to),                                          \
+                 "l"(&map), "r"(barrier), "l"(keep), __VA_ARGS__                                \
+                 : "memory");                                                                   \
+  }
+// The box whose first element is at these coordinates, rows of its innermost dimension one after
+// another, swizzled as the map says; `to` is a multiple of 128, with a swizzle of the repeat of its
+// pattern (256, 512 or 1024 for 32, 64 or 128 bytes).
+template <int kDims>
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, u32 barrier,
+                                          const int (&at)[kDims], u64 keep = kKeepAsUsual) {
+  static_assert(1 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(1, "%4", CONVGRAD_AT1)
+  CONVGRAD_LOAD(2, "%4, %5", CONVGRAD_AT2)
+  CONVGRAD_LOAD(3, "%4, %5, %6", CONVGRAD_AT3)
+  CONVGRAD_LOAD(4, "%4, %5, %6, %7", CONVGRAD_AT4)
+  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", CONVGRAD_AT5)
+}
+#undef CONVGRAD_LOAD
+
+#define CONVGRAD_LOAD(DIMS, AT, ...)                                                              \
+  if constexpr (kDims == DIMS) {                                                                  \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
+                 "d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"       \
+                 ".L2::cache_hint [%0], [%1, {" AT "}], [%2], %4, %3;" ::"r"(to),                 \
+                 "l"(&map), "r"(barrier), "l"(keep), "h"(static_cast<unsigned short>(blocks)),    \
+                 __VA_ARGS__                                                                      \
+                 : "memory");                                                                     \
+  }
+// The same, to the same place in each block of the cluster whose bit in `blocks` is set; each
+// block's own barrier at that place counts it.
+template <int kDims>
+__device__ __forceinline__ void load_tile_to(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
+                                             const int (&at)[kDims], u64 keep = kKeepAsUsual) {
+  static_assert(1 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(1, "%5", CONVGRAD_AT1)
+  CONVGRAD_LOAD(2, "%5, %6", CONVGRAD_AT2)
+  CONVGRAD_LOAD(3, "%5, %6, %7", CONVGRAD_AT3)
+  CONVGRAD_LOAD(4, "%5, %6, %7, %8", CONVGRAD_AT4)
+  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", CONVGRAD_AT5)
+}
+#undef CONVGRAD_LOAD
+
+#define CONVGRAD_BY1 "h"(static_cast<unsigned short>(by[0]))
+#define CONVGRAD_BY2 CONVGRAD_BY1, "h"(static_cast<unsigned short>(by[1]))
+#define CONVGRAD_BY3 CONVGRAD_BY2, "h"(static_cast<unsigned short>(by[2]))
+#define CONVGRAD_LOAD(DIMS, AT, BY, ...)                                                          \
+  if constexpr (kDims == DIMS) {                                                                  \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
+                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint "   \
+                 "[%0], [%1, {" AT "}], [%2], {" BY "}, %3;" ::"r"(to),                           \
+                 "l"(&map), "r"(barrier), "l"(keep), __VA_ARGS__                                  \
+                 : "memory");                                                                     \
+  }
+// Im2col: `pixels` rows of `channels` elements. The first is the pixel at the coordinates (c, w, h,
+// d, n, as many as the tensor has) moved by `by` (w, h, d), which is not negative: a filter's tap
+// times its dilation. Pixels follow by the map's steps within the box between its corners, row by
+// row, plane by plane and image by image; coordinates name pixels of that box, so the first of an
+// image is at its lower corner, negative with padding.
+template <int kDims>
+__device__ __forceinline__ void load_pixels(u32 to, const TensorMap& map, u32 barrier,
+                                            const int (&at)[kDims], const int (&by)[kDims - 2],
+                                            u64 keep = kKeepAsUsual) {
+  static_assert(3 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(3, "%4, %5, %6", "%7", CONVGRAD_AT3, CONVGRAD_BY1)
+  CONVGRAD_LOAD(4, "%4, %5, %6, %7", "%8, %9", CONVGRAD_AT4, CONVGRAD_BY2)
+  CONVGRAD_LOAD(5, "%4, %5, %6, %7, %8", "%9, %10, %11", CONVGRAD_AT5, CONVGRAD_BY3)
+}
+#undef CONVGRAD_LOAD
+
+#define CONVGRAD_LOAD(DIMS, AT, BY, ...)                                                          \
+  if constexpr (kDims == DIMS) {                                                                  \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                    \
+                 "d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"                   \
+                 ".multicast::cluster.L2::cache_hint "                                            \
+                 "[%0], [%1, {" AT "}], [%2], {" BY "}, %4, %3;" ::"r"(to),                       \
+                 "l"(&map), "r"(barrier), "l"(keep), "h"(static_cast<unsigned short>(blocks)),    \
+                 __VA_ARGS__                                                                      \
+                 : "memory");                                                                     \
+  }
+// The same to several blocks of the cluster, see load_tile_to.
+template <int kDims>
+__device__ __forceinline__ void load_pixels_to(u32 blocks, u32 to, const TensorMap& map,
+                                               u32 barrier, const int (&at)[kDims],
+                                               const int (&by)[kDims - 2],
+                                               u64 keep = kKeepAsUsual) {
+  static_assert(3 <= kDims && kDims <= 5);
+  CONVGRAD_LOAD(3, "%5, %6, %7", "%8", CONVGRAD_AT3, CONVGRAD_BY1)
+  CONVGRAD_LOAD(4, "%5, %6, %7, %8", "%9, %10", CONVGRAD_AT4, CONVGRAD_BY2)
+  CONVGRAD_LOAD(5, "%5, %6, %7, %8, %9", "%10, %11, %12", CONVGRAD_AT5, CONVGRAD_BY3)
+}
+#undef CONVGRAD_LOAD
+#undef CONVGRAD_BY3
+#undef CONVGRAD_BY2
+#undef CONVGRAD_BY1
+
+// `bytes` side by side, a multiple of 16, as both addresses are.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// ---- Copies from shared memory. What threads wrote there is published first (publish_shared, then
+// a barrier of them and the thread that copies).
+
+#define CONVGRAD_STORE(DIMS, AT, ...)                                                        \
+  if constexpr (kDims == DIMS) {                                                             \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                               \
+                 "d.global.shared::cta.bulk_group [%0, {" AT "}], [%1];" ::"l"(&map),        \
+                 "r"(from), __VA_ARGS__                                                      \
+                 : "memory");                                                                \
+  }
+// The box at these coordinates, what of it lies in the tensor.
+template <int kDims>
+__device__ __forceinline__ void store_tile(const TensorMap& map, u32 from, const int (&at)[kDims]) {
+  static_assert(1 <= kDims && kDims <= 5);
+  CONVGRAD_STORE(1, "%2", CONVGRAD_AT1)
+  CONVGRAD_STORE(2, "%2, %3", CONVGRAD_AT2)
+  CONVGRAD_STORE(3, "%2, %3, %4", CONVGRAD_AT3)
+  CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_AT4)
+  CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
+}
+#undef CONVGRAD_STORE
+#undef CONVGRAD_AT5
+#undef CONVGRAD_AT4
+#undef CONVGRAD_AT3
+#undef CONVGRAD_AT2
+#undef CONVGRAD_AT1
+
+// Ends a group: the stores that this thread has started since the last one.
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until shared memory has been read for all but `kPending` of this thread's groups.
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until all but `kPending` groups are written.
+template <int kPending>
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- Clusters.
+
+__device__ __forceinline__ u32 block_of_cluster() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of all its blocks: what each wrote to shared memory before is seen by the others after.
+__device__ __forceinline__ void synchronize_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// One lane of a warp that is whole, always the same: for what one thread does.
+__device__ __forceinline__ bool elected() {
+  u32 chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  return chosen != 0;
+}
+
+}  // namespace convgrad

@@ -1,0 +1,4 @@
+// Products are in warpgroup.cuh here.
+#pragma once
+
+#include "elements.cuh"
