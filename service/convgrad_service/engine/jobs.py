@@ -5,25 +5,32 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import Backend, Outcome
 from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.finished import Finished
+from convgrad_service.engine.parts import joined, pieces_of
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.segments import Place, Segments, array_at
 from convgrad_service.engine.sized import sized
-from convgrad_service.problems.base import Problem
+from convgrad_service.problems.base import Piece, Problem
+from convgrad_service.problems.pieces import piece_tensors, place_part
 
 __all__ = ["Finished", "Job", "PackedJob", "run_job"]
+
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Job(NamedTuple):
     """A problem, and where each of its tensors lies, in the arena or in a client's shared memory.
 
     ``taken`` are inputs to be copied from there to their place first, because what is validated
-    may not change any more.
+    may not change any more. A problem of several ``parts`` is computed in so many, each a task of
+    its own where that is possible, see `tasks`.
     """
 
     problem: Problem
@@ -32,6 +39,19 @@ class Job(NamedTuple):
     taken: Mapping[str, InRegion] = {}
     cost: float = 0.0
     """In units of `Pace`."""
+    parts: int = 1
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks it makes.
+
+        Where outputs lie in a client's memory, they may lie where inputs do: then a part could
+        overwrite what another has still to read, and one task computes them all.
+        """
+        places = [*self.outputs.values(), *self.taken.values()]
+        if self.parts == 1 or any(isinstance(place, InRegion) for place in places):
+            return 1
+        return len(pieces_of(self.problem, self.parts))
 
     @property
     def regions(self) -> frozenset[int]:
@@ -41,7 +61,8 @@ class Job(NamedTuple):
 
     def packed(self) -> PackedJob:
         """The same for another process."""
-        return PackedJob(pickle.dumps(self, pickle.HIGHEST_PROTOCOL), self.cost, self.regions)
+        text = pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+        return PackedJob(text, self.cost, self.regions, self.tasks)
 
 
 class PackedJob(NamedTuple):
@@ -50,6 +71,7 @@ class PackedJob(NamedTuple):
     text: bytes
     cost: float
     regions: frozenset[int]
+    tasks: int = 1
 
     def packed(self) -> PackedJob:
         """It is already."""
@@ -61,21 +83,15 @@ class PackedJob(NamedTuple):
         return job
 
 
-class Finished(NamedTuple):
-    """How a job was computed; its outputs lie where the job said. See `Outcome`."""
-
-    kernel: str
-    compute_s: float
-    pieces: int
-    workspace_bytes: int
-    upload_s: float
-    download_s: float
-
-
 def run_job(
-    backend: Backend, arena: Arena, segments: Segments, job: Job, cancelled: threading.Event
+    backend: Backend,
+    arena: Arena,
+    segments: Segments,
+    job: Job,
+    cancelled: threading.Event,
+    part: int | None = None,
 ) -> Finished:
-    """Compute a job in the calling thread, with its regions open.
+    """Compute a job, or one ``part`` of it, in the calling thread, with its regions open.
 
     Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
     """
@@ -93,18 +109,58 @@ def run_job(
         for name, place in job.outputs.items()
     }
     direct = dict(outputs)
-    for name in segments.apart(job.inputs, job.outputs, inputs | outputs):
-        # Rare: a place that kernels cannot take as it is. They get a copy, or make one.
-        if name in inputs:
-            inputs[name] = inputs[name].copy()
-        else:
-            direct[name] = np.empty_like(outputs[name])
-    outcome = backend.run(job.problem, inputs, cancelled, direct)
+    # Rare: places that kernels cannot take as they are. They get a copy, or make one.
+    unfit = segments.apart(job.inputs, job.outputs, inputs | outputs)
+    for name in unfit & outputs.keys():
+        direct[name] = np.empty_like(outputs[name])
+    if job.parts == 1:
+        given = {name: array.copy() if name in unfit else array for name, array in inputs.items()}
+        outcome = backend.run(job.problem, given, cancelled, direct)
+        found: Arrays = outcome.outputs
+        finished = _finished(outcome)
+    else:
+        pieces = pieces_of(job.problem, job.parts)
+        chosen = pieces if part is None else pieces[part : part + 1]
+        finished = joined(
+            [_run_piece(backend, piece, inputs, unfit, direct, cancelled) for piece in chosen]
+        )
+        found = direct
     for name, place in outputs.items():
         # A backend may compute where it likes; most write to the place itself.
-        if outcome.outputs[name] is not place:
-            np.copyto(place, outcome.outputs[name], casting="no")
+        if found[name] is not place:
+            np.copyto(place, found[name], casting="no")
     segments.check(job.regions)
+    return finished
+
+
+def _run_piece(
+    backend: Backend,
+    piece: Piece,
+    inputs: Arrays,
+    unfit: set[str],
+    outputs: Arrays,
+    cancelled: threading.Event,
+) -> Finished:
+    """Compute a piece of a problem from the whole's inputs into its place in the outputs."""
+    own = {
+        name: array.copy() if name in unfit else array
+        for name, array in piece_tensors(piece, inputs).items()
+    }
+    places = {
+        name: outputs[name][slices]
+        for name, slices in piece.outputs.items()
+        if name not in piece.take and not piece.shifts.get(name)
+    }
+    # Rows of one sample, say, do not lie side by side; a backend computes those elsewhere.
+    offered = {name: place for name, place in places.items() if place.flags.c_contiguous}
+    outcome = backend.run(piece.problem, own, cancelled, offered)
+    for name, array in outcome.outputs.items():
+        if array is not offered.get(name):
+            place_part(piece, name, array, outputs[name])
+    return _finished(outcome)
+
+
+def _finished(outcome: Outcome) -> Finished:
     return Finished(
         outcome.kernel,
         outcome.compute_s,

@@ -12,10 +12,15 @@ from convgrad_service.engine.regions import RegionPart
 from convgrad_service.engine.sized import Sized
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["arena_specs", "shared_parts", "to_store"]
+__all__ = ["arena_specs", "names_elements", "shared_parts", "to_store"]
 
 # Elements that say where to write; floating-point ones may be anything.
 _VALIDATED = (DType.INT32, DType.INT64)
+
+
+def names_elements(sizes: Sized) -> bool:
+    """Whether an input says where to write, so that computing it may still refuse it."""
+    return any(spec.dtype in _VALIDATED for spec in sizes.inputs.values())
 
 
 def to_store(

@@ -23,6 +23,7 @@ from typing import Protocol
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.jobs import Finished, Job, PackedJob
 from convgrad_service.engine.pace import Pace
+from convgrad_service.engine.parts import Parted, Told
 
 __all__ = ["Schedule", "Task", "Worker", "WorkerLost"]
 
@@ -35,14 +36,17 @@ class WorkerLost(Exception):
 
 
 class Task:
-    """One job: waiting, running or done.
+    """One job, or one ``part`` of it: waiting, running or done.
 
     ``done`` is set once no worker touches the job's memory any more, also when nobody waits for
     the answer by then. ``waited_s`` is None until it starts.
     """
 
-    def __init__(self, job: Job | PackedJob, deadline_s: float, *, large: bool) -> None:
-        self.job, self.cost, self.deadline_s, self.large = job, job.cost, deadline_s, large
+    def __init__(
+        self, job: Job | PackedJob, deadline_s: float, *, large: bool, part: int | None = None
+    ) -> None:
+        self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
+        self.cost = job.cost if part is None else job.cost / job.tasks
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_looked_at)
         self.wanted = True
@@ -94,8 +98,8 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a slot."""
-        return len(self._waiting)
+        """Jobs that wait for a slot; of those in parts, the ones of which none has begun."""
+        return sum(not task.part for task in self._waiting)
 
     @property
     def running(self) -> int:
@@ -110,7 +114,7 @@ class Schedule:
     @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
-        return len(self._waiting) >= self.max_waiting
+        return len(self._waiting) >= self.max_waiting and self.waiting >= self.max_waiting
 
     @property
     def overload(self) -> Overloaded | None:
@@ -121,13 +125,16 @@ class Schedule:
         slots = sum(worker.slots for worker in self._running) or 1
         seconds = self.pace.estimate_s(sum(task.cost for task in tasks)) / slots
         return Overloaded(
-            f"{len(self._waiting)} problems wait to be computed, and no more than "
-            f"{self.max_waiting} may",
+            f"{self.waiting} problems wait to be computed, and no more than {self.max_waiting} may",
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 
-    def submit(self, job: Job | PackedJob, deadline_s: float) -> Task:
+    def submit(
+        self, job: Job | PackedJob, deadline_s: float, told: Told | None = None
+    ) -> Task | Parted[Task]:
         """Queue a job; after ``deadline_s``, a time.monotonic(), it is not worth starting.
+
+        ``told`` hears of each part of a job that makes several tasks.
 
         Raises
         ------
@@ -140,13 +147,24 @@ class Schedule:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if (overload := self.overload) is not None:
             raise overload
-        task = Task(job, deadline_s, large=self.pace.estimate_s(job.cost) > self._large_s)
-        self._waiting.append(task)
+        large = self.pace.estimate_s(job.cost) > self._large_s
+        if job.tasks == 1:
+            task = Task(job, deadline_s, large=large)
+            self._waiting.append(task)
+            self._dispatch()
+            return task
+        parts = [Task(job, deadline_s, large=large, part=part) for part in range(job.tasks)]
+        whole = Parted(parts, told, self.cancel)
+        self._waiting.extend(parts)
         self._dispatch()
-        return task
+        return whole
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: Task | Parted[Task]) -> None:
         """Take back a waiting job; ask a running one to stop. Harmless when it is done."""
+        if isinstance(task, Parted):
+            for part in task.tasks:
+                self.cancel(part)
+            return
         task.wanted = False
         if task.worker is not None:
             task.worker.cancel(task)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from convgrad_service.engine.parts import parts_of
 from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = ["Sized", "sized"]
@@ -13,7 +14,7 @@ __all__ = ["Sized", "sized"]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What `Problem` says under the same names."""
+    """What `Problem` says under the same names, and in how many ``parts`` it is computed."""
 
     operation: str
     inputs: Mapping[str, TensorSpec]
@@ -21,6 +22,7 @@ class Sized:
     flops: int
     memory_bytes: int
     compulsory_bytes: int
+    parts: int = 1
 
 
 # Clients send the same few problems again and again, with other data.
@@ -34,4 +36,5 @@ def sized(problem: Problem) -> Sized:
         problem.flops,
         problem.memory_bytes,
         problem.compulsory_bytes,
+        parts_of(problem),
     )

@@ -64,7 +64,9 @@ class ThreadWorker:
                 job = task.job if isinstance(task.job, Job) else task.job.unpacked()
                 for number in job.regions:
                     self._segments.open(number, self._regions.descriptor(number))
-                result = run_job(self._backend, self._arena, self._segments, job, cancelled)
+                result = run_job(
+                    self._backend, self._arena, self._segments, job, cancelled, task.part
+                )
             # Whatever it was, the request that waits must hear of it.
             except BaseException as error:  # noqa: BLE001
                 result = error
