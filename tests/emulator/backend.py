@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Plan
 from convgrad_service.backends.cuda.compile import KERNELS, included
+from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
 from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import Clear, Instance
+from convgrad_service.plans.cuda_program import Arguments, Clear, Instance
 from convgrad_service.problems import Problem
+from tests.emulator.maps import encode
 
 __all__ = ["EmulatedBackend", "Launching", "launch_of", "works_here"]
 
@@ -48,9 +50,10 @@ _DYNAMIC = re.compile(
     r"extern __shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([\w ]+?) (\w+)\[\];"
 )
 _ARGUMENTS = re.compile(r"(\w+)\(const __grid_constant__ (\w+) args\)")
+_CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 
-HEADERS = ("emulator.hpp", "cuda.hpp", "launch.hpp")
+HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
 OPTIONS = "-std=c++20 -O2 -march=native -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
 COMPILE = OPTIONS.split()
 
@@ -85,11 +88,13 @@ def _translated(instance: Instance) -> str:
     )
     for instruction, meaning in ASSEMBLY.items():
         source = re.sub(instruction, meaning, source)
+    cluster = _CLUSTER.findall(source)
     structure = dict(_ARGUMENTS.findall(source))[instance.entry]
     defines = "".join(f"#define {name} {value}\n" for name, value in instance.defines)
     return (
         f'#include "cuda.hpp"\n{defines}{source}\n'
         f"#define ENTRY {instance.entry}\n#define ARGUMENTS {structure}\n"
+        f"#define CLUSTER_BLOCKS {cluster[0] if cluster else 1}\n"
         '#include "launch.hpp"\n'
     )
 
@@ -134,6 +139,19 @@ def launch_of(instance: Instance) -> Any:
     return launch
 
 
+def filled_by(arguments: Arguments, addresses: Mapping[str, int]) -> NDArray[np.uint8]:
+    """The bytes of a kernel's argument, aligned as its structure may want them."""
+    if isinstance(arguments, Mapped):
+        filled = arguments.fill_by(encode, addresses)
+    else:
+        filled = arguments.fill(addresses)
+    memory = np.empty(len(filled) + MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % MAP_ALIGNMENT
+    aligned = memory[start : start + len(filled)]
+    aligned[...] = np.frombuffer(filled, np.uint8)
+    return aligned
+
+
 class EmulatedBackend:
     """Computes as `CudaBackend` does, and sees every write outside the arena.
 
@@ -176,12 +194,11 @@ class EmulatedBackend:
                 if isinstance(step, Clear):
                     place(step.buffer, step.size_bytes)[...] = 0
                     continue
-                filled = step.arguments.fill(arena.addresses(memory.ctypes.data))
-                buffer = (ctypes.c_char * len(filled)).from_buffer(filled)
+                filled = filled_by(step.arguments, arena.addresses(memory.ctypes.data))
                 assert step.block[1:] == (1, 1)
                 wrong = launch_of(step.instance)(
                     Launching(
-                        ctypes.addressof(buffer),
+                        filled.ctypes.data,
                         memory.ctypes.data,
                         memory.ctypes.data + memory.size,
                         step.grid,

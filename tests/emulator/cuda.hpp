@@ -1,7 +1,7 @@
 // CUDA's words as far as the kernels use them, see emulator.hpp.
 #pragma once
 
-#include "emulator.hpp"
+#include "transfers.hpp"
 
 #define __CUDA_ARCH__ 900
 #define __device__
@@ -11,6 +11,7 @@
 #define __shared__ __attribute__((section("convgrad_shared"))) static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -46,9 +47,9 @@ CONVGRAD_VECTORS(double, double)
 
 static inline void __syncthreads() { emulator::wait_for_block(); }
 static inline int __syncthreads_count(int vote) {
-  emulator::votes += vote != 0;
+  emulator::votes[emulator::current_block()] += vote != 0;
   emulator::wait_for_block();
-  return emulator::decided;
+  return emulator::decided[emulator::current_block()];
 }
 static inline int __syncthreads_or(int vote) { return __syncthreads_count(vote) != 0; }
 static inline int __syncthreads_and(int vote) { return __syncthreads_count(vote == 0) == 0; }

@@ -1,6 +1,6 @@
-// A block of a GPU on one thread of the CPU: its threads take turns. A lane that reaches something
-// that its warp does together waits for the other lanes; a thread at a barrier waits for the block.
-// launch.hpp hands out the turns; cuda.hpp has CUDA's own names.
+// A block of a GPU, or the blocks of a cluster, on one thread of the CPU: their threads take turns. A
+// lane that reaches something that its warp does together waits for the other lanes; a thread at a
+// barrier waits for the block. launch.hpp hands out the turns; cuda.hpp has CUDA's own names.
 #pragma once
 
 #include <math.h>
@@ -15,15 +15,21 @@ extern "C" char __stop_convgrad_shared[] __attribute__((visibility("hidden")));
 
 namespace emulator {
 
-constexpr unsigned kMostThreads = 1024, kLanes = 32;
+constexpr unsigned kBlockThreads = 1024, kMostBlocks = 4, kLanes = 32;  // of a block; of a cluster
+constexpr unsigned kMostThreads = kBlockThreads * kMostBlocks;
 constexpr unsigned kMostShared = (228 + 4) * 1024;
-static unsigned current;  // the thread whose turn it is
+static unsigned current;  // the thread whose turn it is: of block current / kBlockThreads
+static unsigned cluster_blocks;
+static inline unsigned current_block() { return current / kBlockThreads; }
 // Says what was wrong, and ends the launch.
 static void fail(const char* what);
 // Until all threads of the block are here.
 static void wait_for_block();
-static int votes, decided;
+static int votes[kMostBlocks], decided[kMostBlocks];
+// Until all threads of the cluster are here.
+static void wait_for_cluster_threads();
 
+// Of the block whose turn it is; that of the others is put aside.
 alignas(1024) static char dynamic_shared[kMostShared];
 static unsigned dynamic_bytes;
 // What a kernel may address besides.
@@ -44,12 +50,12 @@ static void wake(unsigned thread);
 // Barriers with a number, at which some threads wait and others only come by.
 struct NamedBarrier {
   unsigned expected, come, waiting;
-  unsigned waiters[kMostThreads];
+  unsigned waiters[kBlockThreads];
 };
-static NamedBarrier named_barriers[16];
+static NamedBarrier named_barriers[kMostBlocks][16];
 static void fail(const char* what);
 static void come_to(int number, int threads, bool waits) {
-  NamedBarrier& barrier = named_barriers[number];
+  NamedBarrier& barrier = named_barriers[current_block()][number];
   if (barrier.come == 0) barrier.expected = threads;
   if (barrier.expected != static_cast<unsigned>(threads)) {
     fail("threads expect different numbers at one barrier");
@@ -141,10 +147,8 @@ struct Copies {
 };
 static Copies copies_of[kMostThreads];
 
-static void forget_copies(unsigned threads) {
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    copies_of[thread].count = copies_of[thread].group = 0;
-  }
+static void forget_copies(unsigned thread) {
+  copies_of[thread].count = copies_of[thread].group = 0;
 }
 
 template <class T, class Change>

@@ -1,12 +1,15 @@
 // Runs one launch of the kernel ENTRY(ARGUMENTS), which stands above this in the file.
 #pragma once
 
+#include "transfers.hpp"
+
 namespace emulator {
 
 // Not a power of two apart, so that the stacks do not meet in the CPU's caches.
 static constexpr unsigned long kStackBytes = 256 * 1024 + 1088;
 
-enum class Turn : unsigned char { kReady, kAtWarp, kAtBlock, kAtNamed, kDone };
+enum class Turn : unsigned char { kReady, kAtWarp, kAtBlock, kAtCluster, kAtSome, kDone };
+constexpr unsigned kTurns = 6;
 struct Coroutine {
   void* stack;
   Turn turn;
@@ -37,7 +40,8 @@ static void pass_turn(Turn until) {
 }
 static void wait_for_block() { pass_turn(Turn::kAtBlock); }
 static void wait_for_warp() { pass_turn(Turn::kAtWarp); }
-static void wait_for_some() { pass_turn(Turn::kAtNamed); }
+static void wait_for_some() { pass_turn(Turn::kAtSome); }
+static void wait_for_cluster_threads() { pass_turn(Turn::kAtCluster); }
 static void wake(unsigned thread) { coroutines[thread].turn = Turn::kReady; }
 static void fail(const char* what) {
   failure = what;
@@ -59,7 +63,8 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
       const unsigned thread = backwards ? end - 1 - (i - first) : i;
       if (coroutines[thread].turn != Turn::kReady) continue;
       moved = true;
-      current = threadIdx.x = thread;
+      current = thread;
+      threadIdx.x = thread % kBlockThreads;
       convgrad_switch(&scheduler, coroutines[thread].stack);
     }
   }
@@ -76,47 +81,92 @@ static void spoil_shared() {
   memset(__start_convgrad_shared, kSpoiled, __stop_convgrad_shared - __start_convgrad_shared);
 }
 
-static const char* run_block(unsigned threads, char* stacks) {
-  spoil_shared();
+// Gives a block of the cluster its turn: its shared memory, and its place in the grid.
+static unsigned first_block;
+static void turn_to(unsigned block) {
+  blockIdx.x = first_block + block;
+  if (block == resident) return;
+  put_aside(resident);
+  bring_back(block);
+}
+
+static void start_thread(unsigned thread, char* stacks) {
+  // As if thread_main had been called: a return address, then six saved registers.
+  void** top = reinterpret_cast<void**>(stacks + (thread + 1) * kStackBytes);
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(thread_main);
+  for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+  coroutines[thread] = {top, Turn::kReady};
+}
+
+// Wakes who waits for what has come to pass; returns whether anybody can go on.
+static bool go_on(unsigned threads) {
+  unsigned all[kTurns] = {};
+  for (unsigned block = 0; block < cluster_blocks; ++block) {
+    const unsigned first = block * kBlockThreads;
+    unsigned at[kTurns] = {};
+    for (unsigned i = 0; i < threads; ++i) ++at[static_cast<int>(coroutines[first + i].turn)];
+    if (at[static_cast<int>(Turn::kAtBlock)] == threads) {
+      decided[block] = votes[block];
+      votes[block] = 0;
+      for (unsigned i = 0; i < threads; ++i) wake(first + i);
+      at[static_cast<int>(Turn::kReady)] = threads;
+    }
+    for (unsigned turn = 0; turn < kTurns; ++turn) all[turn] += at[turn];
+  }
+  if (all[static_cast<int>(Turn::kAtCluster)] == threads * cluster_blocks) {
+    for (unsigned block = 0; block < cluster_blocks; ++block) {
+      for (unsigned i = 0; i < threads; ++i) wake(block * kBlockThreads + i);
+    }
+    return true;
+  }
+  if (all[static_cast<int>(Turn::kReady)] > 0) return true;
+  if (all[static_cast<int>(Turn::kDone)] == threads * cluster_blocks) return false;
+  failure = all[static_cast<int>(Turn::kAtSome)] > 0
+                ? "nobody comes to a barrier that threads wait at"
+            : all[static_cast<int>(Turn::kAtWarp)] > 0 ? "not all lanes of a warp meet"
+            : all[static_cast<int>(Turn::kAtCluster)] > 0
+                ? "not all of a cluster meets at a barrier"
+                : "not all of a block meets at a barrier";
+  return false;
+}
+
+static const char* run_cluster(unsigned threads, char* stacks) {
   memset(arrived, 0, sizeof arrived);
-  forget_copies(threads);
   memset(named_barriers, 0, sizeof named_barriers);
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    // As if thread_main had been called: a return address, then six saved registers.
-    void** top = reinterpret_cast<void**>(stacks + (thread + 1) * kStackBytes);
-    *--top = nullptr;
-    *--top = reinterpret_cast<void*>(thread_main);
-    for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
-    coroutines[thread] = {top, Turn::kReady};
+  memset(votes, 0, sizeof votes);
+  forget_transfers();
+  for (unsigned block = 0; block < cluster_blocks; ++block) {
+    turn_to(block);
+    spoil_shared();
+    for (unsigned i = 0; i < threads; ++i) {
+      forget_copies(block * kBlockThreads + i);
+      start_thread(block * kBlockThreads + i, stacks);
+    }
   }
   // Every other time from the last warp on and the last lane on: what lacks a barrier shows.
   const unsigned warps = (threads + kLanes - 1) / kLanes;
-  for (bool backwards = false;; backwards = !backwards) {
-    votes = 0;
-    for (unsigned i = 0; i < warps; ++i) {
-      const unsigned first = (backwards ? warps - 1 - i : i) * kLanes;
-      run_warp(first, first + kLanes < threads ? first + kLanes : threads, backwards);
-      if (failure != nullptr) return failure;
+  bool backwards = false;
+  do {
+    for (unsigned b = 0; b < cluster_blocks; ++b) {
+      const unsigned block = backwards ? cluster_blocks - 1 - b : b;
+      const unsigned begin = block * kBlockThreads, end = begin + threads;
+      turn_to(block);
+      for (unsigned i = 0; i < warps; ++i) {
+        const unsigned first = begin + (backwards ? warps - 1 - i : i) * kLanes;
+        run_warp(first, first + kLanes < end ? first + kLanes : end, backwards);
+        if (failure != nullptr) return failure;
+      }
     }
-    unsigned done = 0, waiting = 0, named = 0, ready = 0;
-    for (unsigned thread = 0; thread < threads; ++thread) {
-      done += coroutines[thread].turn == Turn::kDone;
-      waiting += coroutines[thread].turn == Turn::kAtBlock;
-      named += coroutines[thread].turn == Turn::kAtNamed;
-      ready += coroutines[thread].turn == Turn::kReady;
+    backwards = !backwards;
+  } while (go_on(threads));
+  if (failure != nullptr) return failure;
+  if (const char* const left = transfers_left(); left != nullptr) return left;
+  for (unsigned block = 0; block < cluster_blocks; ++block) {
+    turn_to(block);
+    for (unsigned i = dynamic_bytes; i < dynamic_bytes + kMarginBytes; ++i) {
+      if (dynamic_shared[i] != kSpoiled) return "a write past the shared memory that was asked for";
     }
-    if (done == threads) break;
-    if (named + ready > 0) {
-      if (ready == 0) return "nobody comes to a barrier that threads wait at";
-      continue;
-    }
-    if (done + waiting != threads) return "not all lanes of a warp meet";
-    if (waiting != threads) return "not all of a block meets at a barrier";
-    decided = votes;
-    for (unsigned thread = 0; thread < threads; ++thread) wake(thread);
-  }
-  for (unsigned i = dynamic_bytes; i < dynamic_bytes + kMarginBytes; ++i) {
-    if (dynamic_shared[i] != kSpoiled) return "a write past the shared memory that was asked for";
   }
   return nullptr;
 }
@@ -139,7 +189,10 @@ extern "C" const char* launch(const Launch* how) {
   arena = how->arena;
   arena_end = how->arena_end;
   dynamic_bytes = how->shared_bytes;
-  if (how->threads > kMostThreads) return "more than 1024 threads in a block";
+  cluster_blocks = CLUSTER_BLOCKS;
+  if (how->threads > kBlockThreads) return "more than 1024 threads in a block";
+  if (cluster_blocks > kMostBlocks) return "more blocks in a cluster than the emulator has room for";
+  if (how->grid[0] % cluster_blocks != 0) return "a grid that is no whole number of clusters";
   if (dynamic_bytes + kMarginBytes > kMostShared) return "more shared memory than there is";
   failure = nullptr;
   gridDim = {how->grid[0], how->grid[1], how->grid[2]};
@@ -147,8 +200,8 @@ extern "C" const char* launch(const Launch* how) {
   threadIdx = {};
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z) {
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        const char* const wrong = run_block(how->threads, stacks);
+      for (first_block = 0; first_block < gridDim.x; first_block += cluster_blocks) {
+        const char* const wrong = run_cluster(how->threads, stacks);
         if (wrong != nullptr) return wrong;
       }
     }

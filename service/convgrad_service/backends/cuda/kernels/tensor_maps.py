@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.arguments import Packed, pack
 from convgrad_service.plans.cuda_works import Operand
 
 __all__ = [
+    "MAP_ALIGNMENT",
     "MAP_BYTES",
     "MapField",
     "Mapped",

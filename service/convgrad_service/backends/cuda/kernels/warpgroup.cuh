@@ -5,7 +5,6 @@
 // Needs sm_90a. All 128 threads must reach each function of products together.
 #pragma once
 
-#include "elements.cuh"
 #include "warpgroup_mma.cuh"
 
 namespace convgrad {

@@ -4,7 +4,7 @@
 // fragments themselves CONVGRAD_C<n>, and the numbers that follow are those of the other operands.
 #pragma once
 
-#include "elements.cuh"
+#include "tensor_core.cuh"
 
 namespace convgrad {
 

@@ -1,0 +1,110 @@
+// What the kernels' hopper.cuh does, on the CPU, see transfers.hpp.
+#pragma once
+
+#include "tensor_core.cuh"
+
+namespace convgrad {
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+static inline void make_barrier(u32 barrier, int arrivals) {
+  emulator::make_barrier_of(barrier, arrivals);
+}
+static inline void publish_barriers() {}
+static inline void arrive_expecting(u32 barrier, u32 bytes) {
+  emulator::count_at(emulator::current_block(), barrier, 1, bytes);
+}
+static inline void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
+static inline void expect_bytes(u32 barrier, u32 bytes) {
+  emulator::count_at(emulator::current_block(), barrier, 0, bytes);
+}
+static inline void arrive_at(u32 barrier, u32 block) { emulator::count_at(block, barrier, 1, 0); }
+static inline void wait_for(u32 barrier, u32 parity) {
+  while (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
+}
+static inline void wait_for_cluster(u32 barrier, u32 parity) { wait_for(barrier, parity); }
+static inline bool has_passed(u32 barrier, u32 parity) {
+  if (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
+  return emulator::phase_is_over(barrier, parity);
+}
+
+constexpr u64 kKeepAsUsual = 0, kKeepLeast = 1, kKeepMost = 2;
+static inline void prefetch_map(const TensorMap& map) { emulator::map_at(&map); }
+
+template <int kDims, int kBy>
+static inline void start_loads(emulator::Kind kind, u32 blocks, u32 to, const TensorMap& map,
+                               u32 barrier, const int (&at)[kDims], const int (&by)[kBy]) {
+  emulator::Transfer load = {kind, emulator::map_at(&map)};
+  if (load.map->dims != kDims) emulator::fail("a tensor map of other dimensions");
+  memcpy(load.at, at, sizeof at);
+  memcpy(load.by, by, sizeof by);
+  load.shared = to;
+  load.barrier = barrier;
+  for (load.block = 0; load.block < 32; ++load.block) {
+    if (blocks >> load.block & 1) emulator::start_load(load);
+  }
+}
+template <int kDims>
+static inline void load_tile_to(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
+                                const int (&at)[kDims], u64 = kKeepAsUsual) {
+  start_loads(emulator::Kind::kTile, blocks, to, map, barrier, at, {0});
+}
+template <int kDims>
+static inline void load_tile(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
+                             u64 = kKeepAsUsual) {
+  load_tile_to(1u << emulator::current_block(), to, map, barrier, at);
+}
+template <int kDims>
+static inline void load_pixels_to(u32 blocks, u32 to, const TensorMap& map, u32 barrier,
+                                  const int (&at)[kDims], const int (&by)[kDims - 2],
+                                  u64 = kKeepAsUsual) {
+  for (int move : by) {
+    if (move < 0 || move >= 1 << 16 / (kDims - 2)) emulator::fail("pixels moved too far");
+  }
+  start_loads(emulator::Kind::kPixels, blocks, to, map, barrier, at, by);
+}
+template <int kDims>
+static inline void load_pixels(u32 to, const TensorMap& map, u32 barrier, const int (&at)[kDims],
+                               const int (&by)[kDims - 2], u64 = kKeepAsUsual) {
+  load_pixels_to(1u << emulator::current_block(), to, map, barrier, at, by);
+}
+static inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  emulator::Transfer load = {emulator::Kind::kBytes};
+  if (bytes % 16 != 0) emulator::fail("a copy of no multiple of 16 bytes");
+  load.from = static_cast<const char*>(from);
+  load.bytes = bytes;
+  load.block = emulator::current_block();
+  load.shared = to;
+  load.barrier = barrier;
+  emulator::start_load(load);
+}
+
+template <int kDims>
+static inline void store_tile(const TensorMap& map, u32 from, const int (&at)[kDims]) {
+  emulator::Transfer store = {emulator::Kind::kTile, emulator::map_at(&map)};
+  if (store.map->dims != kDims) emulator::fail("a tensor map of other dimensions");
+  memcpy(store.at, at, sizeof at);
+  store.block = emulator::current_block();
+  store.shared = from;
+  emulator::start_store(store);
+}
+static inline void commit_stores() { ++emulator::store_groups[emulator::current]; }
+template <int kPending>
+static inline void wait_stores_read() {
+  emulator::finish_stores(kPending);
+}
+template <int kPending>
+static inline void wait_stores() {
+  emulator::finish_stores(kPending);
+}
+
+static inline u32 block_of_cluster() { return emulator::current_block(); }
+static inline void synchronize_cluster() { emulator::wait_for_cluster_threads(); }
+static inline bool elected() {
+  emulator::meet(~0u, [](emulator::Lane*) {});
+  return threadIdx.x % 32 == 0;
+}
+
+}  // namespace convgrad

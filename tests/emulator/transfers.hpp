@@ -1,0 +1,261 @@
+// Barriers in shared memory that count bytes, the copies of the copy engine that they count, and the
+// shared memory of a cluster's blocks, see emulator.hpp. A copy to shared memory is done at once, or
+// when somebody waits for it, by turns of a coin: a missing wait for what it brings shows, and so
+// does one for what it overwrites. A copy from shared memory is done when it is waited for.
+#pragma once
+
+#include "emulator.hpp"
+
+namespace emulator {
+
+// ---- Shared memory of the blocks that are not at their turn.
+
+constexpr unsigned kMostFixed = 48 * 1024;
+struct Aside {
+  char dynamic[kMostShared], fixed[kMostFixed];
+};
+static Aside aside[kMostBlocks];
+static unsigned resident;
+
+static void put_aside(unsigned block) {
+  memcpy(aside[block].dynamic, dynamic_shared, kMostShared);
+  memcpy(aside[block].fixed, __start_convgrad_shared, __stop_convgrad_shared - __start_convgrad_shared);
+}
+static void bring_back(unsigned block) {
+  memcpy(dynamic_shared, aside[block].dynamic, kMostShared);
+  memcpy(__start_convgrad_shared, aside[block].fixed, __stop_convgrad_shared - __start_convgrad_shared);
+  resident = block;
+}
+static char* shared_of(unsigned block, unsigned address, unsigned bytes, unsigned alignment) {
+  char* const at = in_shared(address, bytes, alignment);
+  if (block >= cluster_blocks) fail("a block that is not in the cluster");
+  if (block == resident) return at;
+  return at >= dynamic_shared && at < dynamic_shared + kMostShared
+             ? aside[block].dynamic + (at - dynamic_shared)
+             : aside[block].fixed + (at - __start_convgrad_shared);
+}
+
+// ---- Barriers.
+
+struct Arrivals {
+  unsigned short expected;
+  short pending;
+  int bytes_and_phase;  // bytes announced and not here, times 2, and the phase's parity
+};
+static unsigned pollers[kMostThreads], polling;
+static void wake_pollers() {
+  for (unsigned i = 0; i < polling; ++i) {
+    if (pollers[i] != current) wake(pollers[i]);
+  }
+  polling = 0;
+}
+static Arrivals* barrier_of(unsigned block, unsigned address) {
+  auto* const barrier = reinterpret_cast<Arrivals*>(shared_of(block, address, 8, 8));
+  if (barrier->expected == 0x4b4b) fail("a barrier in shared memory that nobody made");
+  return barrier;
+}
+static void make_barrier_of(unsigned address, int arrivals) {
+  auto* const barrier = reinterpret_cast<Arrivals*>(in_shared(address, 8, 8));
+  *barrier = {static_cast<unsigned short>(arrivals), static_cast<short>(arrivals), 0};
+}
+// So many arrivals, so many bytes announced (less those that have come).
+static void count_at(unsigned block, unsigned address, int arrivals, int bytes) {
+  Arrivals* const barrier = barrier_of(block, address);
+  barrier->pending -= arrivals;
+  barrier->bytes_and_phase += 2 * bytes;
+  if (barrier->pending < 0) fail("more arrivals than a barrier expects");
+  if (barrier->pending > 0 || barrier->bytes_and_phase >> 1 != 0) return;
+  barrier->pending = barrier->expected;
+  barrier->bytes_and_phase ^= 1;
+  wake_pollers();
+}
+
+// ---- Tensor maps, as tests/emulator/maps.py writes them.
+
+struct EncodedMap {
+  unsigned magic;
+  unsigned char dims, item_bytes, swizzle, pixel_map;
+  const char* address;
+  unsigned long long strides[4];
+  unsigned sizes[5];
+  unsigned char steps[5], rounds;
+  unsigned short box[5];  // of a pixel map: channels, pixels
+  short lower[3], upper[3];
+};
+static_assert(sizeof(EncodedMap) <= 128);
+
+static const EncodedMap* map_at(const void* map) {
+  const auto* const encoded = static_cast<const EncodedMap*>(map);
+  if (encoded->magic != 0x70616d74) fail("a tensor map that is none");
+  return encoded;
+}
+
+// One row of a box: `elements` from these coordinates on, to or from `shared`, swizzled.
+static void copy_row(const EncodedMap& map, const int* at, unsigned elements, unsigned block,
+                     unsigned shared, bool stored) {
+  bool inside = true;
+  const char* row = map.address;
+  for (int d = 1; d < map.dims; ++d) {
+    inside = inside && at[d] >= 0 && static_cast<unsigned>(at[d]) < map.sizes[d];
+    row += static_cast<long long>(at[d]) * static_cast<long long>(map.strides[d - 1]);
+  }
+  const unsigned mask = map.swizzle == 128 ? 7 : map.swizzle == 64 ? 3 : map.swizzle == 32 ? 1 : 0;
+  for (unsigned i = 0; i < elements; ++i) {
+    const unsigned address = shared + i * map.item_bytes;
+    char* const here =
+        shared_of(block, address ^ (address >> 7 & mask) << 4, map.item_bytes, map.item_bytes);
+    const long long column = static_cast<long long>(at[0]) + i;
+    const bool there = inside && column >= 0 && column < map.sizes[0];
+    if (!there) {
+      if (!stored) memset(here, 0, map.item_bytes);
+      continue;
+    }
+    const char* const element = row + column * map.item_bytes;
+    check_global(element, map.item_bytes, map.item_bytes);
+    if (stored) {
+      memcpy(const_cast<char*>(element), here, map.item_bytes);
+      continue;
+    }
+    memcpy(here, element, map.item_bytes);
+    if (map.rounds) {
+      unsigned word;
+      memcpy(&word, here, 4);
+      word = (word + 0xfff + (word >> 13 & 1)) & ~0x1fffu;
+      memcpy(here, &word, 4);
+    }
+  }
+}
+
+static unsigned copy_tile(const EncodedMap& map, const int* at, unsigned block, unsigned shared,
+                          bool stored) {
+  int extent[5] = {1, 1, 1, 1, 1}, index[5] = {};
+  for (int d = 0; d < map.dims; ++d) extent[d] = (map.box[d] + map.steps[d] - 1) / map.steps[d];
+  unsigned bytes = 0;
+  for (index[4] = 0; index[4] < extent[4]; ++index[4]) {
+    for (index[3] = 0; index[3] < extent[3]; ++index[3]) {
+      for (index[2] = 0; index[2] < extent[2]; ++index[2]) {
+        for (index[1] = 0; index[1] < extent[1]; ++index[1]) {
+          int from[5];
+          for (int d = 0; d < map.dims; ++d) from[d] = at[d] + index[d] * map.steps[d];
+          copy_row(map, from, extent[0], block, shared + bytes, stored);
+          bytes += extent[0] * map.item_bytes;
+        }
+      }
+    }
+  }
+  return bytes;
+}
+
+static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by, unsigned block,
+                            unsigned shared) {
+  const int spatial = map.dims - 2;
+  const unsigned channels = map.box[0], pixels = map.box[1];
+  int base[5];
+  memcpy(base, at, sizeof base);
+  for (unsigned pixel = 0; pixel < pixels; ++pixel) {
+    int from[5] = {base[0]};
+    for (int d = 1; d <= spatial; ++d) from[d] = base[d] + by[d - 1];
+    from[spatial + 1] = base[spatial + 1];
+    copy_row(map, from, channels, block, shared + pixel * channels * map.item_bytes, false);
+    int d = 1;
+    for (; d <= spatial; ++d) {
+      base[d] += map.steps[d];
+      if (base[d] <= static_cast<int>(map.sizes[d]) - 1 + map.upper[d - 1]) break;
+      base[d] = map.lower[d - 1];
+    }
+    if (d > spatial) ++base[spatial + 1];
+  }
+  return pixels * channels * map.item_bytes;
+}
+
+// ---- Copies under way.
+
+enum class Kind { kTile, kPixels, kBytes };
+struct Transfer {
+  Kind kind;
+  const EncodedMap* map;
+  const char* from;  // kBytes
+  unsigned bytes;    // kBytes
+  int at[5], by[3];
+  unsigned block, shared, barrier;  // the block whose shared memory and barrier are meant
+  unsigned thread, group;           // of stores
+};
+constexpr unsigned kMostTransfers = 4096;
+static Transfer loads[kMostTransfers], stores[kMostTransfers];
+static unsigned load_count, store_count, coin, store_groups[kMostThreads];
+
+static void forget_transfers() {
+  load_count = store_count = polling = 0;
+  memset(store_groups, 0, sizeof store_groups);
+}
+static const char* transfers_left() {
+  if (load_count > 0) return "a copy to shared memory that nobody waited for";
+  if (store_count > 0) return "a copy from shared memory that nobody waited for";
+  return nullptr;
+}
+
+static void bring(const Transfer& load) {
+  unsigned bytes = load.bytes;
+  if (load.kind == Kind::kTile) {
+    bytes = copy_tile(*load.map, load.at, load.block, load.shared, false);
+  } else if (load.kind == Kind::kPixels) {
+    bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared);
+  } else {
+    check_global(load.from, bytes, 16);
+    memcpy(shared_of(load.block, load.shared, bytes, 16), load.from, bytes);
+  }
+  count_at(load.block, load.barrier, 0, -static_cast<int>(bytes));
+}
+static void start_load(const Transfer& load) {
+  if (load.kind != Kind::kBytes) {
+    if (load.map->pixel_map != (load.kind == Kind::kPixels)) fail("a map of the other kind");
+    const unsigned repeat = load.map->swizzle == 0 ? 128 : load.map->swizzle * 8;
+    if (load.shared % repeat != 0) fail("a box that does not start where its swizzle's pattern does");
+  }
+  coin = coin * 1664525 + 1013904223;
+  if (coin >> 31 != 0) return bring(load);
+  if (load_count == kMostTransfers) fail("more copies under way than the emulator has room for");
+  loads[load_count++] = load;
+  wake_pollers();
+}
+// What was to come to this barrier comes.
+static void bring_all(unsigned block, unsigned barrier) {
+  for (unsigned i = 0; i < load_count;) {
+    if (loads[i].block != block || loads[i].barrier != barrier) {
+      ++i;
+      continue;
+    }
+    const Transfer load = loads[i];
+    memmove(loads + i, loads + i + 1, (--load_count - i) * sizeof *loads);
+    bring(load);
+  }
+}
+static bool phase_is_over(unsigned barrier, unsigned parity) {
+  bring_all(current_block(), barrier);
+  return (barrier_of(current_block(), barrier)->bytes_and_phase & 1) != static_cast<int>(parity);
+}
+static void wait_for_change() {
+  pollers[polling++] = current;
+  wait_for_some();
+}
+
+static void start_store(const Transfer& store) {
+  if (store.map->pixel_map) fail("a map of the other kind");
+  if (store_count == kMostTransfers) fail("more copies under way than the emulator has room for");
+  stores[store_count] = store;
+  stores[store_count].thread = current;
+  stores[store_count++].group = store_groups[current];
+}
+static void finish_stores(unsigned pending) {
+  for (unsigned i = 0; i < store_count;) {
+    const Transfer store = stores[i];
+    if (store.thread != current || store.group + pending >= store_groups[current]) {
+      ++i;
+      continue;
+    }
+    memmove(stores + i, stores + i + 1, (--store_count - i) * sizeof *stores);
+    copy_tile(*store.map, store.at, store.block, store.shared, true);
+  }
+}
+
+}  // namespace emulator
