@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
+    from convgrad._parts import Part
     from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
     from convgrad.contract import Report
     from convgrad.dtypes import DType
@@ -75,6 +76,7 @@ __all__ = [
     "NotAcceptable",
     "NotFound",
     "Overloaded",
+    "Part",
     "PayloadTooLarge",
     "ProblemTooLarge",
     "Report",
@@ -98,6 +100,7 @@ _HOMES = {
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "MaxPoolResult": "convgrad._results",
+    "Part": "convgrad._parts",
     "Report": "convgrad.contract",
     "Stored": "convgrad._call",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -17,6 +17,7 @@ from convgrad._call import Answer, Call, Stored
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._http_errors import ROOTS
 from convgrad._methods import async_method
+from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._reply import Receiver, Reply, async_raw_chunks
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
@@ -77,6 +78,27 @@ class AsyncClient:
         """
         call = call.storing(self._options.store)
         return await self._complete(call_target(call, self._options.wire), self._options)
+
+    async def iterate(self, call: Call[Any]) -> AsyncIterator[Part]:
+        """Send a Call, and yield the rows of its outputs as they come; see `Client.iterate`."""
+        exchange = Exchange(
+            call_target(call.storing(self._options.store), PARTS_WIRE), self._options
+        )
+        while True:
+            reader = PartReader()
+            begun = False
+            try:
+                async for receiver in self._stream(exchange):
+                    for part in reader.read(receiver):
+                        begun = True
+                        yield part
+                exchange.read(receiver.finish())
+                return
+            except ConvgradError as error:
+                if begun:
+                    raise
+                pause_s = exchange.pause_s(error)
+            await self._sleep(pause_s)
 
     async def put(
         self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
@@ -159,6 +181,12 @@ class AsyncClient:
             await self._sleep(pause_s)
 
     async def _send(self, exchange: Exchange[Any]) -> Reply:
+        async for receiver in self._stream(exchange):
+            last = receiver
+        return last.finish()
+
+    async def _stream(self, exchange: Exchange[Any]) -> AsyncIterator[Receiver]:
+        """One attempt, whenever more of its answer has come; the last time with all of it."""
         try:
             request = exchange.request(self._http)
             response = await self._http.send(request, stream=True, follow_redirects=False)
@@ -167,9 +195,10 @@ class AsyncClient:
                 async for chunk in async_raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
+                    yield receiver
                     if receiver.has_enough:
                         break
-                return receiver.finish()
+                yield receiver
             finally:
                 await response.aclose()
         except ROOTS as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -18,6 +18,7 @@ from convgrad._call import Answer, Call, Stored, as_tensor
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._exchange import Exchange, OptionChanges, Options, Target
 from convgrad._methods import method
+from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad._transport import HttpxTransport, Transport
@@ -125,6 +126,40 @@ class Client:
         if self._shared is not None:
             return self._shared.call(call, self._complete_own)
         return self._complete(call_target(call, self._options.wire), self._options)
+
+    def iterate(self, call: Call[Any]) -> Iterator[Part]:
+        """Send a Call, and yield the rows of its outputs as they come: a server computes a large
+        problem in parts, and sends each when it is ready.
+
+        ::
+
+            for part in client.iterate(convgrad.calls.conv_bwd_data(grad_output, weight)):
+                use(part.output, part.start, part.array)
+
+        What is tried again is tried before the first part has come. Tensors go over HTTP, also
+        with ``transport="shm"``. Whoever stops early ends the computation.
+
+        Raises
+            As `conv_bwd_data`; ConnectionFailed also where the answer breaks off in the middle.
+        """
+        exchange = Exchange(
+            call_target(call.storing(self._options.store), PARTS_WIRE), self._options
+        )
+        while True:
+            reader = PartReader()
+            begun = False
+            try:
+                for receiver in self._transport.stream(exchange):
+                    for part in reader.read(receiver):
+                        begun = True
+                        yield part
+                exchange.read(receiver.finish())
+                return
+            except ConvgradError as error:
+                if begun:
+                    raise
+                pause_s = exchange.pause_s(error)
+            self._sleep(pause_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
         """An array of any content to be filled and sent; with ``transport="shm"`` it lies in

@@ -10,7 +10,7 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from convgrad._reply import Receiver
@@ -76,6 +76,29 @@ class Connection:
         Raises
             OSError, Http1Error, and what ``waiting`` raises.
         """
+        answer, sent_all = self._ask(head, body, waiting)
+        receiver = Receiver(answer.status, answer.headers, request_id)
+        whole = self._read_body(answer, receiver, waiting)
+        return receiver, sent_all and whole and answer.keep_alive
+
+    def arriving(
+        self, head: bytes, body: Iterable[memoryview], request_id: str, waiting: Waiting
+    ) -> Iterator[tuple[Receiver, bool]]:
+        """As `request`, whenever more of the answer has come; the last time with all of it."""
+        answer, sent_all = self._ask(head, body, waiting)
+        receiver = Receiver(answer.status, answer.headers, request_id)
+        reusable = False
+        if "transfer-encoding" in answer.headers or receiver.memory is None:
+            reusable = self._read_body(answer, receiver, waiting)
+        else:
+            for missing in self._read_announced(receiver, waiting):
+                reusable = not missing
+                if missing:
+                    yield receiver, False
+        yield receiver, sent_all and reusable and answer.keep_alive
+
+    def _ask(self, head: bytes, body: Iterable[memoryview], waiting: Waiting) -> tuple[_Head, bool]:
+        """Send a request and receive the head of its answer; whether all of it was sent."""
         self.answering = False
         try:
             sent_all = self._send(_Outgoing(head, body), waiting)
@@ -89,9 +112,7 @@ class Connection:
             if broken is not None:
                 raise broken from None
             raise
-        receiver = Receiver(answer.status, answer.headers, request_id)
-        whole = self._read_body(answer, receiver, waiting)
-        return receiver, sent_all and whole and answer.keep_alive
+        return answer, sent_all
 
     def _send(self, outgoing: _Outgoing, waiting: Waiting) -> bool:
         while piece := outgoing.piece():
@@ -131,9 +152,16 @@ class Connection:
         if receiver.announced_bytes is None:
             self._read_to_end(receiver, waiting)
             return False
+        for _ in self._read_announced(receiver, waiting):
+            pass
+        return not receiver.missing_bytes
+
+    def _read_announced(self, receiver: Receiver, waiting: Waiting) -> Iterator[int]:
+        """Read a body of an announced length; yields how much is missing whenever more came."""
         early = self._unread[: receiver.announced_bytes]
         self._unread = self._unread[receiver.announced_bytes :]
         receiver.add(early)
+        yield receiver.missing_bytes
         while receiver.missing_bytes and not receiver.has_enough:
             space = receiver.space()
             if space is None:
@@ -145,10 +173,10 @@ class Connection:
                 self._wait(waiting)
                 continue
             if not size:
-                return False  # the receiver knows how much is missing, and says so
+                return  # the receiver knows how much is missing, and says so
             receiver.filled(size)
             waiting()
-        return not receiver.missing_bytes
+            yield receiver.missing_bytes
 
     def _read_to_end(self, receiver: Receiver, waiting: Waiting) -> None:
         part, self._unread = self._unread, b""

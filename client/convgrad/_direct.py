@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
 
 from convgrad._connection import AVAILABLE, Connection, Http1Error
 from convgrad._exchange import Exchange
-from convgrad._reply import Reply
+from convgrad._reply import Receiver, Reply
 from convgrad._version import __version__
 from convgrad.errors import ClientError, ConnectionFailed
 
@@ -66,6 +66,23 @@ class DirectTransport:
                     raise
         return self._send(self._connected(exchange), head, exchange)
 
+    def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
+        """See `Transport.stream`: over a connection of its own, which may be kept afterwards."""
+        head = self._head(exchange, exchange.begin())
+        connection = self._connected(exchange)
+        body = () if exchange.body is None else exchange.body.views()
+        reusable = False
+        try:
+            arriving = connection.arriving(head, body, exchange.request_id, exchange.remaining_s)
+            for receiver, kept in arriving:
+                reusable = kept
+                yield receiver
+        except (OSError, Http1Error) as error:
+            raise _failed(error, exchange) from error
+        finally:
+            if not (reusable and self._kept(connection)):
+                connection.close()
+
     def close(self) -> None:
         self.closed = True
         while self._idle:
@@ -79,15 +96,20 @@ class DirectTransport:
                 head, body, exchange.request_id, exchange.remaining_s
             )
             reply = receiver.finish()
-            if reusable and not self.closed and len(self._idle) < _MOST_IDLE:
-                self._idle.append(connection)
-                kept = True
+            kept = reusable and self._kept(connection)
             return reply
         except (OSError, Http1Error) as error:
             raise _failed(error, exchange) from error
         finally:
             if not kept:
                 connection.close()
+
+    def _kept(self, connection: Connection) -> bool:
+        """Whether a connection was taken into the pool."""
+        if self.closed or len(self._idle) >= _MOST_IDLE:
+            return False
+        self._idle.append(connection)
+        return True
 
     def _pooled(self) -> Connection | None:
         while self._idle:

@@ -77,6 +77,21 @@ class Receiver:
         """How many of the announced bytes have not come."""
         return max(0, (self.announced_bytes or 0) - self._used)
 
+    @property
+    def memory(self) -> NDArray[np.uint8] | None:
+        """Where an answer of an announced length comes to lie; None for any other."""
+        return self._buffer
+
+    @property
+    def arrived_bytes(self) -> int:
+        """How many bytes of the answer have come."""
+        return self._used
+
+    def is_of(self, media_type: str) -> bool:
+        """Whether the answer says that it is of this type."""
+        named = self._headers.get("content-type", "").partition(";")[0]
+        return named.strip().lower() == media_type
+
     def space(self) -> memoryview | None:
         """Where the next bytes belong, if that is known: read into it, then say `filled`."""
         return None if self._buffer is None else self._buffer.data[self._used :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import httpx
@@ -20,6 +21,10 @@ class Transport(Protocol):
         """One attempt; whatever goes wrong is a ClientError."""
         ...
 
+    def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
+        """One attempt, whenever more of its answer has come; the last time with all of it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -31,6 +36,12 @@ class HttpxTransport:
         self._owned = injected is None
 
     def send(self, exchange: Exchange[Any]) -> Reply:
+        for receiver in self.stream(exchange):
+            last = receiver
+        return last.finish()
+
+    def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
+        """See `Transport.stream`."""
         try:
             request = exchange.request(self._http)
             response = self._http.send(request, stream=True, follow_redirects=False)
@@ -39,9 +50,10 @@ class HttpxTransport:
                 for chunk in raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
+                    yield receiver
                     if receiver.has_enough:
                         break
-                return receiver.finish()
+                yield receiver
             finally:
                 response.close()
         except ROOTS as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import checked_shape, data_view, dtype_of
 from convgrad_service.grpc_api.messages import message
-from convgrad_service.oip.answer import answer_outputs, report_parameters
+from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
+from convgrad_service.oip.answer_parts import Rows
 from convgrad_service.oip.datatypes import dtype_named, protocol_name
 from convgrad_service.oip.fields import VERSION, operation_named
 from convgrad_service.oip.parameters import separated
@@ -35,6 +37,7 @@ __all__ = [
     "cut_raw_contents",
     "encode_response",
     "encode_stream_error",
+    "encode_stream_part",
     "encode_stream_response",
     "field_at",
     "read_infer_head",
@@ -46,6 +49,7 @@ __all__ = [
 _RequestMessage, _ResponseMessage = message("ModelInferRequest"), message("ModelInferResponse")
 _StreamResponseMessage = message("ModelStreamInferResponse")
 
+_FINAL = "triton_final_response"
 _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 MAX_FIELDS = 4096
@@ -116,6 +120,7 @@ def _request(rest: bytes, next_span: NextSpan | None) -> InferRequest:
         tuple(_output(tensor) for tensor in parsed.outputs),
         reserved.operation,
         timeout_s=reserved.timeout_s,
+        in_parts=reserved.in_parts,
     )
 
 
@@ -190,16 +195,37 @@ def encode_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> list[Part]:
     """The answer as a serialized ModelInferResponse, in parts that refer to the arrays."""
-    return list(_response_parts(request, outputs, report))
+    return list(_response_parts(request, answer_outputs(request, outputs), report))
 
 
 def encode_stream_response(
     request: InferRequest, outputs: Mapping[str, NDArray[Any]], report: Report
 ) -> list[Part]:
     """The same as a ModelStreamInferResponse, marked as its request's last."""
-    parts = list(_response_parts(request, outputs, report, {"triton_final_response": True}))
-    size = sum(len(part) for part in parts)
-    return [_length_prefix(_INFER_RESPONSE, size), *parts]
+    chosen = answer_outputs(request, outputs)
+    return _stream_response(_response_parts(request, chosen, report, {_FINAL: True}))
+
+
+def encode_stream_part(
+    request: InferRequest,
+    outputs: Mapping[str, NDArray[Any]],
+    report: Report,
+    rows: Mapping[str, Rows],
+    *,
+    final: bool,
+) -> list[Part]:
+    """A ModelStreamInferResponse with these rows of the outputs, which its parameters name."""
+    found = {name: part.of(outputs[name]) for name, part in rows.items()}
+    if final:
+        # What is kept here, or written to shared memory, has no rows to send.
+        kept = (name for name in answer_names(request, outputs) if not request.sends(name))
+        found.update((name, outputs[name]) for name in kept)
+    return _stream_response(_response_parts(request, found, report, {_FINAL: final}, rows))
+
+
+def _stream_response(parts: Iterator[Part]) -> list[Part]:
+    made = list(parts)
+    return [_length_prefix(_INFER_RESPONSE, sum(map(len, made))), *made]
 
 
 def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
@@ -207,27 +233,30 @@ def encode_stream_error(model: str, request_id: str, detail: str) -> bytes:
     answer = _StreamResponseMessage(error_message=detail)
     answer.infer_response.model_name = model
     answer.infer_response.id = request_id
-    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    answer.infer_response.parameters[_FINAL].bool_param = True
     encoded: bytes = answer.SerializeToString()
     return encoded
 
 
 def _response_parts(
     request: InferRequest,
-    outputs: Mapping[str, NDArray[Any]],
+    chosen: Mapping[str, NDArray[Any]],
     report: Report,
     extra: Mapping[str, Any] | None = None,
+    rows: Mapping[str, Rows] = MappingProxyType({}),
 ) -> Iterator[Part]:
     head = _ResponseMessage(model_name=request.operation.name, model_version=VERSION, id=request.id)
     for name, value in {**report_parameters(report), **(extra or {})}.items():
         _set_parameter(head.parameters[name], value)
-    chosen = answer_outputs(request, outputs)
     for name, array in chosen.items():
         output = head.outputs.add(
             name=name, datatype=protocol_name(dtype_of(array)), shape=array.shape
         )
         if name in request.store:
             _set_parameter(output.parameters["stored"], request.store[name])
+        if name in rows:
+            for key, value in rows[name]._asdict().items():
+                _set_parameter(output.parameters[f"part_{key}"], value)
     yield head.SerializeToString()
     for name, array in chosen.items():
         # One for each output: of one that stays here it is empty.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
@@ -18,6 +19,7 @@ from convgrad_service.http_api.middleware import ClientGone
 from convgrad_service.http_api.problem_details import Headers
 
 __all__ = [
+    "Arriving",
     "Chunk",
     "refuse_encoded",
     "requested_timeout_s",
@@ -25,9 +27,25 @@ __all__ = [
     "unless_gone",
 ]
 
-Chunk = bytes | memoryview | EncodedLater
-"""A part of an answer, of one byte an item; the last kind is made when it is its turn."""
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A part of an answer that is still being computed.
+
+    ``until`` returns how many of its bytes are final, once so many are.
+    """
+
+    data: memoryview
+    until: Callable[[int], Coroutine[Any, Any, int]]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Chunk = bytes | memoryview | EncodedLater | Arriving
+"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
 T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
 
 # One write of a large answer: large enough to cost nothing, small enough that the protocol sees
 # within one of them that a client has stopped reading (see protocol.py).
@@ -97,12 +115,13 @@ async def send_chunks(
     *,
     connection: Connection | None = None,
     in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
+    waiting: Wait | None = None,
 ) -> None:
     """A 200 with these headers, Content-Length besides, and the chunks as its body.
 
     When it returns, nothing refers to the chunks' memory any more: they were sent, or copied
     where the server offers no ``connection`` that could say when they were. ``in_thread`` makes
-    what is encoded only now.
+    what is encoded only now. ``waiting`` awaits what is still being computed.
     """
     length = sum(len(chunk) for chunk in chunks)
     headers = [*headers, (b"content-length", str(length).encode())]
@@ -117,17 +136,26 @@ async def send_chunks(
                 made = chunk.encoded() if in_thread is None else await in_thread(chunk.encoded)
                 await send({"type": "http.response.body", "body": made, "more_body": True})
                 continue
-            for part in _parts(chunk):
-                sent = bytes(part) if connection is None else part
-                await send({"type": "http.response.body", "body": sent, "more_body": True})
+            data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
+            at = 0
+            while at < len(data):
+                end = len(data)
+                if isinstance(chunk, Arriving):
+                    coming = chunk.until(at + 1)
+                    end = await (coming if waiting is None else waiting(coming))
+                for part in _parts(data[at:end]):
+                    sent = bytes(part) if connection is None else part
+                    await send({"type": "http.response.body", "body": sent, "more_body": True})
+                at = end
         # Unbuffered, so this waits until everything before it has left.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _made(chunk: Chunk) -> bytes | memoryview:
+    if isinstance(chunk, Arriving):
+        raise TypeError("nothing small is sent before it is computed")
     return chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
 
 
-def _parts(chunk: bytes | memoryview) -> Iterable[memoryview]:
-    view = memoryview(chunk).cast("B")
+def _parts(view: memoryview) -> Iterable[memoryview]:
     return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))

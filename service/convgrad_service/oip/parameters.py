@@ -25,11 +25,12 @@ _MAX_MICROSECONDS = 2**63 - 1
 class Reserved:
     """What the protocol's own parameters ask for.
 
-    ``operation`` holds all others.
+    ``in_parts``, which is ours: an answer of several responses. ``operation`` holds all others.
     """
 
     timeout_s: float | None = None
     binary_data_output: bool = False
+    in_parts: bool = False
     operation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,6 +65,7 @@ def separated(parameters: Mapping[str, Any]) -> Reserved:
         # As Triton has it, 0 means none.
         timeout_s=microseconds / 1e6 if microseconds else None,
         binary_data_output=own.get("binary_data_output", False),
+        in_parts=own.get("in_parts", False),
         operation=others,
     )
 
@@ -115,5 +117,6 @@ _RESERVED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sequence_start": (_BOOL, _is_bool),
     "sequence_end": (_BOOL, _is_bool),
     "binary_data_output": (_BOOL, _is_bool),
+    "in_parts": (_BOOL, _is_bool),
     "triton_enable_empty_final_response": (_BOOL, _is_bool),
 }

@@ -79,6 +79,7 @@ class InferRequest:
 
     ``outputs`` is empty where the request names none: then the answer holds what the operation
     gives by default, as raw bytes if ``binary_by_default``. ``timeout_s`` is None without one.
+    ``in_parts``: the answer may come as several responses, each with rows of its outputs.
     ``parameters`` are the operation's own, scalars and JSON text not yet parsed.
     """
 
@@ -89,6 +90,7 @@ class InferRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     binary_by_default: bool = True
     timeout_s: float | None = None
+    in_parts: bool = False
 
     def __post_init__(self) -> None:
         """Hold the names of inputs and outputs against the operation's."""
@@ -97,6 +99,13 @@ class InferRequest:
         _check_names(
             [wanted.name for wanted in self.outputs], operation.outputs, "output", operation
         )
+
+    def refuse_parts(self) -> None:
+        """Raise MalformedRequest where an answer in parts is asked for and cannot be given."""
+        if self.in_parts:
+            raise MalformedRequest(
+                "in_parts: an answer in several responses comes over ModelStreamInfer alone"
+            )
 
     def wants_binary(self, output: str) -> bool:
         """Whether ``output`` shall be sent as raw bytes."""
