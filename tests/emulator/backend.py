@@ -88,13 +88,15 @@ def _translated(instance: Instance) -> str:
     )
     for instruction, meaning in ASSEMBLY.items():
         source = re.sub(instruction, meaning, source)
-    cluster = _CLUSTER.findall(source)
+    # A number, or the name of one of the instance's; else what stands there is for another entry.
+    cluster = [dict(instance.defines).get(found, found) for found in _CLUSTER.findall(source)]
+    blocks = next(filter(str.isdecimal, cluster), "1")
     structure = dict(_ARGUMENTS.findall(source))[instance.entry]
     defines = "".join(f"#define {name} {value}\n" for name, value in instance.defines)
     return (
         f'#include "cuda.hpp"\n{defines}{source}\n'
         f"#define ENTRY {instance.entry}\n#define ARGUMENTS {structure}\n"
-        f"#define CLUSTER_BLOCKS {cluster[0] if cluster else 1}\n"
+        f"#define CLUSTER_BLOCKS {blocks}\n"
         '#include "launch.hpp"\n'
     )
 

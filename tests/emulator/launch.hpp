@@ -50,7 +50,7 @@ static void fail(const char* what) {
 }
 
 static void thread_main() {
-  ENTRY(*arguments);
+  ::ENTRY(*arguments);
   pass_turn(Turn::kDone);
   abort();
 }

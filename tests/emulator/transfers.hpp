@@ -147,7 +147,7 @@ static unsigned copy_tile(const EncodedMap& map, const int* at, unsigned block, 
 }
 
 static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by, unsigned block,
-                            unsigned shared) {
+                            unsigned shared, bool stored) {
   const int spatial = map.dims - 2;
   const unsigned channels = map.box[0], pixels = map.box[1];
   int base[5];
@@ -156,7 +156,7 @@ static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by,
     int from[5] = {base[0]};
     for (int d = 1; d <= spatial; ++d) from[d] = base[d] + by[d - 1];
     from[spatial + 1] = base[spatial + 1];
-    copy_row(map, from, channels, block, shared + pixel * channels * map.item_bytes, false);
+    copy_row(map, from, channels, block, shared + pixel * channels * map.item_bytes, stored);
     int d = 1;
     for (; d <= spatial; ++d) {
       base[d] += map.steps[d];
@@ -199,7 +199,7 @@ static void bring(const Transfer& load) {
   if (load.kind == Kind::kTile) {
     bytes = copy_tile(*load.map, load.at, load.block, load.shared, false);
   } else if (load.kind == Kind::kPixels) {
-    bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared);
+    bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared, false);
   } else {
     check_global(load.from, bytes, 16);
     memcpy(shared_of(load.block, load.shared, bytes, 16), load.from, bytes);
@@ -240,7 +240,7 @@ static void wait_for_change() {
 }
 
 static void start_store(const Transfer& store) {
-  if (store.map->pixel_map) fail("a map of the other kind");
+  if (store.map->pixel_map != (store.kind == Kind::kPixels)) fail("a map of the other kind");
   if (store_count == kMostTransfers) fail("more copies under way than the emulator has room for");
   stores[store_count] = store;
   stores[store_count].thread = current;
@@ -254,7 +254,11 @@ static void finish_stores(unsigned pending) {
       continue;
     }
     memmove(stores + i, stores + i + 1, (--store_count - i) * sizeof *stores);
-    copy_tile(*store.map, store.at, store.block, store.shared, true);
+    if (store.kind == Kind::kPixels) {
+      copy_pixels(*store.map, store.at, store.by, store.block, store.shared, true);
+    } else {
+      copy_tile(*store.map, store.at, store.block, store.shared, true);
+    }
   }
 }
 

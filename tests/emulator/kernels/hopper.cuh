@@ -90,6 +90,15 @@ static inline void store_tile(const TensorMap& map, u32 from, const int (&at)[kD
   store.shared = from;
   emulator::start_store(store);
 }
+template <int kDims>
+static inline void store_pixels(const TensorMap& map, u32 from, const int (&at)[kDims]) {
+  emulator::Transfer store = {emulator::Kind::kPixels, emulator::map_at(&map)};
+  if (store.map->dims != kDims) emulator::fail("a tensor map of other dimensions");
+  memcpy(store.at, at, sizeof at);
+  store.block = emulator::current_block();
+  store.shared = from;
+  emulator::start_store(store);
+}
 static inline void commit_stores() { ++emulator::store_groups[emulator::current]; }
 template <int kPending>
 static inline void wait_stores_read() {
@@ -100,11 +109,34 @@ static inline void wait_stores() {
   emulator::finish_stores(kPending);
 }
 
+// Each lane writes the two elements of each matrix that it has.
+static inline void store_matrices(u32 to, const u32 (&from)[4]) {
+  emulator::Lane& own = emulator::all_lanes[emulator::current];
+  own.given[0] = to;
+  memcpy(own.given + 1, from, sizeof from);
+  emulator::meet(~0u, [](emulator::Lane* lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const u32 row = lanes[i * 8 + lane / 4].given[0];
+        memcpy(emulator::in_shared(row, 16, 16) + lane % 4 * 4, &lanes[lane].given[1 + i], 4);
+      }
+    }
+  });
+}
+static inline void store_pair(u32 to, float first, float second) {
+  const float both[2] = {first, second};
+  memcpy(emulator::in_shared(to, 8, 8), both, 8);
+}
+
 static inline u32 block_of_cluster() { return emulator::current_block(); }
 static inline void synchronize_cluster() { emulator::wait_for_cluster_threads(); }
 static inline bool elected() {
   emulator::meet(~0u, [](emulator::Lane*) {});
   return threadIdx.x % 32 == 0;
 }
+
+// Kernels run one after another here.
+static inline void start_next() {}
+static inline void wait_for_previous() {}
 
 }  // namespace convgrad

@@ -67,6 +67,22 @@ static inline void load_matrices_transposed(u32 (&to)[kCount], u32 from) {
   matrices<kCount, true>(to, from);
 }
 
+static inline u32 transposed(u32 matrix) {
+  emulator::Lane& own = emulator::all_lanes[emulator::current];
+  own.given[0] = matrix;
+  emulator::meet(~0u, [](emulator::Lane* lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+      u32 both = 0;
+      for (int i = 0; i < 2; ++i) {
+        const u32 from = lanes[(lane % 4 * 2 + i) * 4 + lane / 8].given[0];
+        both |= (from >> lane / 4 % 2 * 16 & 0xffff) << i * 16;
+      }
+      lanes[lane].taken[0] = both;
+    }
+  });
+  return own.taken[0];
+}
+
 static inline u32 load_word(u32 from) {
   u32 word;
   memcpy(&word, emulator::in_shared(from, 4, 4), 4);

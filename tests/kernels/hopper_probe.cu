@@ -1,0 +1,174 @@
+// What hopper.cuh and warpgroup.cuh say that the hardware does, a kernel for each kind of thing;
+// test_hopper_instructions.py knows what must come out. One block of 128 threads, or CLUSTER of them.
+// Deterministic.
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+
+using namespace convgrad;
+
+struct ProbeArgs {
+  TensorMap first, second;
+  void* out;
+  int at[5], by[3];
+  int bytes;  // in shared memory
+  // Of the operands of a product: rows they start at, rows from eight to the next eight, boxes.
+  int shift[2], eight[2], box_bytes[2], boxes[2];
+  int depth;
+};
+
+namespace {
+
+extern __shared__ uint4 shared[];
+__device__ __forceinline__ u32 first_pattern() { return (shared_address(shared) + 1023) & ~1023u; }
+template <int kCount>
+struct Few {
+  int all[kCount];
+};
+
+}  // namespace
+
+#ifdef PIXELS
+// A box, as it lies in shared memory. Each block of a cluster brings its share to all of them: an
+// image, or `by[0]` rows on.
+extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(CLUSTER, 1, 1)
+    loads(const __grid_constant__ ProbeArgs args) {
+  __shared__ u64 barriers[2];
+  const u32 to = first_pattern(), full = shared_address(barriers), met = full + 8;
+  const u32 rank = CLUSTER > 1 ? block_of_cluster() : 0;
+  if (threadIdx.x == 0) {
+    prefetch_map(args.first);
+    make_barrier(full, 1);
+    make_barrier(met, 128 * CLUSTER);
+    publish_barriers();
+  }
+  synchronize_cluster();
+  if (threadIdx.x < 32 && elected()) {
+    Few<DIMS> at;
+    for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
+    arrive_expecting(full, args.bytes);
+    const u32 share = to + rank * (args.bytes / CLUSTER);
+#if PIXELS
+    Few<DIMS - 2> by;
+    for (int d = 0; d < DIMS - 2; ++d) by.all[d] = args.by[d];
+    at.all[DIMS - 1] += rank;
+    if (CLUSTER > 1) {
+      load_pixels_to((1 << CLUSTER) - 1, share, args.first, full, at.all, by.all);
+    } else {
+      load_pixels(share, args.first, full, at.all, by.all);
+    }
+#else
+    at.all[DIMS - 1] += rank * args.by[0];
+    if (CLUSTER > 1) {
+      load_tile_to((1 << CLUSTER) - 1, share, args.first, full, at.all);
+    } else {
+      load_tile(share, args.first, full, at.all);
+    }
+#endif
+  }
+  wait_for(full, 0);
+  u32* const out = static_cast<u32*>(args.out) + blockIdx.x * (args.bytes / 4);
+  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) out[i] = load_word(to + i * 4);
+  // Everybody arrives everywhere: no block ends while another still uses its barriers.
+  for (u32 block = 0; block < CLUSTER; ++block) arrive_at(met, block);
+  wait_for_cluster(met, 0);
+  synchronize_cluster();
+}
+#endif
+
+#ifdef STORES
+// A box to a tensor, from shared memory as it lies there.
+extern "C" __global__ void __launch_bounds__(128)
+    stores(const __grid_constant__ ProbeArgs args) {
+  __shared__ u64 barrier;
+  const u32 from = first_pattern(), full = shared_address(&barrier);
+  if (threadIdx.x == 0) {
+    make_barrier(full, 1);
+    publish_barriers();
+    arrive_expecting(full, args.bytes);
+    load_bytes(from, args.out, args.bytes, full);
+    wait_for(full, 0);
+    Few<DIMS> at;
+    for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
+    store_tile(args.first, from, at.all);
+    commit_stores();
+    wait_stores_read<0>();
+    wait_stores<0>();
+  }
+}
+#endif
+
+#ifdef ELEMENT
+// c = a * b by one warpgroup: a of 64 rows, b of 8 * FRAGMENTS columns, both in boxes as TMA brings
+// them, or a from registers, 32-bit words of its rows at `out`, before c.
+extern "C" __global__ void __launch_bounds__(128)
+    products(const __grid_constant__ ProbeArgs args) {
+  using T = ELEMENT;
+  constexpr int kStep = 32 / sizeof(T), kWords = 8;  // of the reduction, in a product
+  __shared__ u64 barrier;
+  const u32 a_at = first_pattern(), full = shared_address(&barrier);
+  const u32 b_at = a_at + args.boxes[0] * args.box_bytes[0];
+  if (threadIdx.x == 0) {
+    make_barrier(full, 1);
+    publish_barriers();
+    arrive_expecting(full, b_at - a_at + args.boxes[1] * args.box_bytes[1]);
+    for (int i = 0; i < args.boxes[0]; ++i) {
+      const int column = i * (SWIZZLE_A / static_cast<int>(sizeof(T)));
+      load_tile(a_at + i * args.box_bytes[0], args.first, full, {column, 0});
+    }
+    for (int i = 0; i < args.boxes[1]; ++i) {
+      const int column = i * (SWIZZLE_B / static_cast<int>(sizeof(T)));
+      load_tile(b_at + i * args.box_bytes[1], args.second, full, {column, 0});
+    }
+  }
+  __syncthreads();
+  wait_for(full, 0);
+  float c[FRAGMENTS][4];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const u32* const words = static_cast<const u32*>(args.out);
+  hold_sums(c);
+  begin_products();
+  for (int step = 0; step < args.depth / kStep; ++step) {
+    u64 b;
+    if (MAJOR_B == kAlongK) {
+      b = advance(operand_along_k<SWIZZLE_B>(b_at, args.eight[1]),
+                  args.shift[1] * SWIZZLE_B + step * 32);
+    } else {
+      b = advance(operand_along_mn<SWIZZLE_B>(b_at, args.box_bytes[1], args.eight[1]),
+                  args.shift[1] * SWIZZLE_B + step * 2 * args.eight[1]);
+    }
+#if REGISTERS
+    u32 a[4];
+    for (int i = 0; i < 4; ++i) {
+      const int row = warp * 16 + lane / 4 + i % 2 * 8, word = lane % 4 + i / 2 * 4;
+      a[i] = words[(row * (args.depth / kStep) + step) * kWords + word];
+    }
+    hold_words(a);
+    begin_products();
+    multiply<T, MAJOR_B>(c, a, b, step > 0);
+    commit_products();
+    wait_products<0>();
+    hold_words(a);
+#else
+    u64 a;
+    if (MAJOR_A == kAlongK) {
+      a = advance(operand_along_k<SWIZZLE_A>(a_at, args.eight[0]),
+                  args.shift[0] * SWIZZLE_A + step * 32);
+    } else {
+      a = advance(operand_along_mn<SWIZZLE_A>(a_at, args.box_bytes[0], args.eight[0]),
+                  args.shift[0] * SWIZZLE_A + step * 2 * args.eight[0]);
+    }
+    multiply<T, MAJOR_A, MAJOR_B>(c, a, b, step > 0);
+#endif
+  }
+  commit_products();
+  wait_products<0>();
+  hold_sums(c);
+  float* const out = static_cast<float*>(args.out) + 64 * (args.depth / kStep) * kWords;
+  for (int j = 0; j < FRAGMENTS; ++j) {
+    for (int e = 0; e < 4; ++e) {
+      const int row = warp * 16 + e / 2 * 8 + lane / 4, column = j * 8 + lane % 4 * 2 + e % 2;
+      out[row * 8 * FRAGMENTS + column] = c[j][e];
+    }
+  }
+}
+#endif
