@@ -15,7 +15,7 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.finished import Finished
 from convgrad_service.engine.parts import joined, pieces_of
 from convgrad_service.engine.regions import InRegion
-from convgrad_service.engine.segments import Place, Segments, array_at
+from convgrad_service.engine.segments import Place, Segments, apart, array_at
 from convgrad_service.engine.sized import sized
 from convgrad_service.problems.base import Piece, Problem
 from convgrad_service.problems.pieces import piece_tensors, place_part
@@ -42,14 +42,19 @@ class Job(NamedTuple):
     parts: int = 1
 
     @property
+    def unfit(self) -> set[str]:
+        """The tensors that cannot be computed where they lie."""
+        sizes = sized(self.problem)
+        return apart(self.inputs, self.outputs, {**sizes.inputs, **sizes.outputs})
+
+    @property
     def tasks(self) -> int:
         """How many tasks it makes.
 
-        Where outputs lie in a client's memory, they may lie where inputs do: then a part could
-        overwrite what another has still to read, and one task computes them all.
+        One where a part could overwrite what another has still to read: outputs in a client's
+        memory may lie where inputs do.
         """
-        places = [*self.outputs.values(), *self.taken.values()]
-        if self.parts == 1 or any(isinstance(place, InRegion) for place in places):
+        if self.parts == 1 or self.taken or self.unfit & self.outputs.keys():
             return 1
         return len(pieces_of(self.problem, self.parts))
 
@@ -110,7 +115,7 @@ def run_job(
     }
     direct = dict(outputs)
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
-    unfit = segments.apart(job.inputs, job.outputs, inputs | outputs)
+    unfit = job.unfit
     for name in unfit & outputs.keys():
         direct[name] = np.empty_like(outputs[name])
     if job.parts == 1:

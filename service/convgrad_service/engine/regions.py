@@ -52,10 +52,14 @@ class RegionPart(NamedTuple):
 
 
 class InRegion(NamedTuple):
-    """A place in a region's file; ``file`` is the number that the hub gave the region."""
+    """A place in a region's file; ``file`` is the number that the hub gave the region.
+
+    Regions of the same ``identity`` are parts of one file.
+    """
 
     file: int
     offset: int
+    identity: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +67,7 @@ class _Region:
     info: RegionInfo
     number: int
     descriptor: int
+    identity: tuple[int, int]
     uses: int = 0
     gone: bool = False
     leaving: list[asyncio.Future[None]] = field(default_factory=list)
@@ -111,14 +116,14 @@ class Regions:
             )
         descriptor = _opened(info)
         self._numbers += 1
-        region = _Region(info, self._numbers, descriptor)
+        region = _Region(info, self._numbers, descriptor, _identity(descriptor))
         self._regions[owner, info.name] = self._by_number[region.number] = region
 
     def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[], None]) -> None:
         """Take over a file of the server's own, whole; ``closed`` is called when it is closed."""
         self._numbers += 1
         info = RegionInfo(part.name, "", 0, part.size_bytes)
-        region = _Region(info, self._numbers, descriptor, closed=closed)
+        region = _Region(info, self._numbers, descriptor, _identity(descriptor), closed=closed)
         self._regions[part.owner, part.name] = self._by_number[region.number] = region
 
     def remove(self, owner: str, name: str) -> None:
@@ -171,7 +176,8 @@ class Regions:
         for region, _ in found:
             region.uses += 1
         return tuple(
-            InRegion(region.number, region.info.offset + part.offset) for region, part in found
+            InRegion(region.number, region.info.offset + part.offset, region.identity)
+            for region, part in found
         )
 
     def release(self, places: Sequence[InRegion]) -> None:
@@ -230,6 +236,11 @@ class Regions:
         for future in region.leaving:
             if not future.done():
                 future.set_result(None)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _is_unlocked(descriptor: int) -> bool:

@@ -22,7 +22,7 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Adopter", "Place", "Segments", "array_at"]
+__all__ = ["Adopter", "Place", "Segments", "apart", "array_at"]
 
 Place = int | InRegion
 """Where a tensor lies: an offset in the arena, or a place in a client's region."""
@@ -43,7 +43,6 @@ class Adopter(Protocol):
 class _Segment:
     def __init__(self, descriptor: int, adopter: Adopter | None) -> None:
         found = os.fstat(descriptor)
-        self.file = (found.st_dev, found.st_ino)
         try:
             memory = mmap.mmap(descriptor, found.st_size)
         except ValueError:  # it has become empty
@@ -98,33 +97,6 @@ class Segments:
             raise _shortened()
         return found.view(spec.dtype.numpy).reshape(spec.shape)
 
-    def apart(
-        self,
-        inputs: Mapping[str, Place],
-        outputs: Mapping[str, Place],
-        arrays: Mapping[str, NDArray[Any]],
-    ) -> set[str]:
-        """The tensors in regions that cannot be computed in place.
-
-        Their address suits no kernel, or an output lies where another tensor lies too.
-        """
-        extents = {
-            name: (
-                self._segments[place.file].file,
-                place.offset,
-                place.offset + arrays[name].nbytes,
-            )
-            for name, place in (*inputs.items(), *outputs.items())
-            if isinstance(place, InRegion)
-        }
-        names = {name for name in extents if arrays[name].ctypes.data % _ALIGNMENT_BYTES}
-        for name in outputs.keys() & extents.keys():
-            file, start, end = extents[name]
-            for other, (other_file, other_start, other_end) in extents.items():
-                if other != name and file == other_file and start < other_end and other_start < end:
-                    names.add(name)
-        return names
-
     def check(self, numbers: Iterable[int]) -> None:
         """Call it with a job's regions when the job is done.
 
@@ -136,6 +108,28 @@ class Segments:
         for number in numbers:
             if self._segments[number].guard.lost() is not None:
                 raise _shortened()
+
+
+def apart(
+    inputs: Mapping[str, Place], outputs: Mapping[str, Place], specs: Mapping[str, TensorSpec]
+) -> set[str]:
+    """The tensors in regions that cannot be computed in place.
+
+    Their address suits no kernel, or an output lies where another tensor lies too.
+    """
+    extents = {
+        name: (place.identity, place.offset, place.offset + specs[name].size_bytes)
+        for name, place in (*inputs.items(), *outputs.items())
+        if isinstance(place, InRegion)
+    }
+    # Files are mapped from their start, on whole pages.
+    names = {name for name, (_, start, _) in extents.items() if start % _ALIGNMENT_BYTES}
+    for name in outputs.keys() & extents.keys():
+        file, start, end = extents[name]
+        for other, (other_file, other_start, other_end) in extents.items():
+            if other != name and file == other_file and start < other_end and other_start < end:
+                names.add(name)
+    return names
 
 
 def array_at(place: Place, spec: TensorSpec, arena: Arena, segments: Segments) -> NDArray[Any]:
