@@ -16,7 +16,7 @@ from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.logs import configure_logs
 from convgrad_service.malloc import keep_large_blocks
-from convgrad_service.metrics import Metrics
+from convgrad_service.metrics import Labelled, Metrics
 from convgrad_service.settings import Settings
 from convgrad_service.triton_metrics import TritonMetrics
 
@@ -110,6 +110,57 @@ def count_in(hub: Hub) -> None:
         "Memory that the tensors of requests in flight hold.",
         lambda: memory.used_bytes,
     )
+    _count_keys(metrics, hub)
+    _count_devices(metrics, hub)
     metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
     metrics.registry.register(TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting)))
     hub.counts = metrics
+
+
+def _count_keys(metrics: Metrics, hub: Hub) -> None:
+    """What keys that have limits use of them. Names are those of the file of keys, no others."""
+    used, by_key = hub.quotas.used, ("key",)
+    metrics.gauges(
+        "convgrad_key_inflight_requests",
+        "Requests in flight of an API key that has limits.",
+        by_key,
+        lambda: {(name,): usage.requests for name, usage in used.items()},
+    )
+    metrics.gauges(
+        "convgrad_key_inflight_bytes",
+        "Memory that the tensors of such a key's requests in flight hold.",
+        by_key,
+        lambda: {(name,): usage.size_bytes for name, usage in used.items()},
+    )
+    metrics.totals(
+        "convgrad_key_refused",
+        "Requests refused because of an API key's limit, by the limit.",
+        ("key", "limit"),
+        lambda: {
+            (name, limit): count
+            for name, usage in used.items()
+            for limit, count in usage.refused.items()
+        },
+    )
+
+
+def _count_devices(metrics: Metrics, hub: Hub) -> None:
+    """What the workers say of their devices."""
+
+    def of_each(field: str) -> Labelled:
+        return lambda: {
+            (str(index),): getattr(vitals, field) for index, vitals in hub.vitals().items()
+        }
+
+    by_device = ("device",)
+    for name, text, field in (
+        ("memory_used_bytes", "Memory of a device in use, whoever uses it.", "memory_used_bytes"),
+        ("memory_total_bytes", "Memory of a device.", "memory_total_bytes"),
+    ):
+        metrics.gauges(f"convgrad_device_{name}", text, by_device, of_each(field))
+    for name, text, field in (
+        ("cache_hits", "Kernels needed first that lay compiled in the cache.", "kernels_found"),
+        ("cache_misses", "Kernels needed first that had to be compiled.", "kernels_compiled"),
+        ("compile_seconds", "Time that compiling kernels took.", "compile_s"),
+    ):
+        metrics.totals(f"convgrad_kernel_{name}", text, by_device, of_each(field))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convgrad_service.keys import NAME, KeysError, hash_of, new_key, read_keys
+from convgrad_service.keys import NAME, KeysError, hash_of, new_key, read_keys, read_line
 
 __all__ = ["key"]
 
@@ -29,14 +29,31 @@ def key(argv: Sequence[str] | None = None) -> int:
         metavar="PATH",
         help="append the hash to this file; without it, the line is printed on stderr",
     )
+    parser.add_argument("--max-inflight", metavar="N", help="requests that it may have in flight")
+    parser.add_argument(
+        "--max-inflight-bytes",
+        metavar="SIZE",
+        help="bytes that their tensors may hold together, such as 1GiB",
+    )
+    parser.add_argument(
+        "--max-requests-per-s",
+        metavar="RATE",
+        help="requests that it may send in a second; with none, what the server's settings say of "
+        "this limit does not hold for it, and so for the others",
+    )
     options = parser.parse_args(argv)
     if not NAME.fullmatch(options.name):
         parser.error(
             f"a name is at most 64 letters, digits, '_', '-' and '.', not {options.name!r}"
         )
     made = new_key()
-    line = f"{options.name}:{hash_of(made)}"
+    limits = {
+        name: given for name, given in vars(options).items() if name.startswith("max_") and given
+    }
+    words = [f"{name}={given}" for name, given in limits.items()]
+    line = " ".join([f"{options.name}:{hash_of(made)}", *words])
     try:
+        read_line(line)
         _store(line, options.name, options.file)
     except (KeysError, OSError) as error:
         print(f"convgrad key: {error}", file=sys.stderr)
@@ -50,7 +67,7 @@ def _store(line: str, name: str, file: Path | None) -> None:
         print(line, file=sys.stderr)
         return
     known = read_keys(file) if file.exists() else {}
-    if name in known.values():
+    if name in {caller.name for caller in known.values()}:
         raise KeysError(f"{file} has a key named {name}; expected another name")
     # Nobody else's business from the start.
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as out:

@@ -1,8 +1,10 @@
 """API keys: who may call, by keys whose hashes alone are stored.
 
 A key is 256 random bits, so one SHA-256 of it is as good as any slow hash: there is nothing to
-guess. The file has a line a key, ``name:hash``; lines may be added and taken out while the server
-runs. Names appear in logs and metrics, keys and hashes nowhere.
+guess. The file has a line a key: ``name:hash``, and after it what the key may have where that is
+not what the settings say, as in ``max_inflight=4 max_inflight_bytes=1GiB max_requests_per_s=none``.
+Lines may be added, changed and taken out while the server runs. Names appear in logs and metrics,
+keys and hashes nowhere.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from convgrad.errors import Unauthenticated
+from convgrad_service.engine.quotas import NO_LIMITS, Caller, KeyLimits
 
-__all__ = ["NAME", "KeyRing", "KeysError", "hash_of", "new_key", "read_keys"]
+__all__ = ["NAME", "KeyRing", "KeysError", "hash_of", "new_key", "read_keys", "read_line"]
 
 _log = logging.getLogger("convgrad.keys")
 
@@ -27,6 +33,12 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 # How often the file is looked at, at most.
 _LOOK_S = 1.0
+_LIMIT = "max_"
+_LIMITS: Mapping[str, TypeAdapter[Any]] = {
+    "inflight": TypeAdapter(Annotated[int, Field(gt=0)]),
+    "inflight_bytes": TypeAdapter(Annotated[ByteSize, Field(gt=0)]),
+    "requests_per_s": TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)]),
+}
 
 
 class KeysError(ValueError):
@@ -46,18 +58,20 @@ def hash_of(key: str) -> str:
 class KeyRing:
     """The keys of one file, read again when it changes. For use in one thread.
 
+    ``limits`` are those of keys whose lines do not say otherwise.
+
     Raises:
         KeysError: the file cannot be read, or has a line that is none.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, limits: KeyLimits = NO_LIMITS) -> None:
+        self._path, self._limits = path, limits
         self._seen = self._stamp()
-        self._names = read_keys(path)
+        self._callers = read_keys(path, limits)
         self._looked_s = time.monotonic()
 
-    def owner(self, authorization: str | None) -> str:
-        """The name of the key in an Authorization header, ``Bearer <key>``.
+    def caller(self, authorization: str | None) -> Caller:
+        """Whose key is in an Authorization header, ``Bearer <key>``, and what it may have.
 
         Every stored hash is compared, in constant time: how long it takes tells nothing.
 
@@ -71,11 +85,11 @@ class KeyRing:
                 "this server needs an API key; expected the header Authorization: Bearer <key>"
             )
         presented_hash = hash_of(presented.strip())
-        found = ""
-        for known, name in self._names.items():
+        found = None
+        for known, caller in self._callers.items():
             if hmac.compare_digest(known, presented_hash):
-                found = name
-        if not found:
+                found = caller
+        if found is None:
             raise Unauthenticated("the API key is not one that this server knows")
         return found
 
@@ -89,12 +103,12 @@ class KeyRing:
             return
         self._seen = stamp
         try:
-            self._names = read_keys(self._path)
+            self._callers = read_keys(self._path, self._limits)
         except KeysError as error:
             # A slip in the file must neither let everybody in nor shut everybody out.
             _log.error("the keys stay as they were: %s", error)
         else:
-            _log.info("read %d keys from %s", len(self._names), self._path)
+            _log.info("read %d keys from %s", len(self._callers), self._path)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -104,8 +118,8 @@ class KeyRing:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_keys(path: Path) -> Mapping[str, str]:
-    """Names by hash. Empty lines and those that begin with # mean nothing.
+def read_keys(path: Path, limits: KeyLimits = NO_LIMITS) -> Mapping[str, Caller]:
+    """Callers by hash. Empty lines and those that begin with # mean nothing.
 
     Raises:
         KeysError: the file cannot be read, or has a line that is none.
@@ -114,16 +128,47 @@ def read_keys(path: Path) -> Mapping[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise KeysError(f"{path} cannot be read: {error}") from error
-    names: dict[str, str] = {}
+    callers: dict[str, Caller] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        name, _, digest = text.partition(":")
-        if not (NAME.fullmatch(name) and _HASH.fullmatch(digest)):
-            raise KeysError(
-                f"{path}, line {number}: expected a name, a colon and 64 hexadecimal digits, "
-                "as convgrad key prints them"
-            )
-        names[digest] = name
-    return names
+        try:
+            digest, caller = read_line(text, limits)
+        except KeysError as error:
+            raise KeysError(f"{path}, line {number}: {error}") from None
+        callers[digest] = caller
+    return callers
+
+
+def read_line(line: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, Caller]:
+    """The hash and the caller of one line.
+
+    Raises:
+        KeysError: it is no such line; the message says what was expected.
+    """
+    key, *words = line.split()
+    name, _, digest = key.partition(":")
+    if not (NAME.fullmatch(name) and _HASH.fullmatch(digest)):
+        # What was found is not shown: it may be a key that was pasted into the wrong place.
+        raise KeysError(
+            "expected a name, a colon and 64 hexadecimal digits, as convgrad key prints them"
+        )
+    given = dict(_limit(word) for word in words)
+    return digest, Caller(name, limits._replace(**given))
+
+
+def _limit(word: str) -> tuple[str, Any]:
+    name, equals, value = word.partition("=")
+    kind = _LIMITS.get(name.removeprefix(_LIMIT)) if name.startswith(_LIMIT) and equals else None
+    if kind is None:
+        names = ", ".join(f"{_LIMIT}{known}=…" for known in _LIMITS)
+        raise KeysError(f"after a key's hash, expected one of {names}; got {word[:64]!r}")
+    if value == "none":
+        return name.removeprefix(_LIMIT), None
+    try:
+        return name.removeprefix(_LIMIT), kind.validate_python(value)
+    except ValidationError as error:
+        raise KeysError(
+            f"{name}: {error.errors()[0]['msg']}, or none; got {value[:64]!r}"
+        ) from None

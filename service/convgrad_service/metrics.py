@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,13 +12,16 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from convgrad import _version
 from convgrad_service.engine.records import Record
 
-__all__ = ["Metrics"]
+__all__ = ["Labelled", "Metrics"]
+
+Labelled = Callable[[], Mapping[tuple[str, ...], float]]
+"""Reads values by their labels' values."""
 
 # From a tiny problem on a warm server to the longest that the default settings allow.
 _SECONDS = (
@@ -37,6 +40,13 @@ _STAGES = {
     "compute": "Time a problem computed.",
     "download": "Time a problem's outputs took from its device.",
     "encode": "Time to encode an answer.",
+}
+
+_OF_KEYS = {
+    "received_bytes": ("received_bytes", "Bytes of request bodies received from an API key."),
+    "sent_bytes": ("sent_bytes", "Bytes of answers sent to an API key."),
+    "flops": ("computed_flops", "Floating-point operations computed for an API key."),
+    "compute_s": ("compute_seconds", "Time that problems of an API key computed."),
 }
 
 
@@ -70,6 +80,15 @@ class Metrics:
             stage: self._histogram(f"convgrad_{stage}_seconds", text, _BY)
             for stage, text in _STAGES.items()
         }
+        # Apart from the above: a label more there would multiply every operation by every key.
+        by_key = ("key",)
+        self._key_requests = self._counter(
+            "convgrad_key_requests", "Requests of an API key by how they ended.", (*by_key, "code")
+        )
+        self._key_counters = {
+            field: self._counter(f"convgrad_key_{name}", text, by_key)
+            for field, (name, text) in _OF_KEYS.items()
+        }
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
         info.labels(_version.__version__, backend).set(1)
         ProcessCollector(registry=self.registry)
@@ -78,9 +97,17 @@ class Metrics:
         """Add a gauge whose value is read when Prometheus asks."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
+    def gauges(self, name: str, text: str, labels: tuple[str, ...], read: Labelled) -> None:
+        """The same, with labels."""
+        self.registry.register(_Read(lambda: GaugeMetricFamily(name, text, labels=labels), read))
+
     def total(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a counter that is kept elsewhere and read when Prometheus asks."""
-        self.registry.register(_Total(name, text, read))
+        self.totals(name, text, (), lambda: {(): read()})
+
+    def totals(self, name: str, text: str, labels: tuple[str, ...], read: Labelled) -> None:
+        """The same, with labels."""
+        self.registry.register(_Read(lambda: CounterMetricFamily(name, text, labels=labels), read))
 
     def count(self, record: Record) -> None:
         """Count one request."""
@@ -97,6 +124,16 @@ class Metrics:
         for stage, seconds in record.stages_s.items():
             if (histogram := counted.stages.get(stage)) is not None:
                 histogram.observe(seconds)
+        if record.key:
+            self._count_key(record)
+
+    def _count_key(self, record: Record) -> None:
+        self._key_requests.labels(record.key, record.code).inc()
+        counted = self._key_counters
+        counted["received_bytes"].labels(record.key).inc(record.received_bytes)
+        counted["sent_bytes"].labels(record.key).inc(record.sent_bytes)
+        counted["flops"].labels(record.key).inc(record.flops)
+        counted["compute_s"].labels(record.key).inc(record.stages_s.get("compute", 0.0))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
@@ -109,15 +146,20 @@ class Metrics:
         return Histogram(name, text, labels, buckets=_SECONDS, registry=self.registry)
 
 
-class _Total(Collector):
-    """One counter, read where it is kept."""
+class _Read(Collector):
+    """One metric, read where it is kept."""
 
-    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
-        self._name, self._text, self._read = name, text, read
+    def __init__(
+        self, family: Callable[[], CounterMetricFamily | GaugeMetricFamily], read: Labelled
+    ) -> None:
+        self._family, self._read = family, read
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector.collect`."""
-        yield CounterMetricFamily(self._name, self._text, value=self._read())
+        family = self._family()
+        for labels, value in self._read().items():
+            family.add_metric(labels, value)
+        yield family
 
 
 class _Children:

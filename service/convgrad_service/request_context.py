@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from convgrad_service.engine.quotas import ANYBODY, Caller
 from convgrad_service.engine.timing import Timings
 
 __all__ = ["TRACE_HEADERS", "RequestContext"]
@@ -23,18 +24,23 @@ _ids = random.Random()  # noqa: S311
 @dataclass(slots=True)
 class RequestContext:
     """One exchange. ``operation`` is set once it is known that one is asked for; ``code`` is "ok"
-    or the code of the error it was answered with; ``owner`` names the API key it came with, and is
-    empty where none is needed. ``trace`` are the headers that name the caller's trace."""
+    or the code of the error it was answered with; ``caller`` is whose API key it came with.
+    ``trace`` are the headers that name the caller's trace."""
 
     request_id: str
     timings: Timings = field(default_factory=Timings)
     operation: str | None = None
-    owner: str = ""
+    caller: Caller = ANYBODY
     trace: Mapping[str, str] = field(default_factory=dict)
     code: str = "ok"
     status: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
+
+    @property
+    def owner(self) -> str:
+        """The name of the caller's API key, "" where none is needed."""
+        return self.caller.name
 
     @classmethod
     def begin(cls, given_ids: Iterable[str]) -> RequestContext:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, ByteSize, Field
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from convgrad_service.engine.quotas import KeyLimits
 from convgrad_service.keys import read_keys
 
 __all__ = ["Settings", "markdown_table", "setting_fields"]
@@ -101,6 +102,24 @@ class Settings(BaseSettings):
         default=None,
         description="File of API keys, a line each as convgrad key writes them; unset means that "
         "nobody needs one. It is read again when it changes.",
+    )
+    key_max_inflight: _Count | None = Field(
+        default=None,
+        description="Requests that one API key may have in flight, over all transports; one more "
+        "is refused with 429. A key's own line in the file may say otherwise of this and the next "
+        "two limits. Unset means no limit.",
+    )
+    key_max_inflight_bytes: _Bytes | None = Field(
+        default=None,
+        description="Bytes that the tensors of one API key's requests in flight may hold "
+        "together, inputs and outputs; unset means no limit.",
+    )
+    key_max_requests_per_s: (
+        Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "/s"})] | None
+    ) = Field(
+        default=None,
+        description="Requests that one API key may send in a second; a second's worth may come at "
+        "once. Unset means no limit.",
     )
     otlp_endpoint: Annotated[str, AfterValidator(_reachable_by_traces)] | None = Field(
         default=None,
@@ -218,6 +237,13 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line written; a line a request at info."
     )
+
+    @property
+    def key_limits(self) -> KeyLimits:
+        """Of every key whose line in the file does not say otherwise."""
+        return KeyLimits(
+            self.key_max_inflight, self.key_max_inflight_bytes, self.key_max_requests_per_s
+        )
 
 
 def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from convgrad_service.backends.base import Vitals
 from convgrad_service.backends.cpu import CpuBackend
 from tests.contract.server import serving
+from tests.contract.tree_server import serving_tree, until
+from tests.fake_backends import Zeros
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -55,3 +61,42 @@ def test_what_was_computed_is_counted() -> None:
     assert found["convgrad_compute_seconds_count"] == 2
     assert found["convgrad_workers"] == 1
     assert found["convgrad_workers_lost_total"] == 0
+
+
+class Measured(Zeros):
+    """Says of its device what a GPU would."""
+
+    def vitals(self) -> Vitals:
+        return Vitals(3 * 2**30, 80 * 2**30, kernels_found=5, kernels_compiled=2, compile_s=1.5)
+
+
+def measured(_: int) -> Measured:
+    return Measured()
+
+
+def test_workers_tell_how_their_devices_are() -> None:
+    with serving_tree(measured) as server:
+
+        def found() -> dict[str, float]:
+            text = httpx.get(f"{server.url}/metrics").text
+            return {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if sample.labels == {"device": "0"}
+            }
+
+        until(lambda: found().get("convgrad_device_memory_used_bytes") == 3 * 2**30)
+        assert found() == {
+            "convgrad_device_memory_used_bytes": 3 * 2**30,
+            "convgrad_device_memory_total_bytes": 80 * 2**30,
+            "convgrad_kernel_cache_hits_total": 5,
+            "convgrad_kernel_cache_misses_total": 2,
+            "convgrad_kernel_compile_seconds_total": 1.5,
+        }
+
+
+def test_the_cpu_s_memory_is_the_machine_s() -> None:
+    vitals = CpuBackend(threads=1).vitals()
+    assert 0 < vitals.memory_used_bytes < vitals.memory_total_bytes
+    assert vitals.memory_total_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

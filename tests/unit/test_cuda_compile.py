@@ -135,6 +135,8 @@ def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
     assert again.resources is None
     names = {path.name for path in (tmp_path / "cubins").iterdir()}
     assert names == {compiler.file_name(instance), ".gitignore"}
+    assert (compiler.compiled, compiler.found) == (1, 1)
+    assert compiler.compile_s > 0
 
 
 def test_a_source_that_does_not_compile_is_told_with_the_log(nvrtc: Nvrtc) -> None:

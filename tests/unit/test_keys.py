@@ -9,6 +9,7 @@ import pytest
 
 from convgrad.errors import Unauthenticated
 from convgrad_service import keys
+from convgrad_service.engine.quotas import KeyLimits
 from convgrad_service.key_command import key as key_command
 from convgrad_service.keys import KeyRing, KeysError, hash_of, new_key
 
@@ -27,8 +28,8 @@ def made(file: Path, name: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_key_lets_its_owner_in(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ada, bob = made(file, "ada", capsys), made(file, "bob", capsys)
     ring = KeyRing(file)
-    assert ring.owner(f"Bearer {ada}") == "ada"
-    assert ring.owner(f"bearer  {bob} ") == "bob"
+    assert ring.caller(f"Bearer {ada}").name == "ada"
+    assert ring.caller(f"bearer  {bob} ").name == "bob"
     stored = file.read_text()
     assert ada not in stored
     assert bob not in stored
@@ -41,13 +42,13 @@ def test_nobody_else_gets_in(
 ) -> None:
     made(file, "ada", capsys)
     with pytest.raises(Unauthenticated, match="API key"):
-        KeyRing(file).owner(header)
+        KeyRing(file).caller(header)
 
 
 def test_a_hash_is_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ada = made(file, "ada", capsys)
     with pytest.raises(Unauthenticated):
-        KeyRing(file).owner(f"Bearer {hash_of(ada)}")
+        KeyRing(file).caller(f"Bearer {hash_of(ada)}")
 
 
 def test_keys_come_and_go_while_the_server_runs(
@@ -56,12 +57,12 @@ def test_keys_come_and_go_while_the_server_runs(
     ada = made(file, "ada", capsys)
     ring = KeyRing(file)
     bob = made(file, "bob", capsys)
-    assert ring.owner(f"Bearer {bob}") == "bob"
+    assert ring.caller(f"Bearer {bob}").name == "bob"
     lines = file.read_text().splitlines()
     file.write_text("# ada has left\n" + "\n".join(line for line in lines if "ada" not in line))
     with pytest.raises(Unauthenticated):
-        ring.owner(f"Bearer {ada}")
-    assert ring.owner(f"Bearer {bob}") == "bob"
+        ring.caller(f"Bearer {ada}")
+    assert ring.caller(f"Bearer {bob}").name == "bob"
 
 
 def test_a_slip_in_the_file_changes_nothing(
@@ -70,10 +71,10 @@ def test_a_slip_in_the_file_changes_nothing(
     ada = made(file, "ada", capsys)
     ring = KeyRing(file)
     file.write_text("ada: what?\n")
-    assert ring.owner(f"Bearer {ada}") == "ada"
+    assert ring.caller(f"Bearer {ada}").name == "ada"
     assert "line 1: expected a name" in caplog.text
     file.unlink()
-    assert ring.owner(f"Bearer {ada}") == "ada"
+    assert ring.caller(f"Bearer {ada}").name == "ada"
     with pytest.raises(KeysError, match="cannot be read"):
         KeyRing(file)
 
@@ -89,3 +90,44 @@ def test_a_name_is_one_key(file: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_keys_differ() -> None:
     assert len({new_key() for _ in range(100)}) == 100
+
+
+def test_a_key_s_line_may_set_its_limits(file: Path) -> None:
+    key, plain, free = new_key(), new_key(), new_key()
+    lines = [
+        f"ada:{hash_of(key)} max_inflight=4  max_inflight_bytes=1GiB max_requests_per_s=0.5 # hers",
+        f"bob:{hash_of(plain)}",
+        f"eve:{hash_of(free)} max_inflight=none",
+    ]
+    file.write_text("\n".join(lines))
+    usual = KeyLimits(inflight=2, inflight_bytes=1000)
+    ring = KeyRing(file, usual)
+    assert ring.caller(f"Bearer {key}").limits == (4, 2**30, 0.5)
+    assert ring.caller(f"Bearer {plain}").limits == usual
+    assert ring.caller(f"Bearer {free}").limits == (None, 1000, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("max_inflight=0", "max_inflight: .* greater than 0, or none; got '0'"),
+        ("max_inflight_bytes=lots", "max_inflight_bytes: .*, or none; got 'lots'"),
+        ("max_requests_per_s=inf", "max_requests_per_s: .* finite"),
+        ("inflight=1", "expected one of max_inflight=…, .*; got 'inflight=1'"),
+        ("max_inflight", "got 'max_inflight'"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(file: Path, words: str, expected: str) -> None:
+    file.write_text(f"ada:{hash_of(new_key())} {words}\n")
+    with pytest.raises(KeysError, match=f"line 1: .*{expected}"):
+        KeyRing(file)
+
+
+def test_the_command_writes_limits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--max-inflight", "3", "--max-inflight-bytes", "2MiB", "--max-requests-per-s", "9"]
+    assert key_command(["ada", "--file", str(file), *limits]) == 0
+    made_key = capsys.readouterr().out.strip()
+    assert KeyRing(file).caller(f"Bearer {made_key}").limits == (3, 2 * 2**20, 9.0)
+    assert key_command(["bob", "--file", str(file), "--max-inflight", "many"]) == 1
+    assert "max_inflight: " in capsys.readouterr().err
+    assert "bob" not in file.read_text()

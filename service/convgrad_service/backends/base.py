@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from convgrad_service.plans.base import Plan
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Backend", "OnHost", "Outcome", "Plan", "ServingBackend"]
+__all__ = ["Backend", "OnHost", "Outcome", "Plan", "ServingBackend", "Vitals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,21 @@ class Outcome:
     workspace_bytes: int
     upload_s: float = 0.0
     download_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How a device is: its memory, whoever uses it, and the kernels that were needed so far.
+
+    ``kernels_found`` lay compiled in the cache, ``kernels_compiled`` did not and took
+    ``compile_s`` together; one that this process has loaded counts once.
+    """
+
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    kernels_found: int = 0
+    kernels_compiled: int = 0
+    compile_s: float = 0.0
 
 
 class Backend(Protocol):
@@ -60,6 +76,10 @@ class Backend(Protocol):
             DeadlineExceeded: ``cancelled`` was set before the answer was ready.
             UnsupportedProblem, DeviceOutOfMemory, DeviceUnavailable: no kernel, memory or device.
         """
+        ...
+
+    def vitals(self) -> Vitals:
+        """How its device is now; asked every few seconds."""
         ...
 
     def explain(self, problem: Problem) -> Plan:
@@ -96,8 +116,23 @@ class OnHost:
     slots = 2
     pins = False
 
+    def vitals(self) -> Vitals:
+        """See `Backend.vitals`: the machine's memory; kernels came with the package."""
+        used, total = _host_memory_bytes()
+        return Vitals(used, total)
+
     def adopt(self, address: int, size_bytes: int) -> None:
         """There is nothing to prepare."""
 
     def disown(self, address: int) -> None:
         """Nor to let go of."""
+
+
+def _host_memory_bytes() -> tuple[int, int]:
+    """Used and in all; zeros on a system that does not say it as Linux does."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0, 0
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return (kib["MemTotal"] - kib["MemAvailable"]) * 1024, kib["MemTotal"] * 1024

@@ -24,15 +24,16 @@ from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request, validate
 from convgrad.dtypes import DType
-from convgrad.errors import DeviceOutOfMemory, MalformedRequest
+from convgrad.errors import MalformedRequest
 from convgrad_service.engine.arena import arranged
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.hub import Engine, Running
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.engine.memory import Lease, leased, memory_errors_named
 from convgrad_service.engine.pace import Pace
 from convgrad_service.engine.placement import arena_specs, shared_parts, to_store
+from convgrad_service.engine.quotas import Ticket
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import ANONYMOUS, InRegion, RegionPart
 from convgrad_service.engine.segments import Place
@@ -73,7 +74,7 @@ class Call:
     ``small`` says that decoding takes no time worth a thread. ``key`` is all that the fields and
     ``refuse`` depend on beside the operation: what is made of them is remembered under it, with
     whatever decoding has put into ``notes``. ``owner`` is whose stored tensors
-    its names mean.
+    its names mean, ``ticket`` what its key has in flight with it.
     """
 
     operation: Operation
@@ -84,6 +85,7 @@ class Call:
     key: Hashable = None
     notes: list[Any] = field(default_factory=list)
     owner: str = ANONYMOUS
+    ticket: Ticket | None = None
 
 
 class Work:
@@ -242,7 +244,7 @@ class Dataplane:
         ServiceError
             Any of the table that knows no transport.
         """
-        async with _memory_errors_named():
+        async with memory_errors_named():
             with call.timings.stage("decode"):
                 known = (
                     None if call.key is None else self._known.get((call.operation.name, call.key))
@@ -268,6 +270,8 @@ class Dataplane:
             try:
                 shared = shared_parts(sizes, regions) if regions else {}
                 _, size_bytes = arranged(arena_specs(sizes, shared).values())
+                if call.ticket is not None:
+                    await call.ticket.hold(size_bytes)
                 started_s = time.monotonic()
                 lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
                 call.timings.add("queue", time.monotonic() - started_s)
@@ -328,13 +332,15 @@ class Dataplane:
         *,
         received_bytes: int,
         sent_bytes: int,
+        key: str = "",
     ) -> None:
-        """Count one request of a known operation; ``code`` is "ok" or how it failed."""
+        """Count one request of a known operation; ``code`` is "ok" or how it failed, ``key`` the
+        name of the API key that it came with."""
         spent = timings.total_s, timings.stages_s
         moved = received_bytes, sent_bytes
         done = timings.flops, timings.compulsory_bytes
         self.engine.observe(
-            Record(operation, transport, code, *spent, *moved, timings.accepted, *done)
+            Record(operation, transport, code, *spent, *moved, timings.accepted, *done, key)
         )
 
     def close(self) -> None:
@@ -385,14 +391,3 @@ def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: 
     waited_s = spent_s if running.waited_s is None else min(running.waited_s, spent_s)
     timings.add("queue", waited_s)
     timings.add("compute", spent_s - waited_s - moved_s)
-
-
-@asynccontextmanager
-async def _memory_errors_named() -> AsyncIterator[None]:
-    # The arena bounds what requests hold; that the machine has it to give is another matter.
-    try:
-        yield
-    except MemoryError:
-        raise DeviceOutOfMemory(
-            "the server could not allocate the memory for this request", retry_after_s=1.0
-        ) from None

@@ -22,12 +22,16 @@ from convgrad_service.engine.messages import (
     Compute,
     Done,
     Drain,
+    Enter,
+    Hold,
+    Leave,
     Listens,
     Release,
     Reply,
     Reserve,
     Welcome,
 )
+from convgrad_service.engine.quotas import Entered
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.schedule import Task
 
@@ -44,6 +48,7 @@ class FrontEnd:
         self._channel: Channel | None = None
         self._leases: dict[int, asyncio.Future[Lease]] = {}
         self._tasks: dict[int, Task] = {}
+        self._tickets: dict[int, Entered] = {}
 
     async def serve(self, channel_end: Any) -> None:
         """Welcome it, and return once its end of the channel has closed and it holds nothing."""
@@ -65,6 +70,8 @@ class FrontEnd:
         finally:
             for lease in self._leases.values():
                 _leave(lease)
+            for ticket in self._tickets.values():
+                ticket.leave()
             if pocket is not None:
                 pocket.release()
 
@@ -120,6 +127,27 @@ class FrontEnd:
         if (task := self._tasks.get(message.number)) is not None:
             self._hub.cancel(task)
 
+    def _enter(self, message: Enter) -> None:
+        try:
+            self._tickets[message.number] = self._hub.quotas.enter(message.caller)
+        except Exception as error:  # noqa: BLE001 - the front end raises it
+            self._tell(Reply(message.number, error=error))
+        else:
+            self._tell(Reply(message.number))
+
+    def _hold(self, message: Hold) -> None:
+        try:
+            self._tickets[message.ticket].count(message.size_bytes)
+        except Exception as error:  # noqa: BLE001 - the front end raises it
+            self._tell(Reply(message.number, error=error))
+        else:
+            self._tell(Reply(message.number))
+
+    def _left(self, message: Leave) -> None:
+        # One that was refused as its caller left is not there.
+        if (ticket := self._tickets.pop(message.ticket, None)) is not None:
+            ticket.leave()
+
     def _ask(self, message: Ask) -> None:
         asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
         self._reply_when_done(message.number, asked, lambda value: value)
@@ -149,6 +177,9 @@ class FrontEnd:
         Release: _release,
         Compute: _compute,
         Cancel: _cancel,
+        Enter: _enter,
+        Hold: _hold,
+        Leave: _left,
         Ask: _ask,
         Record: lambda self, record: self._hub.observe(record),
         Listens: lambda self, message: self._listens(message),

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from convgrad.errors import DeviceUnavailable, Overloaded, ServiceError
+from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease, Memory
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.places import Places
+from convgrad_service.engine.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import RegionInfo, RegionPart, Regions
 from convgrad_service.engine.schedule import Schedule
@@ -83,6 +85,10 @@ class Engine(Protocol):
 
     @property
     def status(self) -> Status: ...
+
+    async def enter(self, caller: Caller) -> Ticket:
+        """See `Quotas.enter`."""
+        ...
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
@@ -162,6 +168,8 @@ class Hub:
         self.draining = False
         self.counts: Counts | None = None
         self.inferences = Statistics()
+        self.quotas = Quotas()
+        self.vitals: Callable[[], Mapping[int, Vitals]] = dict
         self.fault: Callable[[], str | None] = lambda: None
         self.regions = Regions(options.max_regions)
         self.tensors = Stored(
@@ -213,6 +221,10 @@ class Hub:
             status = self.status
             for watch in self.watchers:
                 watch(status)
+
+    async def enter(self, caller: Caller) -> Ticket:
+        """See `Engine.enter`."""
+        return self.quotas.enter(caller)
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()

@@ -25,6 +25,7 @@ def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
     schedule = Schedule(options.max_queue, large_s=options.large_s)
     hub = Hub(arena, schedule, options, backend=backend.name)
     hub.fault = lambda: backend.fault
+    hub.vitals = lambda: {0: backend.vitals()}
     worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule.finished)
     schedule.add(worker)
     hub.on_close.append(worker.close)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from convgrad.errors import Overloaded, ProblemTooLarge
+from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.regions import InRegion
 
-__all__ = ["Lease", "Memory", "leased"]
+__all__ = ["Lease", "Memory", "leased", "memory_errors_named"]
 
 # When the memory of others will be free again cannot be known; a second is what the SDK's first
 # retries would wait anyway.
@@ -66,6 +67,17 @@ async def leased(future: asyncio.Future[Lease]) -> Lease:
         if future.done() and not future.cancelled() and future.exception() is None:
             future.result().release()
         raise
+
+
+@asynccontextmanager
+async def memory_errors_named() -> AsyncIterator[None]:
+    """What a caller is told where the machine has not the memory that the arena allows."""
+    try:
+        yield
+    except MemoryError:
+        raise DeviceOutOfMemory(
+            "the server could not allocate the memory for this request", retry_after_s=1.0
+        ) from None
 
 
 @dataclass(slots=True, eq=False)

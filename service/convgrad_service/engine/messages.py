@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from convgrad_service.engine.channel import Kinds
 from convgrad_service.engine.hub import Status
 from convgrad_service.engine.jobs import PackedJob
+from convgrad_service.engine.quotas import Caller
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import RegionPart
 
@@ -18,6 +19,9 @@ __all__ = [
     "Compute",
     "Done",
     "Drain",
+    "Enter",
+    "Hold",
+    "Leave",
     "Listens",
     "Release",
     "Reply",
@@ -66,6 +70,27 @@ class Cancel(NamedTuple):
     number: int
 
 
+class Enter(NamedTuple):
+    """For a ticket of this caller's, which goes by the same number."""
+
+    number: int
+    caller: Caller
+
+
+class Hold(NamedTuple):
+    """Count so many bytes to a ticket."""
+
+    number: int
+    ticket: int
+    size_bytes: int
+
+
+class Leave(NamedTuple):
+    """Give a ticket back."""
+
+    ticket: int
+
+
 class Ask(NamedTuple):
     """For a method of the hub that is awaited."""
 
@@ -92,5 +117,19 @@ class Reply(NamedTuple):
 
 
 KINDS = Kinds(
-    Compute, Reply, Record, Reserve, Release, Cancel, Ask, Status, Welcome, Listens, Drain, Done
+    Compute,
+    Reply,
+    Record,
+    Reserve,
+    Release,
+    Cancel,
+    Ask,
+    Status,
+    Welcome,
+    Listens,
+    Drain,
+    Done,
+    Enter,
+    Hold,
+    Leave,
 )

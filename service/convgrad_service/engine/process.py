@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from convgrad.errors import DeviceUnavailable, ServiceError
-from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.child import spawn
@@ -47,6 +47,7 @@ class ProcessWorker:
         self._regions = regions
         self._sent_regions: set[int] = set()
         self.greeting: Hello
+        self.vitals = Vitals()
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[int] = loop.create_future()
         self._greeted: asyncio.Future[Hello] = loop.create_future()
@@ -147,6 +148,9 @@ class ProcessWorker:
         self._finished(self._tasks.pop(number), result)
 
     def _said(self, message: Any) -> None:
+        if isinstance(message, Vitals):
+            self.vitals = message
+            return
         if self._greeted.done():
             return
         if isinstance(message, Hello):

@@ -12,7 +12,8 @@ class Record(NamedTuple):
     """One request of a known operation; ``code`` is "ok" or how it failed.
 
     ``accepted`` says whether it was found to be a problem that this server takes; ``flops`` and
-    ``compulsory_bytes`` are what computing it took at least, 0 where it was not computed.
+    ``compulsory_bytes`` are what computing it took at least, 0 where it was not computed. ``key``
+    names the API key that it came with, "" without one.
     """
 
     operation: str
@@ -25,3 +26,4 @@ class Record(NamedTuple):
     accepted: bool = True
     flops: int = 0
     compulsory_bytes: int = 0
+    key: str = ""

@@ -20,12 +20,16 @@ from convgrad_service.engine.messages import (
     Compute,
     Done,
     Drain,
+    Enter,
+    Hold,
+    Leave,
     Release,
     Reply,
     Reserve,
     Welcome,
 )
 from convgrad_service.engine.places import Places
+from convgrad_service.engine.quotas import Caller, Ticket
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.regions import InRegion, RegionInfo, RegionPart
 from convgrad_service.engine.statistics import OperationStatistics
@@ -44,6 +48,19 @@ class _RemoteRunning:
     def __init__(self, number: int, done: asyncio.Future[Finished]) -> None:
         self.number, self.done = number, done
         self.waited_s: float | None = None
+
+
+class _RemoteTicket:
+    """See `Ticket`; the hub counts."""
+
+    def __init__(self, hub: RemoteHub, number: int) -> None:
+        self._hub, self._number = hub, number
+
+    async def hold(self, size_bytes: int) -> None:
+        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes))
+
+    def leave(self) -> None:
+        self._hub.tell(Leave(self._number))
 
 
 class RemoteHub:
@@ -75,6 +92,18 @@ class RemoteHub:
     def tell(self, message: Any) -> None:
         """Send the hub a message that it does not answer."""
         self._channel.tell(message)
+
+    async def enter(self, caller: Caller) -> Ticket:
+        """See `Engine.enter`."""
+        number, replied = self._next()
+        ticket = _RemoteTicket(self, number)
+        self.tell(Enter(number, caller))
+        try:
+            await replied
+        except asyncio.CancelledError:
+            ticket.leave()
+            raise
+        return ticket
 
     def reserve(
         self, size_bytes: int, *, text: bool = False, regions: Sequence[RegionPart] = ()
@@ -176,8 +205,12 @@ class RemoteHub:
         return await self._ask("stored", method, *arguments)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
+        return await self.ask_with(lambda number: Ask(number, method, arguments))
+
+    async def ask_with(self, message: Callable[[int], Any]) -> Any:
+        """Send what is made with a new number; the value that the hub replies to it."""
         number, replied = self._next()
-        self.tell(Ask(number, method, arguments))
+        self.tell(message(number))
         return await replied
 
     def _next(self) -> tuple[int, asyncio.Future[Any]]:

@@ -28,6 +28,7 @@ class Supervisor:
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
         hub.fault = lambda: self.fault
+        hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
 
     @property
     def fault(self) -> str | None:

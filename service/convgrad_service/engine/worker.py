@@ -7,12 +7,13 @@ import os
 import pickle
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from convgrad.errors import ServiceError
-from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Pipe
 from convgrad_service.engine.jobs import Finished, Job, run_job
@@ -62,6 +63,10 @@ class Forget(NamedTuple):
     region: int
 
 
+# How often the hub is told how the device is, where that has changed.
+_VITALS_S = 2.0
+
+
 class WorkerFailed(Exception):
     """What a backend raised that is none of the service's errors, with its traceback as text."""
 
@@ -83,12 +88,26 @@ def worker_main(start: Start) -> None:
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
     control.send(Hello(backend.name, slots, backend.devices, backend.pins))
+    threading.Thread(target=_tell_vitals, args=(backend, control), daemon=True).start()
     try:
         while True:
             worker.told(control.receive())
     except EOFError:
         # Whatever still computes is of no use to anybody.
         os._exit(0)
+
+
+def _tell_vitals(backend: ServingBackend, control: Pipe) -> None:
+    told: Vitals | None = None
+    while backend.fault is None:
+        vitals = backend.vitals()
+        if vitals != told:
+            try:
+                control.send(vitals)
+            except OSError:
+                return  # the hub has gone
+            told = vitals
+        time.sleep(_VITALS_S)
 
 
 class _Worker:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, UnsupportedMediaType
+from convgrad_service.engine.quotas import ANYBODY
 from convgrad_service.grpc_api.http2.frames import Error
 from convgrad_service.grpc_api.http2.stream import Part, Stream
 
@@ -47,7 +48,7 @@ _RESPONSE_HEADERS = (
 
 
 class Call:
-    """A call from its headers on. ``path`` is ``/service/Method``, ``owner`` whose key it has."""
+    """A call from its headers on. ``path`` is ``/service/Method``, ``caller`` whose key it has."""
 
     def __init__(self, stream: Stream, max_message_bytes: int) -> None:
         self._stream = stream
@@ -59,7 +60,7 @@ class Call:
         for name, value in stream.headers:
             self._metadata.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
         self.path = self.first(":path")
-        self.owner = ""
+        self.caller = ANYBODY
         self._allowed_s = self._timeout_s()
 
     def metadata(self, name: str) -> list[str]:

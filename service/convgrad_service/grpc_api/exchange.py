@@ -72,7 +72,7 @@ class Exchanges:
 
         async def allowed(context: RequestContext) -> None:
             if self._keys is not None and method not in _OPEN:
-                call.owner = context.owner = self._keys.owner(call.first("authorization"))
+                call.caller = context.caller = self._keys.caller(call.first("authorization"))
             await work(context)
 
         # Recorded once the answer has left: the caller need not wait for that.
@@ -85,7 +85,7 @@ class Exchanges:
     def begin(self, call: Call) -> RequestContext:
         """The context of a call, under the id that its metadata gives, and of whose it is."""
         context = RequestContext.begin(call.metadata(_REQUEST_ID))
-        context.owner = call.owner
+        context.caller = call.caller
         if self._traces is not None:
             named = {name: call.first(name) for name in TRACE_HEADERS}
             context.trace = {name: value for name, value in named.items() if value}
@@ -126,6 +126,7 @@ class Exchanges:
                     context.sent_bytes,
                     flops=context.timings.flops,
                     compulsory_bytes=context.timings.compulsory_bytes,
+                    key=context.owner,
                 )
             )
         if self._traces is not None:

@@ -14,6 +14,7 @@ from convgrad.errors import MalformedRequest, ProblemTooLarge
 from convgrad_service.engine.dataplane import Call as Job
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.quotas import entered
 from convgrad_service.grpc_api.asked import Asked
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
@@ -65,7 +66,6 @@ class InferMethods:
         """ModelInfer."""
 
         async def work(context: RequestContext) -> None:
-            self._dataplane.admit()
             deadline = Deadline.after(self._allowed_s(call))
             async with deadline.enforced():
                 message = await call.message()
@@ -113,7 +113,6 @@ class InferMethods:
             await call.flush()
 
         async def work(context: RequestContext) -> None:
-            self._dataplane.admit()
             deadline = Deadline.after(self._allowed_s(call))
             async with deadline.enforced():
                 await self._answer(asked, context, deadline, encode_stream_response, send)
@@ -147,6 +146,8 @@ class InferMethods:
         with context.timings.stage("receive"):
             request = await asked.head()
         context.operation = request.operation.name
+        # Before the tensors are received, and after it is known what was refused.
+        self._dataplane.admit()
         regions = self._memory.parts(context.owner, request)
         own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
         if own:
@@ -165,6 +166,7 @@ class InferMethods:
 
         async with (
             deadline.enforced() if own else contextlib.nullcontext(),
+            entered(self._dataplane.engine, context.caller) as job.ticket,
             self._dataplane.begin(job, decode, regions=regions) as work,
         ):
             with context.timings.stage("receive"):

@@ -50,7 +50,7 @@ class GrpcServer:
 
     def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
         self._settings = settings
-        keys = KeyRing(settings.api_keys) if settings.api_keys else None
+        keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(dataplane.engine, keys, self._traces)
         memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)

@@ -100,7 +100,7 @@ def app_on(
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    keys = KeyRing(settings.api_keys) if settings.api_keys else None
+    keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     app.add_middleware(HotPaths, paths=computing)
     app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces)
     return app

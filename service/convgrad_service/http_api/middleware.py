@@ -73,7 +73,7 @@ class ExchangeMiddleware:
     async def _run(self, scope: Scope, exchange: _Exchange, context: RequestContext) -> None:
         try:
             if self.keys is not None and scope["path"] not in _OPEN_PATHS:
-                context.owner = self.keys.owner(_authorization(scope))
+                context.caller = self.keys.caller(_authorization(scope))
             await self.app(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
@@ -100,6 +100,7 @@ class ExchangeMiddleware:
                 context.timings,
                 received_bytes=context.received_bytes,
                 sent_bytes=context.sent_bytes,
+                key=context.owner,
             )
         if self.traces is not None:
             context.trace = _trace(scope)

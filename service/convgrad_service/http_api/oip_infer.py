@@ -20,6 +20,7 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire.shapes import data_view
 from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane, Filler, Work
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.quotas import entered
 from convgrad_service.http_api.answering import (
     refuse_encoded,
     requested_timeout_s,
@@ -74,6 +75,9 @@ class InferEndpoint:
         self._dataplane.admit()
         body = Body.of(scope, receive, self._limits(header_bytes))
         async with AsyncExitStack() as held:
+            call.ticket = await held.enter_async_context(
+                entered(self._dataplane.engine, context.caller)
+            )
             async with call.deadline.enforced() if header_s else contextlib.nullcontext():
                 text = await self._text(call, body, header_bytes)
                 held.callback(text.release)

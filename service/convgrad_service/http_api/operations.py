@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from convgrad.contract import Operation
 from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.quotas import entered
 from convgrad_service.http_api.answering import (
     refuse_encoded,
     requested_timeout_s,
@@ -48,6 +49,9 @@ class OperationEndpoint:
         body = Body.of(scope, receive, self._limits(wire_in))
         call = Call(self.operation, deadline, context.timings, wire_out.refuse, owner=context.owner)
         async with AsyncExitStack() as held:
+            call.ticket = await held.enter_async_context(
+                entered(self.dataplane.engine, context.caller)
+            )
             # Only a client that set a deadline counts its own sending towards it.
             async with deadline.enforced() if allowed_s else contextlib.nullcontext():
                 work = await held.enter_async_context(wire_in.begin(self.dataplane, call, body))

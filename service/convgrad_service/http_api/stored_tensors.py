@@ -21,6 +21,7 @@ from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.engine.quotas import Ticket, entered
 from convgrad_service.http_api.answering import Chunk, refuse_encoded, send_chunks
 from convgrad_service.http_api.body import Body, BodyLimits
 from convgrad_service.http_api.connection import connection_of
@@ -86,7 +87,11 @@ class _Put:
         body = Body.of(scope, receive, limits)
         stored = self._dataplane.stored
         taken = self._from_json if media_type == JSON.media_type else self._from_safetensors
-        async with taken(body) as (spec, lease):
+        caller = context_of(scope).caller
+        async with (
+            entered(self._dataplane.engine, caller) as ticket,
+            taken(body, ticket) as (spec, lease),
+        ):
             made = await stored.make({name: spec}, lives_s)
             try:
                 await stored.write(made[name], lease.offset)
@@ -98,7 +103,9 @@ class _Put:
         await JSONResponse(told)(scope, receive, send)
 
     @asynccontextmanager
-    async def _from_safetensors(self, body: Body) -> AsyncIterator[tuple[TensorSpec, Lease]]:
+    async def _from_safetensors(
+        self, body: Body, ticket: Ticket | None
+    ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         data_offset = safetensors.header_bytes(await body.at_least(8))
         head = memoryview(await body.at_least(data_offset))[:data_offset]
         layout = safetensors.layout(head, None)
@@ -108,17 +115,19 @@ class _Put:
             )
         body.refuse_over_limit(data_offset + layout.data_bytes)
         (placed,) = layout.tensors.values()
-        async with self._room(TensorSpec(placed.shape, placed.dtype)) as (lease, array):
+        async with self._room(TensorSpec(placed.shape, placed.dtype), ticket) as (lease, array):
             await body.into([data_view(array)], skip=data_offset)
             yield TensorSpec(placed.shape, placed.dtype), lease
 
     @asynccontextmanager
-    async def _from_json(self, body: Body) -> AsyncIterator[tuple[TensorSpec, Lease]]:
+    async def _from_json(
+        self, body: Body, ticket: Ticket | None
+    ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
         text = await body.whole(self._dataplane.engine)
         try:
             described, fill = described_tensor(parse_json_body(text.data), "the tensor")
             spec = TensorSpec(described.shape, dtype_of(described))
-            async with self._room(spec) as (lease, array):
+            async with self._room(spec, ticket) as (lease, array):
                 await self._dataplane.in_thread(
                     lambda: np.copyto(array, described) if fill is None else fill(array),
                     lease,
@@ -130,10 +139,14 @@ class _Put:
             text.release()
 
     @asynccontextmanager
-    async def _room(self, spec: TensorSpec) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
+    async def _room(
+        self, spec: TensorSpec, ticket: Ticket | None
+    ) -> AsyncIterator[tuple[Lease, NDArray[np.generic]]]:
         """A place for a tensor until it has been copied to where it stays."""
         if spec.size_bytes == 0:
             raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
+        if ticket is not None:
+            await ticket.hold(spec.size_bytes)
         engine = self._dataplane.engine
         lease = await leased(engine.reserve(spec.size_bytes))
         try:

@@ -23,7 +23,7 @@ from convgrad.errors import (
     InvalidProblem,
     ServiceError,
 )
-from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.base import Outcome, Plan, Vitals
 from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import (
     cuda_driver_major,
@@ -103,12 +103,22 @@ class CudaBackend:
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
         with self._cuda.Device(device):
-            self._kernels = Kernels(compiler)
+            self._compiler, self._kernels = compiler, Kernels(compiler)
             self._pinned = Pinned()
             self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
             for _ in range(lanes):
                 self._lanes.put(Lane(self._copiers, self._pinned))
+
+    def vitals(self) -> Vitals:
+        """See `Backend.vitals`."""
+        compiler, runtime = self._compiler, self._cuda.runtime
+        try:
+            with self._cuda.Device(self._index):
+                free, total = runtime.memGetInfo()
+        except runtime.CUDARuntimeError:
+            free = total = 0  # a GPU that has failed does not say
+        return Vitals(total - free, total, compiler.found, compiler.compiled, compiler.compile_s)
 
     def adopt(self, address: int, size_bytes: int) -> None:
         """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ class Compiler:
 
     ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
     What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
+    ``found`` and ``compiled`` count what `cubin` was asked for, ``compile_s`` what the latter took.
     """
 
     def __init__(self, nvrtc: Nvrtc, architecture: str, cache: Path | None = DEFAULT_CACHE) -> None:
@@ -88,6 +90,9 @@ class Compiler:
         self._nvrtc = nvrtc
         self._cache = cache
         self._locks: defaultdict[Instance, threading.Lock] = defaultdict(threading.Lock)
+        self._counting = threading.Lock()
+        self.found = self.compiled = 0
+        self.compile_s = 0.0
 
     def cubin(self, instance: Instance) -> Cubin:
         """From the cache, or compiled and put there.
@@ -97,14 +102,25 @@ class Compiler:
         """
         with self._locks[instance]:
             if self._cache is None:
-                return self.compile(instance)
+                return self._compile_counted(instance)
             name = self.file_name(instance)
             for folder in (self._cache, DEFAULT_CACHE):
                 with contextlib.suppress(OSError):  # not there, or not to be read
-                    return Cubin((folder / name).read_bytes(), None)
-            compiled = self.compile(instance)
+                    code = (folder / name).read_bytes()
+                    with self._counting:
+                        self.found += 1
+                    return Cubin(code, None)
+            compiled = self._compile_counted(instance)
             _store(self._cache / name, compiled.code)
             return compiled
+
+    def _compile_counted(self, instance: Instance) -> Cubin:
+        started_s = time.monotonic()
+        compiled = self.compile(instance)
+        with self._counting:
+            self.compiled += 1
+            self.compile_s += time.monotonic() - started_s
+        return compiled
 
     def compile(self, instance: Instance) -> Cubin:
         """Compiled now, whatever the cache holds."""
