@@ -18,6 +18,8 @@ from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
@@ -70,6 +72,17 @@ def dense() -> Families:
     )
 
 
+def hopper(schedule: Schedule | None = None) -> Families:
+    """Hopper's kernels for every convolution that they can compute, however few channels it has;
+    the general ones for the others. ``schedule`` in place of the plan's own."""
+    return replace(
+        FAMILIES,
+        fwd=[HopperGather(1, schedule), GatherDirect()],
+        bwd_data=[HopperGather(1, schedule), GatherDirect()],
+        fused=(),
+    )
+
+
 def _made(families: Families) -> Callable[[], Backend]:
     return lambda: CudaBackend(families=families, poison=True)
 
@@ -77,6 +90,7 @@ def _made(families: Families) -> Callable[[], Backend]:
 MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda": _made(FAMILIES),
     "cuda_dense": _made(dense()),
+    "cuda_hopper": _made(hopper()),
     "cuda_tiles": _made(general(GatherTile(), WeightTile())),
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
 }

@@ -7,13 +7,15 @@ import pytest
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.plans.cuda_families import Families
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.kernels.cuda_backends import dense, general
+from tests.kernels.cuda_backends import dense, general, hopper
 from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.kernels.test_maxpool import sources
 from tests.oracle import expected
@@ -95,6 +97,26 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
         case = case.with_params("high", precision="high")
     for layout in with_layouts(case.ndim, grouped=False)[-2:]:
         found = answers(EmulatedBackend(dense()), case, tensors, layout)
+        what = f"seed {seed}, {case.id} {dtype} {layout}"
+        check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+# One block and two in a cluster, phases at once and in turns, either order of pixels.
+HOPPER = (Schedule(HopperTile(128, 64)), Schedule(HopperTile(128, 128, cluster=2), True, 2))
+
+
+@pytest.mark.parametrize("schedule", HOPPER, ids=["block", "cluster"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
+def test_hopper(seed: int, case: Case, dtype: str, schedule: Schedule) -> None:
+    backend = EmulatedBackend(hopper(schedule))
+    high = dtype == "float32"
+    gate = "bounded" if high else "exact"
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    if high:
+        case = case.with_params("high", precision="high")
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(backend, case, tensors, layout)
         what = f"seed {seed}, {case.id} {dtype} {layout}"
         check(found, wanted, gate, what, TF32 if high else 0.0)
 

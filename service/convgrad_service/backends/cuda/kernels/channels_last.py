@@ -68,9 +68,11 @@ def prepare_weight(
     kernel: Size3,
     name: str,
     device: CudaDevice,
+    out_channels_last: bool = False,
 ) -> Prepared:
-    """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks."""
-    order = 0, 1, 3, 4, 5, 2
+    """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks; or
+    (G, C/G, T, R, S, K/G)."""
+    order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
     return _prepare(operand, (groups, out_channels, in_channels, *kernel), order, name, device)
 
 
@@ -81,19 +83,20 @@ def _prepare(
     name: str,
     device: CudaDevice,
 ) -> Prepared:
-    """``order`` is that of the canonical axes in memory; the channels, axis 2, come last."""
-    if in_whole_chunks(operand, extents, 2):
+    """``order`` is that of the canonical axes in memory; the last one's extent is padded."""
+    last = order[-1]
+    if in_whole_chunks(operand, extents, last):
         return Prepared(operand)
     dtype = operand.dtype
     chunk = CHUNK_BYTES // dtype.itemsize
-    channels = extents[2]
+    channels = extents[last]
     padded = ceil_div(channels, chunk) * chunk
-    shape = tuple(padded if axis == 2 else extents[axis] for axis in order)
+    shape = tuple(padded if axis == last else extents[axis] for axis in order)
     strides = [0] * 6
     for axis, stride in zip(order, contiguous_strides(shape), strict=True):
         strides[axis] = stride
     axes = [
-        CopyAxis(padded if axis == 2 else extents[axis], operand.strides[axis], strides[axis])
+        CopyAxis(padded if axis == last else extents[axis], operand.strides[axis], strides[axis])
         for axis in order
     ]
     bounds: tuple[tuple[int, int, int], ...] = ()

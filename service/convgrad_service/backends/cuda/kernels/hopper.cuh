@@ -229,6 +229,25 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, u32 from, const
   CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
 }
 #undef CONVGRAD_STORE
+
+#define CONVGRAD_STORE(DIMS, AT, ...)                                                              \
+  if constexpr (kDims == DIMS) {                                                                   \
+    asm volatile("cp.async.bulk.tensor." #DIMS                                                     \
+                 "d.global.shared::cta.im2col_no_offs.bulk_group [%0, {" AT "}], [%1];" ::"l"(&map), \
+                 "r"(from), __VA_ARGS__                                                            \
+                 : "memory");                                                                      \
+  }
+// Im2col: rows of channels to pixels from the one at these coordinates on, as load_pixels runs
+// through them without a tap; what of them lies in the tensor.
+template <int kDims>
+__device__ __forceinline__ void store_pixels(const TensorMap& map, u32 from,
+                                             const int (&at)[kDims]) {
+  static_assert(3 <= kDims && kDims <= 5);
+  CONVGRAD_STORE(3, "%2, %3, %4", CONVGRAD_AT3)
+  CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_AT4)
+  CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
+}
+#undef CONVGRAD_STORE
 #undef CONVGRAD_AT5
 #undef CONVGRAD_AT4
 #undef CONVGRAD_AT3
@@ -250,6 +269,20 @@ __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- Ordinary stores to shared memory.
+
+// Warp: four 8 x 8 matrices of 16-bit elements as mma leaves them, one a register; lanes 8i to 8i + 7
+// say where the rows of matrix i go, 16 bytes each.
+__device__ __forceinline__ void store_matrices(u32 to, const u32 (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+// Two numbers side by side, at a multiple of 8.
+__device__ __forceinline__ void store_pair(u32 to, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(first), "f"(second) : "memory");
+}
+
 // ---- Clusters.
 
 __device__ __forceinline__ u32 block_of_cluster() {
@@ -263,6 +296,17 @@ __device__ __forceinline__ void synchronize_cluster() {
       "barrier.cluster.arrive.release.aligned;\n"
       "barrier.cluster.wait.acquire.aligned;" ::
           : "memory");
+}
+
+// ---- Kernels one after another. Where the second one is launched to overlap the first
+// (Launch.overlaps), it may start as soon as every block of the first has called start_next or ended,
+// and waits itself for all that the first one wrote. Without such a launch neither does anything.
+
+__device__ __forceinline__ void start_next() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // One lane of a warp that is whole, always the same: for what one thread does.

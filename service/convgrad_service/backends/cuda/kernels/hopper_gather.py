@@ -1,0 +1,244 @@
+"""A dense convolution, forward or in its input, by Hopper's copy engine and tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.kernels.dense_axes import axis_of, divider
+from convgrad_service.backends.cuda.kernels.dense_tiles import splits_factors
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.hopper_maps import combined, lowest, sides_of
+from convgrad_service.backends.cuda.kernels.hopper_plan import (
+    Schedule,
+    choose_schedule,
+    may_start_with_images,
+)
+from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile
+from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TensorMap, pack_maps
+from convgrad_service.plans.cuda_device import H200, HOPPER, CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["HopperGather"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+LEAST_CHANNELS = 16
+# Of one kernel: its argument holds two maps a phase.
+MAPS = (1, 8, 32)
+# A dimension's taps in one phase: a bit each.
+MAX_TAPS = 32
+MAX_PIXELS = 2**31 - 2048
+
+
+class AxisArgs(ctypes.Structure):
+    """See ``hopper_gather.cuh``."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count", "low"))
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``hopper_gather.cuh``."""
+
+    _fields_ = (
+        ("axis", AxisArgs * 3),
+        *((name, ctypes.c_int32) for name in ("pixels", "share", "tiles")),
+        ("extent", ctypes.c_int32 * 3),
+        ("factor", ctypes.c_uint32 * 3),
+        ("shift", ctypes.c_int32 * 3),
+    )
+
+
+@cache
+def _args_type(maps: int) -> type[ctypes.Structure]:
+    """``HopperGatherArgs`` of ``hopper_gather.cuh`` with so many maps."""
+
+    class HopperGatherArgs(ctypes.Structure):
+        _fields_ = (
+            ("weight", MapField),
+            *((f"source{i}", MapField) for i in range(maps)),
+            *((f"result{i}", MapField) for i in range(maps)),
+            *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+            *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+            ("alpha", ctypes.c_float),
+            ("beta", ctypes.c_float),
+            *(
+                (name, ctypes.c_int32)
+                for name in (
+                    "in_channels",
+                    "out_channels",
+                    "activation",
+                    "plain",
+                    "wide_stores",
+                    "may_skip",
+                    "images_first",
+                    "dims",
+                    "rounds",
+                    "slots",
+                    "channel_tiles",
+                    "phases",
+                )
+            ),
+            *(
+                (name, ctypes.c_int32 * 3)
+                for name in ("x_size", "x_step", "x_tap", "y_step", "r_step")
+            ),
+            ("phase", PhaseArgs * maps),
+        )
+
+    return HopperGatherArgs
+
+
+class HopperGather:
+    """fwd and bwd_data of ungrouped layers, in 16 bits or in TF32 (``precision: high``)."""
+
+    name = "hopper_gather"
+
+    def __init__(
+        self, least_channels: int = LEAST_CHANNELS, schedule: Schedule | None = None
+    ) -> None:
+        """The fewest channels on either side; a schedule for all, in place of the best one."""
+        self._least_channels = least_channels
+        self._schedule = schedule
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copy engine and products of warpgroups"
+        if work.dtype not in DTYPES or splits_factors(work):
+            return f"{work.dtype} with precision {work.precision}"
+        if work.groups != 1:
+            return f"{work.groups} groups"
+        read, written = _channels(work)
+        if min(read, written) < self._least_channels:
+            return f"{read} to {written} channels would leave most of a tile"
+        axes = [axis_of(work, dim) for dim in range(3)]
+        phases = combined(axes)
+        if len(phases) > MAPS[-1]:
+            return f"{len(phases)} phases are more than {MAPS[-1]}"
+        if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
+            return f"more than {MAX_TAPS} taps along one dimension"
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
+            return f"the pixels are more than {MAX_PIXELS}"
+        return sides_of(work, device).why_not(axes, TILES[0])
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        axes = [axis_of(work, dim) for dim in range(3)]
+        phases = combined(axes)
+        sides = sides_of(work, device)
+        if schedule is None:
+            schedule = self._schedule or choose_schedule(work, axes, device)
+        if not may_start_with_images(work, axes):
+            schedule = replace(schedule, images_first=False)
+        tile = schedule.tile
+        stages = tile.stages(device)
+        maps = next(each for each in MAPS if each >= len(phases))
+        read, written = _channels(work)
+        result = sides.result
+        args = _args_type(maps)()
+        args.x_stride[:], args.y_stride[:] = sides.x.strides, result.strides
+        group, k, c, *kernel = sides.w.strides
+        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.in_channels, args.out_channels = read, written
+        args.activation = ACTIVATIONS[work.activation]
+        size = work.input if backward else work.output
+        args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+        args.plain = work.epilogue_free and args.wide_stores
+        args.may_skip = 1
+        args.images_first = schedule.images_first
+        args.dims = work.conv.ndim + 2
+        args.rounds = schedule.rounds
+        args.channel_tiles = ceil_div(written, tile.n)
+        args.phases = len(phases)
+        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        shares = 0
+        given: dict[str, tuple[Operand | str, TensorMap]] = {
+            "weight": (sides.w, sides.weight_map(tile))
+        }
+        for i, phase in enumerate(phases):
+            here = args.phase[i]
+            for dim, along in enumerate(phase):
+                here.axis[dim] = AxisArgs(
+                    along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
+                )
+            counts = [along.count for along in reversed(phase)]
+            extents = [work.batch, *counts[:2]] if schedule.images_first else counts
+            here.extent[:] = extents
+            here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
+            here.pixels = work.batch * prod(counts)
+            here.tiles = ceil_div(here.pixels, tile.m * tile.cluster)
+            here.share = ceil_div(here.tiles, schedule.rounds)
+            shares += here.share
+            given[f"source{i}"] = (
+                sides.x,
+                sides.source_map(axes, phase, tile, schedule.images_first),
+            )
+            if args.plain:
+                given[f"result{i}"] = (
+                    result,
+                    sides.result_map(axes, phase, schedule.images_first),
+                )
+        args.slots = shares * args.channel_tiles
+        most = device.multiprocessors // tile.cluster
+        blocks = min(most, args.slots * args.rounds) * tile.cluster
+        launch = Launch(
+            _instance(tile, work.dtype, sides.across, maps, stages),
+            (blocks, 1, 1),
+            (tile.threads, 1, 1),
+            pack_maps(
+                args,
+                given,
+                x=sides.x,
+                w=sides.w,
+                y=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            tile.shared_bytes(stages),
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{tile.m}x{tile.n}x{tile.cluster}",
+            (*sides.steps, launch),
+            sides.workspace,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(tile, dtype, across, maps, tile.stages(H200))
+            for dtype in DTYPES
+            for tile in TILES
+            for across in ((False, True) if dtype.itemsize == 2 else (False,))
+            for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
+        ]
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _instance(tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int) -> Instance:
+    defines = tile.defines(dtype, across, maps, stages)
+    return Instance(
+        "hopper_gather.cu",
+        "hopper_gather",
+        tuple((name, str(value)) for name, value in defines.items()),
+        HOPPER,
+    )

@@ -1,0 +1,215 @@
+"""What the copy engine is told of a convolution's tensors: for hopper_gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, HopperTile
+from convgrad_service.backends.cuda.kernels.tensor_maps import PixelMap, TileMap
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Step, Workspace
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
+
+Combined = tuple[Phase, Phase, Phase]
+"""A phase along each of D, H and W."""
+
+STORED_PIXELS = 64
+# The largest offset of a tap from the first, by the map's dimensions.
+MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
+
+
+def combined(axes: Sequence[Axis]) -> list[Combined]:
+    """The phases of a convolution, that with the most taps first."""
+    every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
+    return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
+
+
+def lowest(axis: Axis, phase: Phase) -> int:
+    """The source position that a phase's first result meets with its lowest tap."""
+    return min(phase.x0, phase.x0 + (phase.taps - 1) * axis.x_tap) if phase.taps else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The operands as they are read and written, and the steps that make those that are not the
+    request's own."""
+
+    work: ConvWork
+    x: Operand
+    w: Operand
+    result: Operand
+    steps: tuple[Step, ...]
+    workspace: tuple[Workspace, ...]
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """Read and written."""
+        channels = self.work.in_channels, self.work.out_channels
+        return channels[::-1] if self.work.direction == "bwd_data" else channels
+
+    @property
+    def across(self) -> bool:
+        """Whether the weight's rows run along the result's channels, not along the source's."""
+        return self.work.direction == "bwd_data" and self.w.strides[2] == 1
+
+    @property
+    def _dims(self) -> int:
+        """Spatial ones."""
+        return self.work.conv.ndim
+
+    def _pixel_map(
+        self,
+        operand: Operand,
+        channels: int,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        steps: Sequence[int],
+        low: Sequence[int],
+        high: Sequence[int],
+        pixels: int,
+        images_first: bool,
+        offset: int = 0,
+        rounds: bool = False,
+    ) -> PixelMap:
+        """Sequences are of D, H and W; strides in elements."""
+        item = operand.dtype.itemsize
+        row = -(-channels * item // 16) * 16
+        spatial = [2 - i for i in range(self._dims)]  # W first
+        dims = [(sizes[d], strides[d] * item, steps[d], low[d], high[d]) for d in spatial]
+        images = (self.work.batch, operand.strides[0] * item, 1, 0, 0)
+        dims = [images, *dims] if images_first else [*dims, images]
+        return PixelMap(
+            operand.dtype,
+            (channels, *(size for size, *_ in dims)),
+            tuple(stride if size > 1 else row for size, stride, *_ in dims),
+            swizzle=ROW_BYTES,
+            steps=(1, *(step for _, _, step, _, _ in dims)),
+            offset_bytes=offset * item,
+            rounds=rounds,
+            lower=tuple(lower for *_, lower, _ in dims[:-1]),
+            upper=tuple(upper for *_, upper in dims[:-1]),
+            channels=ROW_BYTES // item,
+            pixels=pixels,
+        )
+
+    def source_map(
+        self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
+    ) -> PixelMap:
+        """The pixels that a phase reads for its first tap."""
+        low, high = [], []
+        for axis, along in zip(axes, phase, strict=True):
+            start = lowest(axis, along)
+            low.append(start)
+            high.append((along.count - 1) * axis.x_step + start + 1 - axis.x_size)
+        if not all(along.taps for along in phase):
+            low = high = [0, 0, 0]  # nothing is read
+        return self._pixel_map(
+            self.x,
+            self._channels[0],
+            [axis.x_size for axis in axes],
+            self.x.strides[3:],
+            [axis.x_step for axis in axes],
+            low,
+            high,
+            tile.m,
+            images_first,
+            rounds=self.x.dtype is DType.FLOAT32,
+        )
+
+    def result_map(self, axes: Sequence[Axis], phase: Combined, images_first: bool) -> PixelMap:
+        """The pixels that a phase writes."""
+        strides = self.result.strides[3:]
+        return self._pixel_map(
+            self.result,
+            self._channels[1],
+            [along.count for along in phase],
+            [axis.y_step * stride for axis, stride in zip(axes, strides, strict=True)],
+            [1, 1, 1],
+            [0, 0, 0],
+            [0, 0, 0],
+            STORED_PIXELS,
+            images_first,
+            sum(along.y0 * stride for along, stride in zip(phase, strides, strict=True)),
+        )
+
+    def weight_map(self, tile: HopperTile) -> TileMap:
+        """A chunk of channels of one tap, for a block's part of the result's channels."""
+        item = self.w.dtype.itemsize
+        _, k, c, *kernel = self.w.strides
+        work = self.work
+        # Innermost, and outermost with its stride.
+        channels, others, step = work.in_channels, work.out_channels, k
+        if c != 1:
+            channels, others, step = work.out_channels, work.in_channels, c
+        row = -(-channels * item // 16) * 16
+        sizes = *reversed(work.kernel), others
+        strides = *reversed(kernel), step
+        depth = ROW_BYTES // item
+        return TileMap(
+            self.w.dtype,
+            (channels, *sizes),
+            tuple(
+                stride * item if size > 1 else row
+                for size, stride in zip(sizes, strides, strict=True)
+            ),
+            swizzle=ROW_BYTES,
+            rounds=self.w.dtype is DType.FLOAT32,
+            box=(depth, 1, 1, 1, depth if self.across else tile.n // tile.cluster),
+        )
+
+    def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
+        """What the copy engine refuses of the pixels, in their own order."""
+        for phase in combined(axes):
+            reason = self.source_map(axes, phase, tile, images_first=False).why_not()
+            if reason is not None:
+                return reason
+            for axis, along in zip(axes, phase, strict=True):
+                if abs(axis.x_tap) * (along.taps - 1) > MOST_OFFSET[self._dims + 2]:
+                    return f"taps {abs(axis.x_tap)} apart reach beyond the copy engine's offsets"
+        return None
+
+
+def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
+    """Channels last, in whole chunks."""
+    backward = work.direction == "bwd_data"
+    source, result = gather_sides(work)
+    x = prepare_activation(
+        source,
+        work.batch,
+        work.groups,
+        work.out_channels if backward else work.in_channels,
+        work.output if backward else work.input,
+        f"{work.prefix}source_channels_last",
+        device,
+    )
+    # Float32's products read both operands along the reduction alone.
+    turned = backward and work.dtype is DType.FLOAT32
+    w = prepare_weight(
+        work.w,
+        work.groups,
+        work.out_channels,
+        work.in_channels,
+        work.kernel,
+        f"{work.prefix}weight_channels_last",
+        device,
+        out_channels_last=turned,
+    )
+    return Sides(
+        work,
+        x.operand,
+        w.operand,
+        result,
+        (*x.steps, *w.steps),
+        (*x.workspace, *w.workspace),
+    )

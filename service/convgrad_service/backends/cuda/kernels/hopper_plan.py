@@ -1,0 +1,144 @@
+"""Which tile hopper_gather takes: the time that each should take.
+
+A multiprocessor's tiles are known before a launch, and so are the taps that each of them meets. So
+the model counts the steps of the busiest one, each at the pace that its tile was measured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis
+from convgrad_service.backends.cuda.kernels.hopper_maps import Combined, combined
+from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, TILES, HopperTile
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork
+
+__all__ = ["Schedule", "choose_schedule", "expected_s", "kept_taps", "may_start_with_images"]
+
+# Of the source, what is read by all phases of a round should stay in the L2 cache.
+ROUND_BYTES = 8 * 2**20
+# Turns of all multiprocessors that a round has at least.
+ROUND_TURNS = 3
+MOST_COUNTED = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a convolution runs: its tile, whether neighbouring pixels are those of neighbouring
+    images, and in how many rounds over the phases."""
+
+    tile: HopperTile
+    images_first: bool = False
+    rounds: int = 1
+
+
+def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
+    """Whether neighbouring images can be neighbouring pixels: the copy engine takes no steps along
+    the slowest dimension, which images would be otherwise."""
+    return axes[3 - work.conv.ndim].x_step == 1
+
+
+def kept_taps(
+    axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
+) -> NDArray[np.int64]:
+    """How many taps each tile of so many pixels meets: `kept_taps` of hopper_gather.cuh."""
+    counts = [along.count for along in reversed(phase)]
+    extents = [batch, *counts[:2]] if images_first else counts
+    everything = batch * prod(counts)
+    first = np.arange(0, everything, pixels, dtype=np.int64)
+    last = np.minimum(first + pixels, everything) - 1
+    kept = np.ones_like(first)
+    # From the fastest dimension to the slowest: where a tile begins and ends, how often between.
+    for i in range(4):
+        if i < 3:
+            (above_first, start), (above_last, stop) = (
+                np.divmod(each, extents[i]) for each in (first, last)
+            )
+            turns = above_last - above_first
+            first, last = above_first, above_last
+        else:
+            start, stop, turns = first, last, np.zeros_like(first)
+        dim = 3 - i if images_first else 2 - i
+        if not 0 <= dim < 3:
+            continue
+        axis, along = axes[dim], phase[dim]
+        start = np.where(turns > 1, 0, start)
+        stop = np.where(turns > 1, along.count - 1, stop)
+        met = np.zeros_like(first)
+        for j in range(along.taps):
+            at = along.x0 + j * axis.x_tap
+
+            def meets(a: NDArray[np.int64] | int, b: NDArray[np.int64] | int) -> NDArray[np.bool_]:
+                step, size = axis.x_step, axis.x_size  # noqa: B023 - called here alone
+                return np.asarray((at + a * step < size) & (at + b * step >= 0))  # noqa: B023
+
+            whole = meets(start, stop)
+            broken = meets(start, along.count - 1) | meets(0, stop)
+            met += np.where(turns == 1, broken, whole)
+        kept = kept * met
+    return kept
+
+
+def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
+    """The one that should take the least time. Every one gives the same bits."""
+    return min(
+        _candidates(work, axes, device),
+        key=lambda schedule: expected_s(work, axes, device, schedule),
+    )
+
+
+def _candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
+    backward = work.direction == "bwd_data"
+    read = work.out_channels if backward else work.in_channels
+    written = work.in_channels if backward else work.out_channels
+    source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
+    phases = combined(axes)
+    pads = any(
+        along.x0 + j * axis.x_tap < 0
+        or along.x0 + j * axis.x_tap + (along.count - 1) * axis.x_step >= axis.x_size
+        for axis in axes
+        for along in axis.phases
+        for j in range(along.taps)
+    )
+    for tile in TILES:
+        if tile.n - written >= 64 and tile.n > 64:
+            continue
+        rounds = 1
+        if len(phases) > 1:
+            pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
+            turns = ceil_div(pixels, tile.m) * ceil_div(written, tile.n) // device.multiprocessors
+            rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))
+        yield Schedule(tile, False, rounds)
+        if pads and work.batch >= 4 and may_start_with_images(work, axes):
+            yield Schedule(tile, True, rounds)
+
+
+def expected_s(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
+) -> float:
+    """The time of the busiest multiprocessor, and not less than memory takes."""
+    tile = schedule.tile
+    backward = work.direction == "bwd_data"
+    read = work.out_channels if backward else work.in_channels
+    written = work.in_channels if backward else work.out_channels
+    chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
+    columns = ceil_div(written, tile.n)
+    workers = device.multiprocessors // tile.cluster
+    pixels = tile.m * tile.cluster
+    steps = [
+        kept_taps(axes, phase, work.batch, pixels, schedule.images_first) * chunks
+        for phase in combined(axes)
+    ]
+    times = np.repeat(np.concatenate(steps), columns) * tile.step_s + tile.tile_s
+    if len(times) > MOST_COUNTED:
+        return float(times.sum() / workers + times.max() / 2)
+    turn, place = np.divmod(np.arange(len(times)), workers)
+    worker = np.where(turn % 2, workers - 1 - place, place)
+    return float(np.bincount(worker, weights=times).max())

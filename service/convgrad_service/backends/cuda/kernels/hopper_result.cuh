@@ -1,0 +1,290 @@
+// From a warpgroup's sums in registers to hopper_gather.cu's results.
+#pragma once
+
+#include "hopper_gather.cuh"
+#include "vectors.cuh"
+#include "warpgroup.cuh"
+
+namespace convgrad {
+
+// Of shared memory, for each warpgroup: two buffers of 64 rows of 128 bytes.
+constexpr u32 kBufferBytes = 64 * 128, kStagingBytes = 2 * kBufferBytes;
+
+// kParts times 64 pixels x kFragments times 8 channels, as warpgroup products leave them.
+template <class T, int kParts, int kFragments>
+struct Results {
+  static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kRowOf = 128 / static_cast<int>(sizeof(T));  // channels in a buffer's row
+  static constexpr int kBlocks = kParts * kFragments / 8;           // of 64 channels
+
+  const HopperGatherArgs& args;
+  const GatherPhase& phase;
+  int phase_index, first_pixel, first_channel;
+  int thread, lane, warp;  // of the warpgroup
+  int warpgroup;
+  u32 staging;
+
+  __device__ __forceinline__ Results(const HopperGatherArgs& args, const GatherTile& tile,
+                                     int warpgroup, int first_row, u32 staging)
+      : args(args),
+        phase(args.phase[tile.phase]),
+        phase_index(tile.phase),
+        first_pixel(tile.first_pixel + first_row),
+        first_channel(tile.first_channel),
+        thread(threadIdx.x % 128),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x % 128 / 32),
+        warpgroup(warpgroup),
+        staging(staging) {}
+
+  __device__ __forceinline__ void synchronize() const { wait_at(1 + warpgroup, 128); }
+
+  // Stores all sums; every thread of the warpgroup together. Sums are used up.
+  __device__ __forceinline__ void store(float (&sum)[kParts][kFragments][4]) const {
+    if (any_odd(sum)) repair(sum);
+    if (args.plain) {
+      store_boxes(sum);
+    } else {
+      store_finished(sum);
+    }
+  }
+
+  // Whether some sum of the warp is not finite.
+  __device__ __forceinline__ bool any_odd(const float (&sum)[kParts][kFragments][4]) const {
+    float zero[4] = {};
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) zero[e] = fmaf(sum[part][j][e], 0.0f, zero[e]);
+      }
+    }
+    const float all = (zero[0] + zero[1]) + (zero[2] + zero[3]);
+    return __any_sync(~0u, all != 0.0f);
+  }
+
+  // Where a pixel's channel 0 is in the result.
+  __device__ __forceinline__ i64 result_at(const PixelAt& pixel) const {
+    i64 at = image(pixel, args.images_first) * args.y_stride[0];
+#pragma unroll
+    for (int d = 0; d < 3; ++d) {
+      const int m = position(pixel, d, args.images_first);
+      at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
+    }
+    return at;
+  }
+
+  // Takes every sum that is not finite again, from the taps inside the source alone. Sums go round
+  // through the first register, so that there is one copy of the code.
+  __device__ __forceinline__ void repair(float (&sum)[kParts][kFragments][4]) const {
+#pragma unroll 1
+    for (int i = 0; i < kParts * kFragments * 4; ++i) {
+      float value = sum[0][0][0];
+      if (!is_finite(value)) {
+        const int part = i / (kFragments * 4), j = i / 4 % kFragments, e = i % 4;
+        const int pixel = first_pixel + part * 64 + warp * 16 + lane / 4 + (e & 2) * 4;
+        const int channel = first_channel + j * 8 + lane % 4 * 2 + (e & 1);
+        if (pixel < phase.pixels && channel < args.out_channels) value = summed(pixel, channel);
+      }
+#pragma unroll
+      for (int at = 0; at + 1 < kParts * kFragments * 4; ++at) {
+        constexpr int kOf = kFragments * 4;
+        sum[at / kOf][at % kOf / 4][at % 4] = sum[(at + 1) / kOf][(at + 1) % kOf / 4][(at + 1) % 4];
+      }
+      sum[kParts - 1][kFragments - 1][3] = value;
+    }
+  }
+
+  // A result by the definition.
+  __device__ __forceinline__ float summed(int pixel, int channel) const {
+    const PixelAt at = pixel_at(phase, pixel);
+    const T* const x =
+        static_cast<const T*>(args.x) + image(at, args.images_first) * args.x_stride[0];
+    const T* const w = static_cast<const T*>(args.w) + channel * args.w_stride[1];
+    float value = 0;
+    for (int j0 = 0; j0 < phase.axis[0].taps; ++j0) {
+      for (int j1 = 0; j1 < phase.axis[1].taps; ++j1) {
+        for (int j2 = 0; j2 < phase.axis[2].taps; ++j2) {
+          const int tap[3] = {j0, j1, j2};
+          i64 x_at = 0, w_at = 0;
+          bool inside = true;
+          for (int d = 0; d < 3; ++d) {
+            const GatherAxis& axis = phase.axis[d];
+            const int m = position(at, d, args.images_first);
+            const int from = axis.x0 + m * args.x_step[d] + tap[d] * args.x_tap[d];
+            inside &= static_cast<u32>(from) < static_cast<u32>(args.x_size[d]);
+            x_at += from * args.x_stride[3 + d];
+            w_at += (axis.r0 + tap[d] * args.r_step[d]) * args.w_stride[3 + d];
+          }
+          if (!inside) continue;
+          for (int c = 0; c < args.in_channels; ++c) {
+            value += widen(x[x_at + c * args.x_stride[2]]) * widen(w[w_at + c * args.w_stride[2]]);
+          }
+        }
+      }
+    }
+    return value;
+  }
+
+  // Rounded, through shared memory, by the copy engine.
+  __device__ __forceinline__ void store_boxes(const float (&sum)[kParts][kFragments][4]) const {
+    constexpr int kOfBuffer = kRowOf / 8, kBuffers = kFragments / kOfBuffer;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const PixelAt pixel = pixel_at(phase, first_pixel + part * 64);
+#pragma unroll
+      for (int i = 0; i < kBuffers; ++i) {
+        const u32 buffer = staging + (part * kBuffers + i) % 2 * kBufferBytes;
+        if (thread == 0) wait_stores_read<1>();
+        synchronize();
+        write_rows(buffer, sum[part], i * kOfBuffer);
+        publish_shared();
+        synchronize();
+        if (thread == 0 && first_channel + i * kRowOf < args.out_channels) {
+          store_box(buffer, pixel, first_channel + i * kRowOf);
+        }
+        if (thread == 0) commit_stores();
+      }
+    }
+  }
+
+  // This warp's 16 rows of a buffer, from fragment `first` on.
+  __device__ __forceinline__ void write_rows(u32 buffer, const float (&sum)[kFragments][4],
+                                             int first) const {
+    if constexpr (sizeof(T) == 2) {
+      const int row = warp * 16 + lane % 16, chunk = lane / 16;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const u32 to = buffer + row * 128 + ((j + chunk) ^ (row & 7)) * 16;
+        const u32 words[4] = {narrow_two<T>(sum[first + j][0], sum[first + j][1]),
+                              narrow_two<T>(sum[first + j][2], sum[first + j][3]),
+                              narrow_two<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
+                              narrow_two<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
+        store_matrices(to, words);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = warp * 16 + lane / 4, chunk = j * 2 + lane % 4 / 2;
+        const u32 to = buffer + row * 128 + (chunk ^ (row & 7)) * 16 + lane % 2 * 8;
+        store_pair(to, sum[first + j][0], sum[first + j][1]);
+        store_pair(to + 8 * 128, sum[first + j][2], sum[first + j][3]);
+      }
+    }
+  }
+
+  // 64 pixels from a buffer, and what of them there is.
+  __device__ __forceinline__ void store_box(u32 buffer, const PixelAt& pixel, int channel) const {
+    const TensorMap& map = args.result[phase_index];
+    const int *const at = pixel.at;
+    switch (args.dims + (args.images_first ? 3 : 0)) {
+      case 3: store_pixels<3>(map, buffer, {channel, at[0], at[3]}); break;
+      case 4: store_pixels<4>(map, buffer, {channel, at[0], at[1], at[3]}); break;
+      case 6: store_pixels<3>(map, buffer, {channel, at[0], at[1]}); break;
+      case 7: store_pixels<4>(map, buffer, {channel, at[0], at[1], at[2]}); break;
+      default: store_pixels<5>(map, buffer, {channel, at[0], at[1], at[2], at[3]});
+    }
+  }
+
+  // With an epilogue, or to where the copy engine does not reach: 64 channels of a warp's 16 pixels
+  // at a time, as sums through shared memory. Here too sums move up.
+  __device__ __forceinline__ void store_finished(float (&sum)[kParts][kFragments][4]) const {
+    const u32 patch = staging + warp * (kStagingBytes / 4);
+#pragma unroll 1
+    for (int block = 0; block < kBlocks; ++block) {
+      const int part = block / (kFragments / 8);
+      const int pixel = first_pixel + part * 64 + warp * 16;
+      const int channel = first_channel + block % (kFragments / 8) * 64;
+      if (channel >= args.out_channels || pixel >= phase.pixels) {
+        shift(sum);
+        continue;
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int row = lane / 4, column = j * 8 + lane % 4 * 2;
+        store_pair(patch_at(patch, row, column), sum[0][j][0], sum[0][j][1]);
+        store_pair(patch_at(patch, row + 8, column), sum[0][j][2], sum[0][j][3]);
+      }
+      __syncwarp();
+      if (args.wide_stores) {
+        store_chunks(patch, pixel, channel);
+      } else {
+        store_each(patch, pixel, channel);
+      }
+      shift(sum);
+    }
+  }
+
+  __device__ __forceinline__ static void shift(float (&sum)[kParts][kFragments][4]) {
+#pragma unroll
+    for (int j = 0; j + 8 < kParts * kFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[j / kFragments][j % kFragments][e] =
+            sum[(j + 8) / kFragments][(j + 8) % kFragments][e];
+      }
+    }
+  }
+
+  // Of a patch of 16 rows of 64 sums, chunks of four in an order that keeps rows out of each other's
+  // banks.
+  __device__ __forceinline__ static u32 patch_at(u32 patch, int row, int column) {
+    return patch + row * 256 + (column / 4 ^ (row & 7)) * 16 + column % 4 * 4;
+  }
+
+  __device__ __forceinline__ float finished(float value, i64 at, int channel) const {
+    const T* const accumulate = static_cast<const T*>(args.accumulate);
+    const T* const bias = static_cast<const T*>(args.bias);
+    return finish<T, float>(value, args.alpha, args.beta,
+                            accumulate == nullptr ? nullptr : accumulate + at,
+                            bias == nullptr ? nullptr : bias + channel, args.activation);
+  }
+
+  __device__ __forceinline__ void store_chunks(u32 patch, int pixel, int channel) const {
+    using Neighbours = Vector<T, kChunk>;
+    constexpr int kOfRow = 64 / kChunk;
+#pragma unroll 1
+    for (int i = lane; i < 16 * kOfRow; i += 32) {
+      const int row = i / kOfRow, column = i % kOfRow * kChunk;
+      if (pixel + row >= phase.pixels || channel + column >= args.out_channels) continue;
+      const i64 at = result_at(pixel_at(phase, pixel + row)) + channel + column;
+      Neighbours done, before = Neighbours::zero();
+      if (args.accumulate != nullptr) {
+        before = Neighbours::load(static_cast<const T*>(args.accumulate) + at);
+      }
+#pragma unroll
+      for (int part = 0; part < kChunk; part += 4) {
+        u32 four[4];
+        load_words(four, patch_at(patch, row, column + part));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float value = args.alpha * __uint_as_float(four[e]);
+          if (args.accumulate != nullptr) value += args.beta * widen(before.at[part + e]);
+          if (args.bias != nullptr) {
+            value += widen(static_cast<const T*>(args.bias)[channel + column + part + e]);
+          }
+          done.at[part + e] = narrow<T>(activate(value, args.activation));
+        }
+      }
+      done.store(static_cast<T*>(args.y) + at);
+    }
+  }
+
+  // One by one, along what lies side by side in the result.
+  __device__ __forceinline__ void store_each(u32 patch, int pixel, int channel) const {
+    const bool channels_last = args.y_stride[2] == 1;
+#pragma unroll 1
+    for (int i = lane; i < 16 * 64; i += 32) {
+      const int row = channels_last ? i / 64 : i % 16, column = channels_last ? i % 64 : i / 16;
+      if (pixel + row >= phase.pixels || channel + column >= args.out_channels) continue;
+      const i64 at =
+          result_at(pixel_at(phase, pixel + row)) + (channel + column) * args.y_stride[2];
+      const float value = __uint_as_float(load_word(patch_at(patch, row, column)));
+      static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
+    }
+  }
+};
+
+}  // namespace convgrad
