@@ -1,4 +1,4 @@
-"""Backends that compute nothing: for tests of what surrounds a backend."""
+"""Backends that compute little or nothing: for tests of what surrounds a backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.base import OnHost, Outcome, Plan
+from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem
 
-__all__ = ["Blocking", "Failing", "Sums", "Zeros"]
+__all__ = ["Blocking", "Failing", "Gated", "Sums", "Zeros"]
 
 
 class Zeros(OnHost):
@@ -99,3 +101,28 @@ class Failing(Zeros):
         out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         raise self.error
+
+
+class Gated(Zeros):
+    """Computes on the CPU, a piece each time it is let."""
+
+    def __init__(self, *, open_from_start: bool = False) -> None:
+        self.gate = threading.Semaphore(1000 if open_from_start else 0)
+        self.fail_at: int | None = None
+        self.runs = 0
+        self._cpu = CpuBackend(threads=1)
+
+    def run(
+        self,
+        problem: Problem,
+        tensors: Mapping[str, NDArray[Any]],
+        cancelled: threading.Event | None = None,
+        out: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Outcome:
+        while not self.gate.acquire(timeout=0.01):
+            if cancelled is not None and cancelled.is_set():
+                raise DeadlineExceeded("nobody waits")
+        self.runs += 1
+        if self.fail_at is not None and self.runs >= self.fail_at:
+            raise InvalidProblem("it failed")
+        return self._cpu.run(problem, tensors, cancelled, out)

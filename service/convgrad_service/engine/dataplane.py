@@ -15,27 +15,27 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad.contract import Operation, Report, Request, validate
+from convgrad.contract import Report, Request, validate
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.arena import arranged
-from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.call import Call, Result
 from convgrad_service.engine.hub import Engine, Running
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import Lease, leased, memory_errors_named
 from convgrad_service.engine.pace import Pace
-from convgrad_service.engine.placement import arena_specs, shared_parts, to_store
-from convgrad_service.engine.quotas import Ticket
+from convgrad_service.engine.parts import Told
+from convgrad_service.engine.placement import arena_specs, names_elements, shared_parts, to_store
+from convgrad_service.engine.progress import Progress
 from convgrad_service.engine.records import Record
-from convgrad_service.engine.regions import ANONYMOUS, InRegion, RegionPart
+from convgrad_service.engine.regions import InRegion, RegionPart
 from convgrad_service.engine.segments import Place
 from convgrad_service.engine.sized import sized
 from convgrad_service.engine.stored import StoredTensors, stored_fields
@@ -55,37 +55,6 @@ _MAX_KNOWN = 256
 
 SMALL_BYTES = 64 * 1024
 """What is decoded, copied or encoded where it stands: a thread would take longer to be told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a transport encodes: the request it answers, the arrays, and how they came to be."""
-
-    request: Request
-    outputs: Arrays
-    report: Report
-
-
-@dataclass(slots=True)
-class Call:
-    """One request as its transport hands it over.
-
-    ``refuse``, where there is one, raises where the transport could not encode the answer.
-    ``small`` says that decoding takes no time worth a thread. ``key`` is all that the fields and
-    ``refuse`` depend on beside the operation: what is made of them is remembered under it, with
-    whatever decoding has put into ``notes``. ``owner`` is whose stored tensors
-    its names mean, ``ticket`` what its key has in flight with it.
-    """
-
-    operation: Operation
-    deadline: Deadline
-    timings: Timings
-    refuse: Callable[[Request, Problem], None] | None = None
-    small: bool = False
-    key: Hashable = None
-    notes: list[Any] = field(default_factory=list)
-    owner: str = ANONYMOUS
-    ticket: Ticket | None = None
 
 
 class Work:
@@ -124,7 +93,9 @@ class Work:
             {name: places[name] for name in sizes.outputs},
             {name: place for name, place in regions.items() if name in specs},
             Pace.cost(sizes),
+            sizes.parts,
         )
+        self._ending: asyncio.Future[Result] | None = None
         arena = plane.engine.arena
         self.inputs = {
             name: arena.array(place, sizes.inputs[name])
@@ -156,14 +127,31 @@ class Work:
         small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
         await self._plane.in_thread(write, self.lease, holds, inline=small <= SMALL_BYTES)
 
-    async def compute(self) -> Result:
-        """Wait for a worker to compute it.
+    async def compute(self, *, streamed: bool = False) -> Result:
+        """Wait for a worker to compute it, or, of a large answer that may be ``streamed``, for the
+        first of its parts.
 
         If the caller goes away (the task is cancelled), waiting work is dropped and running work
         is asked to stop.
         """
+        job = self._job
+        # Of what names elements of others it is known at the end whether it was right to.
+        if not streamed or job.tasks == 1 or self._kept or names_elements(self._sized):
+            return await self._computed(None)
+        progress = Progress(job.problem, job.parts, self._call.deadline)
+        self._ending = await progress.first(self._computed(progress.told))
+        if self._ending.done():
+            return self._ending.result()
+        return Result(self.request, self._outputs, self._report(progress.so_far), progress)
+
+    def stop(self) -> None:
+        """Ask what still computes to stop."""
+        if self._ending is not None:
+            self._ending.cancel()
+
+    async def _computed(self, told: Told | None) -> Result:
         engine, timings = self._plane.engine, self._call.timings
-        running = engine.compute(self.lease, self._job, self._call.deadline.at_s)
+        running = engine.compute(self.lease, self._job, self._call.deadline.at_s, told)
         submitted_s = time.monotonic()
         moved_s = 0.0
         try:
@@ -277,7 +265,10 @@ class Dataplane:
                 call.timings.add("queue", time.monotonic() - started_s)
                 try:
                     work = Work(self, call, request, problem, lease, shared, kept)
-                    yield work
+                    try:
+                        yield work
+                    finally:
+                        work.stop()
                     stored = work.is_stored
                 finally:
                     lease.release()

@@ -26,11 +26,13 @@ from convgrad_service.engine.messages import (
     Hold,
     Leave,
     Listens,
+    PartDone,
     Release,
     Reply,
     Reserve,
     Welcome,
 )
+from convgrad_service.engine.parts import Parted
 from convgrad_service.engine.quotas import Entered
 from convgrad_service.engine.records import Record
 from convgrad_service.engine.schedule import Task
@@ -47,7 +49,7 @@ class FrontEnd:
         self._hub, self._listens = hub, listens
         self._channel: Channel | None = None
         self._leases: dict[int, asyncio.Future[Lease]] = {}
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, Task | Parted[Task]] = {}
         self._tickets: dict[int, Entered] = {}
 
     async def serve(self, channel_end: Any) -> None:
@@ -105,8 +107,12 @@ class FrontEnd:
             _leave(lease)
 
     def _compute(self, message: Compute) -> None:
+
+        def told(part: int, finished: Finished) -> None:
+            self._tell(PartDone(message.number, part, tuple(finished)))
+
         try:
-            task = self._hub.schedule.submit(message.job, message.deadline_s)
+            task = self._hub.schedule.submit(message.job, message.deadline_s, told)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
             return
@@ -168,7 +174,7 @@ class FrontEnd:
         else:
             future.add_done_callback(reply)
 
-    def _tell(self, message: Reply | Done) -> None:
+    def _tell(self, message: Reply | Done | PartDone) -> None:
         assert self._channel is not None  # noqa: S101
         self._channel.tell(message)
 

@@ -18,6 +18,7 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease, Memory
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.parts import Told
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.records import Record
@@ -102,8 +103,12 @@ class Engine(Protocol):
         """
         ...
 
-    def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
+    def compute(
+        self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
+    ) -> Running:
         """Queue a job whose places lie in ``lease``, which is held until the job is done.
+
+        ``told`` hears of each part of a job that makes several tasks.
 
         Raises, now or through ``done``, Overloaded, DeviceUnavailable, DeadlineExceeded, and
         whatever the backend raises.
@@ -268,9 +273,11 @@ class Hub:
         result = getattr(self.tensors, method)(*arguments)
         return await result if inspect.isawaitable(result) else result
 
-    def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
+    def compute(
+        self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
+    ) -> Running:
         """See `Engine.compute`."""
-        task = self.schedule.submit(job, deadline_s)
+        task = self.schedule.submit(job, deadline_s, told)
         lease.retain()
         task.done.add_done_callback(lease.release)
         return task

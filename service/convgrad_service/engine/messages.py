@@ -23,6 +23,7 @@ __all__ = [
     "Hold",
     "Leave",
     "Listens",
+    "PartDone",
     "Release",
     "Reply",
     "Reserve",
@@ -107,6 +108,14 @@ class Done(NamedTuple):
     waited_s: float
 
 
+class PartDone(NamedTuple):
+    """Of `Compute`, one part is: how it was computed."""
+
+    number: int
+    part: int
+    finished: tuple[Any, ...]
+
+
 class Reply(NamedTuple):
     """To the request of this number: its value, or why there is none."""
 
@@ -132,4 +141,5 @@ KINDS = Kinds(
     Enter,
     Hold,
     Leave,
+    PartDone,
 )

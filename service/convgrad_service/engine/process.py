@@ -124,7 +124,7 @@ class ProcessWorker:
             for region in new:
                 socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
         self._sent_regions.update(new)
-        self._jobs.tell((number, task.job.packed().text, new))
+        self._jobs.tell((number, task.job.packed().text, task.part, new))
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""

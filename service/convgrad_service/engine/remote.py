@@ -23,11 +23,13 @@ from convgrad_service.engine.messages import (
     Enter,
     Hold,
     Leave,
+    PartDone,
     Release,
     Reply,
     Reserve,
     Welcome,
 )
+from convgrad_service.engine.parts import Told
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.quotas import Caller, Ticket
 from convgrad_service.engine.records import Record
@@ -78,6 +80,7 @@ class RemoteHub:
         self._drained, self._lost = drained, lost
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._told: dict[int, Told] = {}
         self._pocket = Places(0, 0)
         self._observing: asyncio.TimerHandle | None = None
         self._channel: Channel
@@ -139,9 +142,14 @@ class RemoteHub:
         leased.add_done_callback(left)
         return leased
 
-    def compute(self, lease: Lease, job: Job, deadline_s: float) -> Running:
+    def compute(
+        self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
+    ) -> Running:
         """See `Engine.compute`."""
         number, replied = self._next()
+        if told is not None:
+            self._told[number] = told
+            replied.add_done_callback(lambda _: self._told.pop(number))
         running = _RemoteRunning(number, asyncio.get_running_loop().create_future())
 
         def finished(reply: asyncio.Future[tuple[Finished, float]]) -> None:
@@ -229,6 +237,9 @@ class RemoteHub:
                 replied.set_result((Finished(*message.finished), message.waited_s))
         elif isinstance(message, Reply):
             self._replied(message)
+        elif isinstance(message, PartDone):
+            if (told := self._told.get(message.number)) is not None:
+                told(message.part, Finished(*message.finished))
         elif isinstance(message, Status):
             self._know(message)
         elif isinstance(message, Drain):

@@ -128,7 +128,7 @@ class _Worker:
         while True:
             with self._turn:
                 try:
-                    number, packed, new_regions = self._jobs.receive()
+                    number, packed, part, new_regions = self._jobs.receive()
                 except EOFError:
                     return  # the control channel's end says the rest
                 cancelled = self._begin(number)
@@ -138,7 +138,7 @@ class _Worker:
                 if refusal is not None:
                     raise refusal
                 job: Job = pickle.loads(packed)  # noqa: S301 - from the hub
-                result = run_job(self._backend, self._arena, self._segments, job, cancelled)
+                result = run_job(self._backend, self._arena, self._segments, job, cancelled, part)
             except ServiceError as error:
                 result = error
             # Whatever it was, the request that waits must hear of it.

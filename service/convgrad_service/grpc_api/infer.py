@@ -7,11 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from numpy.typing import NDArray
-
-from convgrad.contract import Report
 from convgrad.errors import MalformedRequest, ProblemTooLarge
-from convgrad_service.engine.dataplane import Call as Job
+from convgrad_service.engine.call import Call as Job
+from convgrad_service.engine.call import Result
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.quotas import entered
@@ -23,9 +21,11 @@ from convgrad_service.grpc_api.infer_wire import (
     Part,
     encode_response,
     encode_stream_error,
+    encode_stream_part,
     encode_stream_response,
 )
-from convgrad_service.oip.answer import answer_names
+from convgrad_service.oip.answer import answer_names, answer_outputs
+from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields
 from convgrad_service.oip.request import InferRequest
 from convgrad_service.oip.shared_memory import SharedMemory
@@ -43,8 +43,8 @@ _HEAD_BYTES = 64 * 1024
 # Requests of one stream that are in work at once; the next is not read before.
 _STREAM_AHEAD = 8
 
-Encode = Callable[[InferRequest, Mapping[str, NDArray[Any]], Report], list[Part]]
 Send = Callable[[list[Part]], Awaitable[None]]
+Reply = Callable[[InferRequest, Result, Send], Awaitable[None]]
 
 
 class InferMethods:
@@ -71,7 +71,7 @@ class InferMethods:
                 message = await call.message()
                 if message is None:
                     raise MalformedRequest("the call ended without its message")
-                await self._answer(Asked(message), context, deadline, encode_response, call.send)
+                await self._answer(Asked(message), context, deadline, _send_whole, call.send)
 
         await self._exchanges.run("ModelInfer", call, work)
 
@@ -115,7 +115,7 @@ class InferMethods:
         async def work(context: RequestContext) -> None:
             deadline = Deadline.after(self._allowed_s(call))
             async with deadline.enforced():
-                await self._answer(asked, context, deadline, encode_stream_response, send)
+                await self._answer(asked, context, deadline, _send_stream, send)
 
         try:
             _, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
@@ -139,12 +139,14 @@ class InferMethods:
         asked: Asked,
         context: RequestContext,
         deadline: Deadline,
-        encode: Encode,
+        reply: Reply,
         send: Send,
     ) -> None:
         """Compute one request within ``deadline``, which the caller enforces."""
         with context.timings.stage("receive"):
             request = await asked.head()
+        if reply is _send_whole:
+            request.refuse_parts()
         context.operation = request.operation.name
         # Before the tensors are received, and after it is known what was refused.
         self._dataplane.admit()
@@ -173,21 +175,56 @@ class InferMethods:
                 await asked.fill(request, work)
             asked.received.set()
             context.received_bytes = asked.size
-            result = await work.compute()
-            with context.timings.stage("encode"):
-                parts = encode(request, result.outputs, result.report)
-            context.sent_bytes = sum(map(len, parts))
-            await send(parts)
+            result = await work.compute(streamed=request.in_parts)
+
+            async def sent(parts: list[Part]) -> None:
+                context.sent_bytes += sum(map(len, parts))
+                await send(parts)
+
+            await reply(request, result, sent)
+
+
+async def _send_whole(request: InferRequest, result: Result, send: Send) -> None:
+    await send(encode_response(request, result.outputs, result.report))
+
+
+async def _send_stream(request: InferRequest, result: Result, send: Send) -> None:
+    """One response, or, if that was asked for, one whenever more of the answer is final."""
+    outputs, progress = result.outputs, result.progress
+    if not request.in_parts:
+        await send(encode_stream_response(request, outputs, result.report))
+        return
+
+    async def all_of(name: str, _: int) -> int:
+        return outputs[name].nbytes
+
+    chosen = answer_outputs(request, outputs)
+    rows = AnswerParts(
+        {name: array for name, array in chosen.items() if request.sends(name)},
+        (lambda name: outputs[name].nbytes) if progress is None else progress.final_bytes,
+        all_of if progress is None else progress.until,
+    )
+    while True:
+        found = await rows.next()
+        final = rows.complete
+        if final and progress is not None:
+            await progress.end()
+        await send(encode_stream_part(request, outputs, result.report, found, final=final))
+        if final:
+            return
 
 
 def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
-    size_bytes = sum(
-        problem.outputs[name].size_bytes
+    size_of = row_bytes if request.in_parts else (lambda spec: spec.size_bytes)
+    sizes = [
+        size_of(problem.outputs[name])
         for name in answer_names(request, problem.outputs)
         if request.sends(name)
-    )
+    ]
+    # Of parts, each output has so many bytes or one row in a response.
+    size_bytes = sum(max(size, MAX_PART_BYTES) if request.in_parts else size for size in sizes)
     if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
         raise ProblemTooLarge(
             f"the answer has {size_bytes:,} bytes, and a gRPC message holds at most "
-            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory"
+            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory, or in_parts over ModelStreamInfer"
         )

@@ -45,6 +45,7 @@ class OperationEndpoint:
         allowed_s = requested_timeout_s(headers.get("x-request-timeout"))
         longest_s = self.settings.max_timeout_s
         deadline = Deadline.after(min(allowed_s or math.inf, longest_s))
+        connection = connection_of(scope)
         self.dataplane.admit()
         body = Body.of(scope, receive, self._limits(wire_in))
         call = Call(self.operation, deadline, context.timings, wire_out.refuse, owner=context.owner)
@@ -58,7 +59,8 @@ class OperationEndpoint:
                 if not allowed_s:
                     call.deadline = Deadline.after(longest_s)
                 async with call.deadline.enforced():
-                    result = await unless_gone(work.compute(), receive, connection_of(scope))
+                    computing = work.compute(streamed=wire_out.streams)
+                    result = await unless_gone(computing, receive, connection)
             with context.timings.stage("encode"):
                 small = sum(array.nbytes for array in result.outputs.values()) <= SMALL_BYTES
                 chunks = await self.dataplane.in_thread(
@@ -68,9 +70,12 @@ class OperationEndpoint:
                 send,
                 [(b"content-type", wire_out.media_type.encode()), (b"vary", b"accept")],
                 chunks,
-                connection=connection_of(scope),
+                connection=connection,
                 in_thread=self.dataplane.in_thread,
+                waiting=lambda coming: unless_gone(coming, receive, connection),
             )
+            if result.progress is not None:
+                await result.progress.end()
 
     def _limits(self, wire: Wire) -> BodyLimits:
         return BodyLimits(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from convgrad.contract import Request
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
-from convgrad.wire.shapes import data_view
+from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.dataplane import (
     SMALL_BYTES,
     Call,
@@ -22,7 +23,7 @@ from convgrad_service.engine.dataplane import (
     Work,
     blank,
 )
-from convgrad_service.http_api.answering import Chunk
+from convgrad_service.http_api.answering import Arriving, Chunk
 from convgrad_service.http_api.body import Body
 from convgrad_service.http_api.json_answer import (
     json_answer,
@@ -42,13 +43,15 @@ class Wire:
     ``begin`` takes a body in: it makes the work and fills its inputs. ``limit`` names the setting
     that bounds a body. ``encode`` refers to the result's arrays and copies nothing large;
     ``refuse`` raises, before anything is computed, where an answer could not be encoded.
+    ``streams``: an answer can begin before all of it is computed.
     """
 
     media_type: str
     limit: str
     begin: Callable[[Dataplane, Call, Body], AbstractAsyncContextManager[Work]]
-    encode: Callable[[Result], list[Chunk]]
+    encode: Callable[[Result], Sequence[Chunk]]
     refuse: Callable[[Request, Problem], None]
+    streams: bool = False
 
 
 # What longer heads say is not remembered.
@@ -124,7 +127,7 @@ async def _begin_json(plane: Dataplane, call: Call, body: Body) -> AsyncIterator
         text.release()
 
 
-def _encode_json(result: Result) -> list[Chunk]:
+def _encode_json(result: Result) -> Sequence[Chunk]:
     request = result.request
     return json_answer(result.outputs, result.report, request.response, request.store)
 
@@ -136,14 +139,22 @@ def _refuse_json(request: Request, problem: Problem) -> None:
     refuse_endless_values(elements, request.response)
 
 
-def _encode_safetensors(result: Result) -> list[Chunk]:
+def _encode_safetensors(result: Result) -> Sequence[Chunk]:
     store = result.request.store
     metadata = {"report": result.report.model_dump_json()}
     if store:
         told = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
         metadata["stored"] = json.dumps(told)
     sent = {name: array for name, array in result.outputs.items() if name not in store}
-    return [*safetensors.encode(sent, metadata)]
+    progress = result.progress
+    if progress is None:
+        return safetensors.encode(sent, metadata)
+    specs = {name: (dtype_of(array), array.shape) for name, array in sent.items()}
+    header, order = safetensors.encode_header(specs, metadata)
+    return [
+        header,
+        *(Arriving(data_view(sent[name]), partial(progress.until, name)) for name in order),
+    ]
 
 
 def _refuse_nothing(request: Request, problem: Problem) -> None:
@@ -157,6 +168,7 @@ SAFETENSORS = Wire(
     _begin_safetensors,
     _encode_safetensors,
     _refuse_nothing,
+    streams=True,
 )
 WIRES: Mapping[str, Wire] = {wire.media_type: wire for wire in (JSON, SAFETENSORS)}
 MEDIA_TYPES = tuple(WIRES)

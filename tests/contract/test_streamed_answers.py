@@ -1,0 +1,342 @@
+"""A large answer is sent as it is computed: over HTTP, and over gRPC to whoever asks for parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from convgrad import AsyncClient, Call, Client, calls
+from convgrad.errors import ConnectionFailed, InvalidProblem
+from convgrad.wire import safetensors
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine import parts
+from convgrad_service.engine.sized import sized
+from tests.client.fake import FakeServer, answer, problem
+from tests.contract.oip_server import OipServer, serving_oip
+from tests.contract.server import LiveServer, binary_example, serving
+from tests.fake_backends import Gated
+
+GRAD = np.random.default_rng(0).standard_normal((8, 4, 96, 96), np.float32)
+WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
+PARTS = 5
+PART_BYTES = 500_000
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
+    sized.cache_clear()
+    yield
+    sized.cache_clear()
+
+
+@pytest.fixture
+def backend() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def server(backend: Gated) -> Iterator[LiveServer]:
+    with serving(backend, max_inflight_bytes="64MiB", compute_slots=1) as live:
+        yield live
+        backend.gate.release(100)
+
+
+@pytest.fixture(scope="module")
+def expected() -> NDArray[Any]:
+    from convgrad.contract import OPERATIONS, validate
+    from convgrad_service.problems import problem_from
+
+    given = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
+    problem = problem_from(
+        "conv_bwd_data", validate(OPERATIONS["conv_bwd_data"].request, dict(given))
+    )
+    tensors = {"grad_output": GRAD, "weight": WEIGHT}
+    return CpuBackend(threads=1).run(problem, tensors).outputs["grad_input"]
+
+
+class Answer:
+    """An answer over a bare socket, read as far as a test wants."""
+
+    def __init__(self, server: LiveServer) -> None:
+        body = binary_example({"grad_output": GRAD, "weight": WEIGHT}, padding=1)
+        self._socket = server.connect()
+        head = (
+            f"POST /conv_bwd_data HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            f"Content-Type: {safetensors.MEDIA_TYPE}\r\n\r\n"
+        )
+        self._socket.sendall(head.encode() + body)
+        self._file = self._socket.makefile("rb")
+
+    def read_head(self) -> dict[str, Any]:
+        """The headers, by names in small letters, and the safetensors header as ``tensors``."""
+        assert self._file.readline() == b"HTTP/1.1 200 OK\r\n"
+        found: dict[str, Any] = {}
+        while (line := self._file.readline()) != b"\r\n":
+            name, _, value = line.decode().partition(":")
+            found[name.lower()] = value.strip()
+        (length,) = struct.unpack("<Q", self._file.read(8))
+        found["tensors"] = json.loads(self._file.read(length))
+        return found
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, or fewer if the answer ends."""
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+def test_first_bytes_leave_before_the_last_part_is_computed(
+    server: LiveServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    answer = Answer(server)
+    backend.gate.release()
+    head = answer.read_head()
+    report = json.loads(head["tensors"]["__metadata__"]["report"])
+    assert report["pieces"] == PARTS
+    assert int(head["content-length"]) > expected.nbytes
+    first = answer.read(expected.nbytes // 8)
+    assert backend.runs == 1  # and the other parts are not even begun
+    backend.gate.release(PARTS - 1)
+    found = first + answer.read(expected.nbytes - len(first))
+    assert found == expected.tobytes()
+    answer.close()
+    server.wait_until_idle()
+
+
+def test_a_failure_in_the_middle_breaks_the_connection(
+    server: LiveServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    backend.fail_at = 3
+    answer = Answer(server)
+    backend.gate.release(3)
+    answer.read_head()
+    found = answer.read(expected.nbytes)
+    assert 0 < len(found) < expected.nbytes
+    assert expected.tobytes().startswith(found)
+    answer.close()
+    server.wait_until_idle()
+
+
+def test_the_sdk_raises_when_an_answer_breaks_off(server: LiveServer, backend: Gated) -> None:
+    backend.fail_at = 3
+    backend.gate.release(3)
+    with (
+        Client(server.url, retries=0) as client,
+        pytest.raises(ConnectionFailed, match="broke off"),
+    ):
+        client.conv_bwd_data(GRAD, WEIGHT, padding=1)
+    server.wait_until_idle()
+
+
+def test_a_client_that_leaves_in_the_middle_stops_the_rest(
+    server: LiveServer, backend: Gated
+) -> None:
+    answer = Answer(server)
+    backend.gate.release()
+    answer.read_head()
+    answer.close()
+    server.wait_until_idle()
+    assert backend.runs == 1
+
+
+def test_the_connection_serves_on_after_a_streamed_answer(
+    server: LiveServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    backend.gate.release(2 * PARTS)
+    with Client(server.url, retries=0) as client:
+        for _ in range(2):
+            assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
+
+
+def test_json_has_its_answer_whole(
+    server: LiveServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    backend.gate.release(PARTS)
+    with Client(server.url, retries=0, wire="json") as client:
+        assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
+
+
+@pytest.fixture
+def oip(backend: Gated) -> Iterator[OipServer]:
+    with serving_oip(backend, max_inflight_bytes="64MiB", compute_slots=1) as live:
+        yield live
+        backend.gate.release(100)
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    """What tritonclient is asked with."""
+    given = []
+    for name, array in (("grad_output", GRAD), ("weight", WEIGHT)):
+        given.append(grpcclient.InferInput(name, array.shape, "FP32"))
+        given[-1].set_data_from_numpy(array)
+    parameters = {"padding": 1, "in_parts": True}
+    return {"model_name": "conv_bwd_data", "inputs": given, "parameters": parameters, **more}
+
+
+def region_of(response: Any) -> tuple[int, int, int]:
+    (output,) = response.outputs
+    return tuple(output.parameters[f"part_{key}"].int64_param for key in ("axis", "start", "stop"))
+
+
+def test_a_stream_has_a_response_whenever_more_is_final(
+    oip: OipServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    with grpcclient.InferenceServerClient(oip.grpc) as client:
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put(error or result))
+        client.async_stream_infer(**asked(request_id="7"))
+        found = np.full_like(expected, np.nan)
+        end = 0
+        for part in range(PARTS):
+            backend.gate.release()
+            answer = answers.get(timeout=10)
+            assert backend.runs == part + 1
+            response = answer.get_response()
+            assert response.id == "7"
+            final = response.parameters["triton_final_response"].bool_param
+            assert final == (part == PARTS - 1)
+            axis, start, stop = region_of(response)
+            assert (axis, start) == (0, end)
+            found[start:stop] = answer.as_numpy("grad_input")
+            end = stop
+        assert (found == expected).all()
+        # And what follows on the stream is answered too.
+        backend.gate.release(PARTS)
+        client.async_stream_infer(**asked(parameters={"padding": 1}))
+        assert (answers.get(timeout=10).as_numpy("grad_input") == expected).all()
+
+
+def test_a_small_answer_in_parts_is_one_with_its_region(oip: OipServer, backend: Gated) -> None:
+    backend.gate.release()
+    given = [
+        grpcclient.InferInput(name, (1, 1, 1, 1), "FP32") for name in ("grad_output", "weight")
+    ]
+    for tensor in given:
+        tensor.set_data_from_numpy(np.full((1, 1, 1, 1), 3, np.float32))
+    with grpcclient.InferenceServerClient(oip.grpc) as client:
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put(error or result))
+        client.async_stream_infer("conv_bwd_data", given, parameters={"in_parts": True})
+        answer = answers.get(timeout=10)
+        assert answer.as_numpy("grad_input").item() == 9
+        assert answer.get_response().parameters["triton_final_response"].bool_param
+        assert region_of(answer.get_response()) == (0, 0, 1)
+
+
+def test_a_failure_in_the_middle_breaks_the_stream(oip: OipServer, backend: Gated) -> None:
+    backend.fail_at = 3
+    with grpcclient.InferenceServerClient(oip.grpc) as client:
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put(error or result))
+        client.async_stream_infer(**asked())
+        backend.gate.release(3)
+        seen = [answers.get(timeout=10)]
+        while not isinstance(seen[-1], InferenceServerException):
+            seen.append(answers.get(timeout=10))
+        assert 2 <= len(seen) <= 3  # parts that are final at once may share a response
+
+
+def test_parts_are_refused_where_an_answer_is_one_message(oip: OipServer) -> None:
+    with (
+        grpcclient.InferenceServerClient(oip.grpc) as client,
+        pytest.raises(InferenceServerException, match="over ModelStreamInfer alone"),
+    ):
+        client.infer(**asked())
+    given = httpclient.InferInput("grad_output", (1, 1, 1, 1), "FP32")
+    given.set_data_from_numpy(np.ones((1, 1, 1, 1), np.float32))
+    with (
+        httpclient.InferenceServerClient(oip.http) as client,
+        pytest.raises(InferenceServerException, match="over ModelStreamInfer alone"),
+    ):
+        client.infer("conv_bwd_data", [given], parameters={"in_parts": True})
+
+
+def bwd_data() -> Call[NDArray[Any]]:
+    return calls.conv_bwd_data(GRAD, WEIGHT, padding=1)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["sockets", "httpx"])
+def test_the_sdk_yields_parts_as_they_come(
+    server: LiveServer, backend: Gated, expected: NDArray[Any], own: bool
+) -> None:
+    with httpx.Client() as http, Client(server.url, http_client=None if own else http) as client:
+        found = np.full_like(expected, np.nan)
+        backend.gate.release()
+        end = 0
+        for part in client.iterate(bwd_data()):
+            assert (part.output, part.axis, part.start) == ("grad_input", 0, end)
+            assert part.whole.shape == expected.shape
+            # A row is here while most of the others are not computed.
+            assert part.stop <= backend.runs * -(-len(expected) // PARTS)
+            found[part.start : part.stop] = part.array
+            end = part.stop
+            backend.gate.release()
+        assert (found == expected).all()
+        assert (part.whole == expected).all()
+        # And the connection is good for more.
+        backend.gate.release(PARTS)
+        assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
+
+
+def test_the_async_sdk_yields_parts_too(
+    server: LiveServer, backend: Gated, expected: NDArray[Any]
+) -> None:
+    async def scenario() -> None:
+        backend.gate.release(PARTS)
+        async with AsyncClient(server.url) as client:
+            rows = [part async for part in client.iterate(bwd_data())]
+        assert sum(part.stop - part.start for part in rows) == len(expected)
+        assert (rows[-1].whole == expected).all()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_is_raised_before_the_first_part(server: LiveServer) -> None:
+    wrong = calls.conv_bwd_data(GRAD, WEIGHT, padding=1, input_size=[5, 5])
+    with Client(server.url) as client, pytest.raises(InvalidProblem):
+        next(client.iterate(wrong))
+
+
+def test_what_fails_before_the_first_part_is_tried_again(expected: NDArray[Any]) -> None:
+    good = answer({"grad_input": expected})
+    fake = FakeServer([problem("overloaded"), good])
+    with fake.client(retries=1) as client:
+        (part,) = client.iterate(bwd_data())
+    assert (part.array == expected).all()
+    assert len(fake.requests) == 2
+
+
+def test_iterating_raises_when_an_answer_breaks_off(server: LiveServer, backend: Gated) -> None:
+    backend.fail_at = 3
+    backend.gate.release(3)
+    with Client(server.url) as client:
+        parts_of_it = client.iterate(bwd_data())
+        next(parts_of_it)
+        with pytest.raises(ConnectionFailed, match="broke off"):
+            list(parts_of_it)
+    assert backend.runs == 3  # and nothing was computed again
+    server.wait_until_idle()
+
+
+def test_who_stops_iterating_ends_the_computation(server: LiveServer, backend: Gated) -> None:
+    backend.gate.release()
+    with Client(server.url) as client:
+        for _ in client.iterate(bwd_data()):
+            break
+    server.wait_until_idle()
+    assert backend.runs == 1
