@@ -79,6 +79,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from)
                : "r"(from));
 }
 
+// Warp: such a matrix, of which each lane has two elements of a row as after load_matrices, turned.
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+  u32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
+
 // One word from shared memory, or four, in the order of the copies and their waits.
 __device__ __forceinline__ u32 load_word(u32 from) {
   u32 word;

@@ -1,0 +1,222 @@
+// A dense convolution with few channels, forward or the gradient of the input, on Hopper: a tile of
+// positions finds all its taps in boxes of the source that are loaded once, not once a tap.
+// The host's side is hopper_halo.py.
+//
+// y[n, k, y0 + m*y_step] = sum over taps j and c of x[n, c, m*x_step + offset(j)] * w[k, c, tap(j)].
+// GEMM, of one tap: M = 64 of the result's channels, N = COLUMNS positions, K = 32 of the source's
+// channels. Positions are counted along the rows of a slice, halo included, so a tap is a
+// displacement: its operand is the slice from so many pixels on, 64 bytes each. What the columns at
+// the ends of rows sum up is left there.
+//
+// Tile: a box of positions, of all images and channel tiles in turn; a block takes every so manyth.
+// It has two warpgroups that multiply, which share the columns or the result's channels, and one
+// whose first two warps load: slices of the source (boxes over W and H, zeros outside) into a ring
+// of stages, weights into another ring or, where all of them fit, once. Tables say what belongs
+// together (hopper_halo_args.cuh): passes, each of which sums up one result of the tile, slices,
+// steps, taps. With 32 channels of the result a product has them twice: once for its positions, with
+// one tap, and once for those one position deeper, with the tap before it.
+// Dynamic shared memory: 1,024 bytes to align it by, stages, weights, barriers; counted by
+// hopper_halo.py.
+// Relies on its launcher for the tables, and for a source and a weight with channels side by side in
+// whole 16-byte chunks. Needs sm_90a, 384 threads.
+// Deterministic: one order of additions for each result, however the tiles lie.
+// Zeros outside the source times an infinity are NaN: sums that are not finite are taken again by
+// the definition.
+// Index limits: positions along a dimension below 2^28; 64-bit offsets.
+#include "hopper_halo_result.cuh"
+#include "warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kColumns = COLUMNS;
+constexpr int kDepth = 32;  // channels of a chunk
+constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
+constexpr int kConsumers = kGroups * 4;                   // warps
+
+// Use `count` of a ring: where, and the parity of its turn.
+struct Place {
+  u32 at, parity;
+};
+__device__ __forceinline__ Place place_of(u32 count, u32 size) {
+  const u32 turn = count / size;
+  return {count - turn * size, turn & 1};
+}
+
+struct Barriers {
+  u32 x_full, x_empty, w_full, w_empty;
+};
+
+__device__ void load_source(const HopperHaloArgs& args, u32 ring, const Barriers& barriers) {
+  u32 count = 0;
+  for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
+    const HaloTile at(args, tile);
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      for (int slice = 0; slice < args.slices; ++slice, ++count) {
+        const Place place = place_of(count, args.stages);
+        wait_for(barriers.x_empty + 8 * place.at, place.parity ^ 1);
+        const u32 full = barriers.x_full + 8 * place.at;
+        arrive_expecting(full, args.box_bytes);
+        const HaloSlice& from = args.slice[slice];
+        const int corner[5] = {chunk * kDepth, at.m[2] * args.x_step[2] + from.at[2],
+                               at.m[1] * args.x_step[1] + from.at[1],
+                               at.m[0] * args.x_step[0] + from.at[0], at.n};
+        load_tile(ring + place.at * args.stage_bytes, args.x_map, full, corner);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const HaloLoad& load, u32 to,
+                                            u32 full, int chunk, int channel_tile) {
+  const int channel = (channel_tile + load.block) * args.row_channels;
+  const int first = ACROSS ? channel : chunk * kDepth, last = ACROSS ? chunk * kDepth : channel;
+  const int corner[5] = {first, load.s, load.r, load.t, last};
+  load_tile(to + load.to * 16, args.w_map, full, corner, kKeepMost);
+}
+
+__device__ void load_weights(const HopperHaloArgs& args, u32 weights, const Barriers& barriers) {
+  const int blocks = 1 + args.group_blocks;
+  if (args.slots == 0) {
+    arrive_expecting(barriers.w_full, args.chunks * args.all_loads * args.load_bytes);
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      for (int i = 0; i < args.all_loads; ++i) {
+        load_weight(args, args.load[i], weights + chunk * args.chunk_bytes, barriers.w_full, chunk,
+                    0);
+      }
+    }
+    return;
+  }
+  u32 count = 0;
+  for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
+    const HaloTile at(args, tile);
+    for (int pass = 0; pass < args.passes; ++pass) {
+      for (int chunk = 0; chunk < args.chunks; ++chunk) {
+        for (int i = 0; i < args.pass[pass].steps; ++i, ++count) {
+          const HaloStep& step = args.step[args.pass[pass].first_step + i];
+          const Place place = place_of(count, args.slots);
+          wait_for(barriers.w_empty + 8 * place.at, place.parity ^ 1);
+          const u32 full = barriers.w_full + 8 * place.at;
+          arrive_expecting(full, step.loads * args.load_bytes);
+          for (int j = 0; j < step.loads; ++j) {
+            load_weight(args, args.load[step.first_load + j],
+                        weights + place.at * args.slot_bytes, full, chunk,
+                        at.channel_tile * blocks);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_halo(const __grid_constant__ HopperHaloArgs args) {
+  extern __shared__ uint4 shared[];
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const u32 base = (shared_address(shared) + 1023) & ~1023u;
+  const u32 ring = base, weights = base + args.shared_weights;
+  Barriers barriers;
+  barriers.x_full = weights + (args.slots == 0 ? args.chunks * args.chunk_bytes
+                                               : args.slots * args.slot_bytes);
+  barriers.x_empty = barriers.x_full + 8 * args.stages;
+  barriers.w_full = barriers.x_empty + 8 * args.stages;
+  barriers.w_empty = barriers.w_full + 8 * max(args.slots, 1);
+  if (thread == 0) {
+    for (int i = 0; i < args.stages; ++i) {
+      make_barrier(barriers.x_full + 8 * i, 1);
+      make_barrier(barriers.x_empty + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < max(args.slots, 1); ++i) {
+      make_barrier(barriers.w_full + 8 * i, 1);
+      make_barrier(barriers.w_empty + 8 * i, kConsumers);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+
+  if (warp >= kLoaders) {
+    leave_registers<40>();
+    if (warp == kLoaders && elected()) load_source(args, ring, barriers);
+    if (warp == kLoaders + 1 && elected()) load_weights(args, weights, barriers);
+  } else {
+    take_registers<232>();
+    const int group = warp / 4;
+    // Descriptors of the operands at shared address 0, from where they are moved in 16 bytes.
+    const bool twice = args.row_channels == 32;
+    constexpr u32 kRowBytes = 2 * kDepth, kHalfBytes = 32 * kRowBytes;
+    const u64 a_kind = !ACROSS ? operand_along_k<64>(0)
+                       : twice ? operand_along_mn<64>(0, kHalfBytes)
+                               : operand_along_mn<128>(0);
+    const u32 a_next = !ACROSS ? 2 : twice ? 16 * 64 / 16 : 16 * 128 / 16;
+    const u64 a_first = a_kind + (weights >> 4) + group * args.group_weights;
+    const u64 b_first =
+        operand_along_k<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
+
+    float sum[kColumns / 8][4];
+    u32 x_count = 0, w_count = 0;
+    for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
+      for (int pass = 0; pass < args.passes; ++pass) {
+        const HaloPass& now = args.pass[pass];
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[j][e] = 0;
+        }
+        hold_sums(sum);
+        // Barriers to pass once the step before is over, or 0.
+        u32 x_release = 0, w_release = 0;
+        const auto release = [&] {
+          if (lane == 0) {
+            if (x_release != 0) arrive(x_release);
+            if (w_release != 0) arrive(w_release);
+          }
+          __syncwarp();
+        };
+        for (int chunk = 0; chunk < args.chunks; ++chunk) {
+          for (int i = 0; i < now.steps; ++i, ++w_count) {
+            const HaloStep& step = args.step[now.first_step + i];
+            const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
+            const Place x_place =
+                place_of(x_count + chunk * args.slices + step.slice, args.stages);
+            Place w_place{0, 0};
+            u32 w_from = chunk * args.chunk_bytes;
+            if (args.slots != 0) {
+              w_place = place_of(w_count, args.slots);
+              w_from = w_place.at * args.slot_bytes;
+            }
+            wait_for(barriers.x_full + 8 * x_place.at, x_place.parity);
+            wait_for(barriers.w_full + 8 * w_place.at, w_place.parity);
+            const u64 a_step = a_first + (w_from >> 4);
+            const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
+            int j = 0;
+#pragma unroll 1
+            do {
+              const HaloTap tap = args.tap[step.first_tap + j];
+              const u64 a = a_step + tap.weight, b = b_step + tap.pixel * (kRowBytes / 16);
+              begin_products();
+              multiply<T, kWeights, kAlongK>(sum, a, b, 1);
+              multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
+              commit_products();
+              wait_products<1>();
+              if (j == 0) release();
+            } while (++j < taps);
+            x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
+            w_release = args.slots != 0 ? barriers.w_empty + 8 * w_place.at : 0;
+          }
+        }
+        wait_products<0>();
+        hold_sums(sum);
+        release();
+        put_results<T>(args, HaloTile(args, tile), now, sum);
+      }
+      x_count += args.chunks * args.slices;
+    }
+  }
+}

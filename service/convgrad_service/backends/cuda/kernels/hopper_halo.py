@@ -1,0 +1,291 @@
+"""A dense convolution with few channels on Hopper, forward or backward in its input."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    in_whole_chunks,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.hopper_halo_tables import CHUNK
+from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import (
+    COLUMNS,
+    HaloTile,
+    halo_tiles,
+)
+from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["HopperHalo"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
+LEAST_CHANNELS = 16
+MAX_EXTENT, MAX_KERNEL = 2**28, 127
+THREADS = 384
+
+
+class PassArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("first_step", ctypes.c_int32),
+        ("steps", ctypes.c_int32),
+        ("y0", ctypes.c_int32 * 3),
+        ("count", ctypes.c_int32 * 3),
+    )
+
+
+class SliceArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (("at", ctypes.c_int32 * 3),)
+
+
+class StepArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint8) for name in ("slice", "taps", "loads", "last")),
+        ("first_tap", ctypes.c_uint16),
+        ("first_load", ctypes.c_uint16),
+    )
+
+
+class TapArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (("pixel", ctypes.c_uint16), ("weight", ctypes.c_uint16))
+
+
+class LoadArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint16),
+        *((name, ctypes.c_int8) for name in ("t", "r", "s")),
+        ("block", ctypes.c_uint8),
+    )
+
+
+class HopperHaloArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("w_map", MapField),
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("in_channels", "out_channels", "activation", "plain", "wide_stores")
+        ),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "kernel", "stride", "dilation", "pad", "tile", "tiles")
+        ),
+        ("channel_tiles", ctypes.c_int32),
+        ("all_tiles", ctypes.c_int32),
+        ("x_step", ctypes.c_int32 * 3),
+        ("y_step", ctypes.c_int32 * 3),
+        ("row_pixels", ctypes.c_int32),
+        ("row_factor", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "chunks",
+                "slices",
+                "stages",
+                "stage_bytes",
+                "box_bytes",
+                "slots",
+                "slot_bytes",
+                "load_bytes",
+                "all_loads",
+                "chunk_bytes",
+                "shared_weights",
+                "group_pixels",
+                "group_blocks",
+                "group_weights",
+                "row_channels",
+                "passes",
+            )
+        ),
+        ("pass", PassArgs * MAX_PASSES),
+        ("slice", SliceArgs * MAX_SLICES),
+        ("step", StepArgs * MAX_STEPS),
+        ("tap", TapArgs * MAX_TAPS),
+        ("load", LoadArgs * MAX_TAPS),
+    )
+
+
+class HopperHalo:
+    """fwd of stride 1 and bwd_data in 16 bits, with few channels: each pixel of a tile and its halo
+    is loaded once, and all taps read it from there."""
+
+    name = "hopper_halo"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype} is not of 16 bits"
+        if work.groups > 1:
+            return f"{work.groups} groups of channels"
+        if min(work.in_channels, work.out_channels) < LEAST_CHANNELS:
+            return (
+                f"{work.in_channels} and {work.out_channels} channels would leave most of a product"
+            )
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "fwd" and max(work.stride) > 1:
+            return f"stride {max(work.stride)} forward: boxes would be loaded in steps"
+        if max(work.kernel) > MAX_KERNEL or work.taps > MAX_TAPS:
+            return f"a kernel of {work.kernel}"
+        reach = max(*work.input, *work.output, *(abs(pad) for pad in work.pad))
+        if reach > MAX_EXTENT:
+            return f"positions reach {reach}, beyond {MAX_EXTENT}"
+        axes = [axis_of(work, dim) for dim in range(3)]
+        passes = prod(len(axis.phases) for axis in axes)
+        if passes > MAX_PASSES:
+            return f"a stride of {work.stride} makes {passes} phases"
+        if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
+            return "no tap meets the input"
+        if not halo_tiles(work, axes, device):
+            return "no tile and its halo fit into shared memory"
+        return None
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, tile: HaloTile | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        axes = [axis_of(work, dim) for dim in range(3)]
+        if tile is None:
+            tile = halo_tiles(work, axes, device)[0]
+        read, written = tile.problem.channels
+        x = prepare_activation(
+            source,
+            work.batch,
+            1,
+            read,
+            work.output if backward else work.input,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        w = prepare_weight(
+            work.w,
+            1,
+            work.out_channels,
+            work.in_channels,
+            work.kernel,
+            f"{work.prefix}weight_channels_last",
+            device,
+        )
+        args = HopperHaloArgs()
+        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
+        group, k, c, *kernel = w.operand.strides
+        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.in_channels, args.out_channels = read, written
+        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        size = work.input if backward else work.output
+        args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+        args.x_size[:] = [axis.x_size for axis in axes]
+        for name in ("kernel", "stride", "dilation", "pad"):
+            getattr(args, name)[:] = getattr(work, name)
+        tile.describe(args)
+        maps = {
+            "x_map": (x.operand, _source_map(work, x.operand, axes, tile)),
+            "w_map": (w.operand, _weight_map(work, w.operand, tile, backward=backward)),
+        }
+        launch = Launch(
+            _instance(work.dtype, tile.columns, backward=backward),
+            (min(tile.count, device.multiprocessors), 1, 1),
+            (THREADS, 1, 1),
+            pack_maps(
+                args,
+                maps,
+                x=x.operand,
+                w=w.operand,
+                y=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            tile.shared_bytes,
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{tile.name}",
+            (*x.steps, *w.steps, launch),
+            (*x.workspace, *w.workspace),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, columns, backward=backward)
+            for dtype in DTYPES
+            for backward in (False, True)
+            for columns in COLUMNS
+        ]
+
+
+def _bytes(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides for a tensor map; what a dimension of one position has is not read."""
+    return tuple(max(stride * operand.dtype.itemsize, 16) for stride in strides)
+
+
+def _whole(channels: int) -> int:
+    """Prepared operands have zeros up to a whole chunk of 16 bytes."""
+    return ceil_div(channels, 8) * 8
+
+
+def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: HaloTile) -> TileMap:
+    n, _, _, d, h, w = operand.strides
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(
+            _whole(tile.problem.channels[0]),
+            *(axis.x_size for axis in reversed(axes)),
+            work.batch,
+        ),
+        strides=_bytes(operand, (w, h, d, n)),
+        swizzle=2 * CHUNK,
+        box=(CHUNK, tile.row_pixels, tile.rows, 1, 1),
+    )
+
+
+def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TileMap:
+    _, k, _, t, r, s = operand.strides
+    channels, source = (32 if tile.twice else 64), CHUNK
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(_whole(work.in_channels), *reversed(work.kernel), work.out_channels),
+        strides=_bytes(operand, (s, r, t, k)),
+        swizzle=2 * (channels if backward else source),
+        box=(channels, 1, 1, 1, source) if backward else (source, 1, 1, 1, channels),
+    )
+
+
+def _instance(dtype: DType, columns: int, *, backward: bool) -> Instance:
+    defines = (
+        ("ELEMENT", CUDA_TYPES[dtype]),
+        ("ACROSS", str(int(backward))),
+        ("COLUMNS", str(columns)),
+    )
+    return Instance("hopper_halo.cu", "hopper_halo", defines, HOPPER)

@@ -1,0 +1,89 @@
+// What hopper_halo.cu is given. The host's side is hopper_halo.py.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace convgrad {
+
+constexpr int kMaxHaloPasses = 8, kMaxHaloSlices = 16, kMaxHaloSteps = 64, kMaxHaloTaps = 128;
+
+// One result of each tile: positions y0 + m*y_step, m below `count`, of the result.
+struct HaloPass {
+  int first_step, steps;
+  int y0[3], count[3];
+};
+// A box of the source: where it starts, from the tile's first position.
+struct HaloSlice {
+  int at[3];
+};
+// Products with one slice, whose weights come together.
+struct HaloStep {
+  unsigned char slice, taps, loads;
+  unsigned char last;  // with its slice, of all passes
+  unsigned short first_tap, first_load;
+};
+struct HaloTap {
+  unsigned short pixel;   // of the slice, for the tile's first position
+  unsigned short weight;  // where its weights are, in 16 bytes
+};
+// A box of the weight: one tap, 32 channels of the source, so many of the result as a box has.
+struct HaloLoad {
+  unsigned short to;  // in 16 bytes
+  signed char t, r, s;  // outside the kernel for zeros
+  unsigned char block;  // of the result's channels
+};
+
+struct HopperHaloArgs {
+  TensorMap x_map;         // C W H D N
+  TensorMap w_map;         // C S R T K
+  const void* x;           // the source: input, or grad_output
+  const void* w;           //
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, or null
+  const void* bias;        // one for each of the result's channels, or null
+  i64 x_stride[6];         // N G C D H W, in elements
+  i64 w_stride[6];         // G, result channel, source channel, T R S
+  i64 y_stride[6];         // accumulate's too
+  float alpha;
+  float beta;
+  int in_channels;   // of the source
+  int out_channels;  // of the result
+  int activation;
+  int plain;        // the result is the sum itself
+  int wide_stores;  // the result's channels are side by side in whole, aligned groups of four
+  // The convolution itself, for sums that are taken again.
+  int x_size[3];
+  int kernel[3];
+  int stride[3];
+  int dilation[3];
+  int pad[3];
+  // Tiles: positions along D, H, W of each, and how many there are of the result's channels (which
+  // run fastest), along W, H, D and over the batch.
+  int tile[3];
+  int tiles[3];
+  int channel_tiles;
+  int all_tiles;
+  int x_step[3];  // of the source, from one position to the next
+  int y_step[3];  // likewise of the result
+  int row_pixels;  // of a slice's row
+  u32 row_factor;  // for dividing by it
+  // The source's ring, and the weights: a ring of slots, or (slots 0) all that there are.
+  int chunks;      // of 32 channels
+  int slices;
+  int stages, stage_bytes, box_bytes;
+  int slots, slot_bytes, load_bytes;
+  int all_loads, chunk_bytes;  // where all weights stay: of one chunk
+  int shared_weights;          // where the weights start
+  // What the second warpgroup has beside the first: pixels on, blocks of channels on, and how far on
+  // its weights are, in 16 bytes.
+  int group_pixels, group_blocks, group_weights;
+  int row_channels;  // of the result in a product: 64, or 32 and the same ones one position deeper
+  int passes;
+  HaloPass pass[kMaxHaloPasses];
+  HaloSlice slice[kMaxHaloSlices];
+  HaloStep step[kMaxHaloSteps];
+  HaloTap tap[kMaxHaloTaps];
+  HaloLoad load[kMaxHaloTaps];
+};
+
+}  // namespace convgrad

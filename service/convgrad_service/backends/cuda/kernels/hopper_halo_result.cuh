@@ -1,0 +1,192 @@
+// From hopper_halo.cu's sums to its results. A warp has 16 of a tile's channels, and of each position
+// a fragment's column.
+#pragma once
+
+#include "epilogue.cuh"
+#include "hopper_halo_args.cuh"
+
+namespace convgrad {
+
+// Where tile number `tile` is.
+struct HaloTile {
+  int channel_tile, n;
+  int m[3];  // its first position along D, H, W
+
+  __device__ __forceinline__ HaloTile(const HopperHaloArgs& args, int tile) {
+    u32 rest = tile, next = rest / args.channel_tiles;
+    channel_tile = rest - next * args.channel_tiles;
+#pragma unroll
+    for (int dim = 2; dim >= 0; --dim) {
+      rest = next;
+      next = rest / args.tiles[dim];
+      m[dim] = (rest - next * args.tiles[dim]) * args.tile[dim];
+    }
+    n = next;
+  }
+};
+
+// One result by the definition: over what lies inside the source, in order.
+template <class T>
+__device__ __forceinline__ float summed_again(const HopperHaloArgs& args, int n, int k,
+                                              const int (&at)[3]) {
+  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0];
+  const T* const w = static_cast<const T*>(args.w) + k * args.w_stride[1];
+  float sum = 0;
+  int tap[3] = {}, from[3] = {};
+  const auto inside = [&](int dim) {
+    if (ACROSS) {
+      const int reached = at[dim] + args.pad[dim] - tap[dim] * args.dilation[dim];
+      from[dim] = reached / args.stride[dim];
+      return reached >= 0 && from[dim] * args.stride[dim] == reached &&
+             from[dim] < args.x_size[dim];
+    }
+    from[dim] = at[dim] * args.stride[dim] - args.pad[dim] + tap[dim] * args.dilation[dim];
+    return from[dim] >= 0 && from[dim] < args.x_size[dim];
+  };
+#pragma unroll 1
+  for (tap[0] = 0; tap[0] < args.kernel[0]; ++tap[0]) {
+    if (!inside(0)) continue;
+#pragma unroll 1
+    for (tap[1] = 0; tap[1] < args.kernel[1]; ++tap[1]) {
+      if (!inside(1)) continue;
+#pragma unroll 1
+      for (tap[2] = 0; tap[2] < args.kernel[2]; ++tap[2]) {
+        if (!inside(2)) continue;
+        const T* const xs = x + from[0] * args.x_stride[3] + from[1] * args.x_stride[4] +
+                            from[2] * args.x_stride[5];
+        const T* const ws = w + tap[0] * args.w_stride[3] + tap[1] * args.w_stride[4] +
+                            tap[2] * args.w_stride[5];
+#pragma unroll 1
+        for (int c = 0; c < args.in_channels; ++c) {
+          sum += widen(xs[c * args.x_stride[2]]) * widen(ws[c * args.w_stride[2]]);
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+// Of a warp: the results that its columns' sums belong to.
+struct HaloResults {
+  const HopperHaloArgs& args;
+  const HaloPass& pass;
+  int n, channel, m[3];  // its first channel, and the tile's first position
+  int first_column;
+  i64 at;  // of the first channel at the tile's first position
+
+  __device__ __forceinline__ HaloResults(const HopperHaloArgs& args, const HaloPass& pass,
+                                         const HaloTile& tile)
+      : args(args), pass(pass), n(tile.n) {
+    const int warp = threadIdx.x / 32, group = warp / 4;
+    int row = warp % 4 * 16;
+#pragma unroll
+    for (int dim = 0; dim < 3; ++dim) m[dim] = tile.m[dim];
+    if (args.row_channels == 32) {
+      m[0] += row / 32;
+      row %= 32;
+    }
+    const int block = tile.channel_tile * (1 + args.group_blocks) + group * args.group_blocks;
+    channel = block * args.row_channels + row;
+    first_column = group * args.group_pixels;
+    at = n * args.y_stride[0] + channel * args.y_stride[2];
+#pragma unroll
+    for (int dim = 0; dim < 3; ++dim) {
+      at += (pass.y0[dim] + static_cast<i64>(m[dim]) * args.y_step[dim]) * args.y_stride[3 + dim];
+    }
+  }
+  // Whether any is there.
+  __device__ __forceinline__ bool some() const {
+    return channel < args.out_channels && m[0] < pass.count[0];
+  }
+  // Row and place in it of a column from the tile's first position; whether it has a result.
+  __device__ __forceinline__ bool position(int column, int& h, int& w) const {
+    const int flat = first_column + column;
+    h = __umulhi(flat, args.row_factor);
+    w = flat - h * args.row_pixels;
+    return h < args.tile[1] && w < args.tile[2] && m[1] + h < pass.count[1] &&
+           m[2] + w < pass.count[2];
+  }
+  // From `at` on.
+  __device__ __forceinline__ i64 offset(int h, int w) const {
+    return static_cast<i64>(h * args.y_step[1]) * args.y_stride[4] +
+           static_cast<i64>(w * args.y_step[2]) * args.y_stride[5];
+  }
+};
+
+// One result, whatever must be done to its sum and wherever it lies.
+template <class T>
+__device__ __forceinline__ void put_any(const HaloResults& to, int row, int column, float sum) {
+  const HopperHaloArgs& args = to.args;
+  int h, w;
+  const bool there = to.position(column, h, w) && to.channel + row < args.out_channels;
+  if (!there) return;
+  const i64 at = to.at + row * args.y_stride[2] + to.offset(h, w);
+  if (!is_finite(sum)) {
+    const int position[3] = {to.pass.y0[0] + to.m[0] * args.y_step[0],
+                             to.pass.y0[1] + (to.m[1] + h) * args.y_step[1],
+                             to.pass.y0[2] + (to.m[2] + w) * args.y_step[2]};
+    sum = summed_again<T>(args, to.n, to.channel + row, position);
+  }
+  const T* const accumulate = static_cast<const T*>(args.accumulate);
+  const T* const bias = static_cast<const T*>(args.bias);
+  static_cast<T*>(args.y)[at] = narrow<T>(
+      finish(sum, args.alpha, args.beta, accumulate == nullptr ? nullptr : accumulate + at,
+             bias == nullptr ? nullptr : bias + to.channel + row, args.activation));
+}
+
+// All of a warpgroup's results; the sums are used up.
+template <class T, int kFragments>
+__device__ __forceinline__ void put_results(const HopperHaloArgs& args, const HaloTile& tile,
+                                            const HaloPass& pass, float (&sum)[kFragments][4]) {
+  const HaloResults to(args, pass, tile);
+  if (!to.some()) return;
+  const int lane = threadIdx.x & 31, quarter = lane & 3;
+  float odd = 0;
+#pragma unroll
+  for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) odd = fmaf(sum[j][e], 0.0f, odd);
+  }
+  // Columns beyond the last row have sums of anything: they too may come here.
+  const bool some_odd = __any_sync(0xffffffff, odd != 0.0f);
+  if (args.plain && args.wide_stores && !some_odd) {
+    // Of a column, a lane stores four channels.
+    const int first = (quarter & 1) * 8 + (quarter >> 1) * 4;
+    const bool mine = to.channel + first < args.out_channels;
+    T* const y = static_cast<T*>(args.y) + to.at + first;
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const u32 low = transposed(narrow_two<T>(sum[j][0], sum[j][1]));
+      const u32 high = transposed(narrow_two<T>(sum[j][2], sum[j][3]));
+      const u32 other = __shfl_xor_sync(0xffffffff, quarter & 1 ? low : high, 1);
+      const uint2 four = quarter & 1 ? make_uint2(other, high) : make_uint2(low, other);
+      int h, w;
+      if (to.position(j * 8 + lane / 4, h, w) && mine) {
+        *reinterpret_cast<uint2*>(y + to.offset(h, w)) = four;
+      }
+    }
+    return;
+  }
+  constexpr int kBatch = kFragments % 5 == 0 ? 5 : kFragments % 3 == 0 ? 3 : 2;
+  static_assert(kFragments % kBatch == 0, "whole batches");
+  // Registers have no run-time numbers: after each batch the next one takes its place.
+#pragma unroll 1
+  for (int j = 0; j < kFragments; j += kBatch) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll 1
+      for (int e = 0; e < 4; ++e) {
+        const float value = e < 2 ? (e == 0 ? sum[b][0] : sum[b][1])
+                                  : (e == 2 ? sum[b][2] : sum[b][3]);
+        put_any<T>(to, lane / 4 + e / 2 * 8, (j + b) * 8 + quarter * 2 + e % 2, value);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i + kBatch < kFragments; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[i][e] = sum[i + kBatch][e];
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,185 @@
+"""What hopper_halo.cu's tables say: which boxes of the source a tile needs, and which products with
+which weights make its results. Pure arithmetic over the axes of a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase
+from convgrad_service.plans.cuda_works import Size3
+
+__all__ = ["Halo", "HaloLoad", "HaloPass", "HaloStep", "HaloTap", "Tables", "halo_of", "tables_of"]
+
+CHUNK = 32
+"""Channels of the source in a box."""
+HALF_BYTES, BLOCK_BYTES = 2048, 4096
+"""Weights of one tap and a chunk: for 32 and for 64 of the result's channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """Source positions that meet a tile: offsets from its first position, along D, H, W.
+
+    ``depths`` are those along D that any tap meets; ``first`` and ``beyond`` the least one and how
+    far the greatest is from it, along each dimension.
+    """
+
+    depths: tuple[int, ...]
+    first: Size3
+    beyond: Size3
+
+
+@dataclass(frozen=True, slots=True)
+class HaloPass:
+    """See ``hopper_halo_args.cuh``."""
+
+    first_step: int
+    steps: int
+    y0: Size3
+    count: Size3
+
+
+@dataclass(frozen=True, slots=True)
+class HaloStep:
+    """See ``hopper_halo_args.cuh``."""
+
+    slice: int
+    taps: int
+    loads: int
+    last: bool
+    first_tap: int
+    first_load: int
+
+
+@dataclass(frozen=True, slots=True)
+class HaloTap:
+    """See ``hopper_halo_args.cuh``; ``weight`` in bytes."""
+
+    pixel: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class HaloLoad:
+    """See ``hopper_halo_args.cuh``; ``to`` in bytes, ``tap`` along T, R, S."""
+
+    to: int
+    tap: Size3
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """All of a tile's passes. ``slot_bytes`` is what the weights of the largest step take, or,
+    where they stay, those of all steps."""
+
+    passes: tuple[HaloPass, ...]
+    steps: tuple[HaloStep, ...]
+    taps: tuple[HaloTap, ...]
+    loads: tuple[HaloLoad, ...]
+    slot_bytes: int
+
+
+def offsets_of(axis: Axis, phase: Phase) -> list[int]:
+    """Of the source position that each tap of a phase meets."""
+    return [phase.x0 + j * axis.x_tap for j in range(phase.taps)]
+
+
+def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
+    """``twice`` where a product has the results of two neighbouring depths."""
+    met = [
+        sorted({offset for phase in axis.phases for offset in offsets_of(axis, phase)}) or [0]
+        for axis in axes
+    ]
+    if twice:
+        met[0] = sorted({*met[0], *(offset + 1 for offset in met[0])})
+    first = met[0][0], met[1][0], met[2][0]
+    beyond = met[0][-1] - first[0], met[1][-1] - first[1], met[2][-1] - first[2]
+    return Halo(tuple(met[0]), first, beyond)
+
+
+def tables_of(
+    axes: Sequence[Axis],
+    halo: Halo,
+    row_pixels: int,
+    *,
+    twice: bool,
+    blocks: int,
+    stay: bool,
+    taps_a_step: int,
+) -> Tables:
+    """``blocks`` of 64 result channels a tile; ``stay`` where all weights are in shared memory, and
+    a step may have all of a slice's taps."""
+    passes: list[HaloPass] = []
+    steps: list[HaloStep] = []
+    taps: list[HaloTap] = []
+    loads: list[HaloLoad] = []
+    slot_bytes = 0
+    at = 0  # where the weights of the next tap go
+    for phases in product(*(axis.phases for axis in axes)):
+        first_step = len(steps)
+        for number, depth in enumerate(halo.depths):
+            met = _taps_of(axes, phases, depth, halo, row_pixels, twice=twice)
+            size = len(met) if stay else taps_a_step
+            for start in range(0, len(met), max(size, 1)):
+                group = met[start : start + size]
+                first_tap, first_load = len(taps), len(loads)
+                if not stay:
+                    at = 0
+                for pixel, boxes in group:
+                    taps.append(HaloTap(pixel, at))
+                    if twice:
+                        halves = [at, at + HALF_BYTES]
+                        loads += [
+                            HaloLoad(to, tap, 0) for to, tap in zip(halves, boxes, strict=True)
+                        ]
+                        at += 2 * HALF_BYTES
+                    else:
+                        for block in range(blocks):
+                            loads.append(HaloLoad(at, boxes[0], block))
+                            at += BLOCK_BYTES
+                slot_bytes = max(slot_bytes, at)
+                steps.append(
+                    HaloStep(
+                        number,
+                        len(group),
+                        len(loads) - first_load,
+                        False,
+                        first_tap,
+                        first_load,
+                    )
+                )
+        y0 = phases[0].y0, phases[1].y0, phases[2].y0
+        count = phases[0].count, phases[1].count, phases[2].count
+        passes.append(HaloPass(first_step, len(steps) - first_step, y0, count))
+    for number in range(len(halo.depths)):
+        last = max(index for index, step in enumerate(steps) if step.slice == number)
+        steps[last] = replace(steps[last], last=True)
+    return Tables(tuple(passes), tuple(steps), tuple(taps), tuple(loads), slot_bytes)
+
+
+def _taps_of(
+    axes: Sequence[Axis],
+    phases: Sequence[Phase],
+    depth: int,
+    halo: Halo,
+    row_pixels: int,
+    *,
+    twice: bool,
+) -> list[tuple[int, list[Size3]]]:
+    """The taps of a phase that meet the slice at ``depth``: a pixel of it, and the weight's tap, or
+    the two of them, where one may lie outside the kernel."""
+    along = {offset: j for j, offset in enumerate(offsets_of(axes[0], phases[0]))}
+    found = [along.get(depth), along.get(depth - 1)] if twice else [along.get(depth)]
+    if all(j is None for j in found):
+        return []
+    taps: list[tuple[int, list[Size3]]] = []
+    for j1, j2 in product(range(phases[1].taps), range(phases[2].taps)):
+        h = phases[1].x0 + j1 * axes[1].x_tap - halo.first[1]
+        w = phases[2].x0 + j2 * axes[2].x_tap - halo.first[2]
+        r, s = phases[1].r0 + j1 * axes[1].r_step, phases[2].r0 + j2 * axes[2].r_step
+        boxes = [(-1 if j is None else phases[0].r0 + j * axes[0].r_step, r, s) for j in found]
+        taps.append((h * row_pixels + w, boxes))
+    return taps

@@ -1,0 +1,277 @@
+"""Tiles of hopper_halo.cu: which fit, and the time that each is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal
+
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis
+from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
+    BLOCK_BYTES,
+    CHUNK,
+    HALF_BYTES,
+    Halo,
+    Tables,
+    halo_of,
+    tables_of,
+)
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Size3
+
+__all__ = ["COLUMNS", "GROUPS", "HaloTile", "halo_tiles"]
+
+COLUMNS = (64, 112, 144, 176, 208, 240)
+"""Of a product: as many as a warpgroup has registers for, in steps that leave few of them empty."""
+GROUPS = 2
+"""Warpgroups that multiply."""
+ROW_BYTES = 2 * CHUNK
+MOST_BOX = 256
+LEAST_WIDTH = 7
+MOST_STAGES = 16
+SLOTS = (6, 4, 3, 2)
+TAPS_A_STEP = 3
+ALIGNMENT = 1024
+TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
+MOST_SLICES = 16
+"""What the argument has room for."""
+# What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what a
+# launch does, and bytes that a multiprocessor is given in one.
+PASS_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 6000, 22
+
+Split = Literal["columns", "channels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a tile is cut from: the source's and the result's channels, and the axes."""
+
+    channels: tuple[int, int]
+    batch: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def extents(self) -> Size3:
+        """Positions along D, H, W, of the largest phase."""
+        d, h, w = (max(phase.count for phase in axis.phases) for axis in self.axes)
+        return d, h, w
+
+    @property
+    def twice(self) -> bool:
+        """Whether the result's channels leave half of a product to those of another depth."""
+        return self.channels[1] <= CHUNK and self.extents[0] > 1
+
+
+@dataclass(frozen=True, slots=True)
+class HaloTile:
+    """A way to cut a problem: ``extent`` is a tile's positions along D, H, W; ``split`` says what
+    the two warpgroups share, the columns or the result's channels; ``slots`` is 0 where all
+    weights stay in shared memory.
+    """
+
+    problem: Problem
+    halo: Halo
+    tables: Tables
+    split: Split
+    columns: int
+    extent: Size3
+    stages: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        d, h, w = self.extent
+        return f"{d}x{h}x{w}_{self.split}{self.columns}{'_stay' if self.slots == 0 else ''}"
+
+    @property
+    def twice(self) -> bool:
+        return self.problem.twice
+
+    @property
+    def tiles(self) -> Size3:
+        d, h, w = (
+            ceil_div(whole, part)
+            for whole, part in zip(self.problem.extents, self.extent, strict=True)
+        )
+        return d, h, w
+
+    @property
+    def blocks(self) -> int:
+        """Of the result's channels, in a tile."""
+        return GROUPS if self.split == "channels" else 1
+
+    @property
+    def channel_tiles(self) -> int:
+        return ceil_div(self.problem.channels[1], 64 * self.blocks)
+
+    @property
+    def count(self) -> int:
+        return self.problem.batch * prod(self.tiles) * self.channel_tiles
+
+    @property
+    def row_pixels(self) -> int:
+        return self.extent[2] + self.halo.beyond[2]
+
+    @property
+    def rows(self) -> int:
+        return self.extent[1] + self.halo.beyond[1]
+
+    @property
+    def box_bytes(self) -> int:
+        return self.row_pixels * self.rows * ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return ceil_div(self.box_bytes, ALIGNMENT) * ALIGNMENT
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.problem.channels[0], CHUNK)
+
+    @property
+    def load_bytes(self) -> int:
+        return HALF_BYTES if self.twice else BLOCK_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.slots or self.chunks) * self.tables.slot_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """What aligns it, stages, weights and barriers; products read past a slice's end."""
+        barriers = 16 * (self.stages + max(self.slots, 1))
+        columns = self.columns * GROUPS // self.blocks
+        last = max(tap.pixel for tap in self.tables.taps) + columns
+        past = last * ROW_BYTES - self.stage_bytes
+        return ALIGNMENT + self.stages * self.stage_bytes + max(self.weight_bytes + barriers, past)
+
+    def clocks(self, device: CudaDevice) -> float:
+        """What it is expected to take."""
+        depths = 2 * self.chunks
+        products = len(self.tables.taps) * depths * self.columns / 2 * GROUPS
+        moved = self.chunks * len(self.halo.depths) * self.box_bytes
+        if self.slots:
+            moved += self.chunks * len(self.tables.loads) * self.load_bytes
+        tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
+        return ceil_div(self.count, device.multiprocessors) * tile + LAUNCH_CLOCKS
+
+    def describe(self, args: Any) -> None:
+        """Fill in the argument's part of it."""
+        tables, halo, axes = self.tables, self.halo, self.problem.axes
+        args.tile[:], args.tiles[:] = self.extent, self.tiles
+        args.channel_tiles, args.all_tiles = self.channel_tiles, self.count
+        args.x_step[:] = [axis.x_step for axis in axes]
+        args.y_step[:] = [axis.y_step for axis in axes]
+        args.row_pixels = self.row_pixels
+        args.row_factor = ceil_div(2**32, self.row_pixels)
+        args.chunks, args.slices, args.stages = self.chunks, len(halo.depths), self.stages
+        args.stage_bytes, args.box_bytes = self.stage_bytes, self.box_bytes
+        args.slots, args.slot_bytes = self.slots, tables.slot_bytes
+        args.load_bytes = self.load_bytes
+        args.all_loads, args.chunk_bytes = len(tables.loads), tables.slot_bytes
+        args.shared_weights = self.stages * self.stage_bytes
+        if self.split == "columns":
+            args.group_pixels = self.columns
+        else:
+            args.group_blocks, args.group_weights = 1, BLOCK_BYTES // 16
+        args.row_channels = CHUNK if self.twice else 64
+        args.passes = len(tables.passes)
+        for index, one in enumerate(tables.passes):
+            into = getattr(args, "pass")[index]
+            into.first_step, into.steps = one.first_step, one.steps
+            into.y0[:], into.count[:] = one.y0, one.count
+        for index, depth in enumerate(halo.depths):
+            args.slice[index].at[:] = depth, halo.first[1], halo.first[2]
+        for index, step in enumerate(tables.steps):
+            for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
+                setattr(args.step[index], name, int(getattr(step, name)))
+        for index, tap in enumerate(tables.taps):
+            args.tap[index].pixel, args.tap[index].weight = tap.pixel, tap.weight // 16
+        for index, load in enumerate(tables.loads):
+            into = args.load[index]
+            into.to, into.block = load.to // 16, load.block
+            into.t, into.r, into.s = load.tap
+
+
+def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tuple[HaloTile, ...]:
+    """Those that fit, the one that should take the least time first."""
+    channels = work.in_channels, work.out_channels
+    if work.direction == "bwd_data":
+        channels = channels[::-1]
+    return _tiles(Problem(channels, work.batch, tuple(axes)), device)
+
+
+@lru_cache(maxsize=256)
+def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
+    halo = halo_of(problem.axes, twice=problem.twice)
+    if len(halo.depths) > MOST_SLICES:
+        return ()
+    found: list[HaloTile] = []
+    splits: tuple[Split, ...] = ("columns", "channels")
+    for split in splits if problem.channels[1] > 64 else splits[:1]:
+        groups = GROUPS if split == "columns" else 1
+        for width, rows, columns in _shapes(problem.extents, halo, groups):
+            extent = 2 if problem.twice else 1, rows, width
+            for stay in (True, False):
+                tile = _fitted(problem, device, halo, split, columns, extent, stay=stay)
+                if tile is not None:
+                    found.append(tile)
+    return tuple(sorted(found, key=lambda tile: tile.clocks(device)))
+
+
+def _shapes(extents: Size3, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
+    """Widths and rows of tiles, and columns that hold them."""
+    for parts in range(1, extents[2] + 1):
+        width = ceil_div(extents[2], parts)
+        if parts > 1 and width == ceil_div(extents[2], parts - 1):
+            continue
+        if parts > 1 and width < LEAST_WIDTH:
+            return
+        pixels = width + halo.beyond[2]
+        if pixels > MOST_BOX:
+            continue
+        for rows in range(1, min(extents[1], MOST_BOX - halo.beyond[1]) + 1):
+            needed = (rows - 1) * pixels + width
+            columns = next((n for n in COLUMNS if n * groups >= needed), None)
+            if columns is None:
+                break
+            yield width, rows, columns
+
+
+def _fitted(
+    problem: Problem,
+    device: CudaDevice,
+    halo: Halo,
+    split: Split,
+    columns: int,
+    extent: Size3,
+    *,
+    stay: bool,
+) -> HaloTile | None:
+    """With as many slots and stages as fit; None where too few do."""
+    tables = tables_of(
+        problem.axes,
+        halo,
+        extent[2] + halo.beyond[2],
+        twice=problem.twice,
+        blocks=GROUPS if split == "channels" else 1,
+        stay=stay,
+        taps_a_step=TAPS_A_STEP,
+    )
+    if any(len(getattr(tables, name)) > most for name, most in TABLES.items()):
+        return None
+    chunks = ceil_div(problem.channels[0], CHUNK)
+    # What several passes read stays until the last of them.
+    least = chunks * len(halo.depths) if len(tables.passes) > 1 else 2
+    for slots in (0,) if stay else SLOTS:
+        tile = HaloTile(problem, halo, tables, split, columns, extent, least, slots)
+        if stay and tile.channel_tiles > 1:
+            return None
+        room = device.shared_bytes_per_block - tile.shared_bytes
+        if room >= 0:
+            more = room // (tile.stage_bytes + 16)
+            return replace(tile, stages=max(least, min(least + more, MOST_STAGES)))
+    return None

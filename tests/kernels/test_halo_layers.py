@@ -1,0 +1,104 @@
+"""Dense layers with few channels: on every backend, and their Hopper kernel on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
+from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import halo_tiles
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_program import Fragment, Instance
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.arrays import DTYPES, draw, normals, rng_for
+from tests.cases import Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.halo_layers import HALO_LAYERS, halo_cases
+from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.oracle import expected
+
+EPILOGUES = [
+    case.with_tensor("accumulate", HALO_LAYERS[case.name].input_shape).with_params(
+        "bilinear", alpha=2.0, beta=-0.25
+    )
+    for case in halo_cases()
+    if case.operation == "conv_bwd_data" and case.name in ("resnet", "odd_channels", "3d_up")
+]
+CASES = [*halo_cases(), *EPILOGUES]
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+class WithTile:
+    """The family with a tile that small problems would not get: ``share`` of the way to the last."""
+
+    def __init__(self, share: float) -> None:
+        self.name = "hopper_halo"
+        self._family = HopperHalo()
+        self._share = share
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        return self._family.why_not(work, device)
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        tiles = halo_tiles(work, [axis_of(work, dim) for dim in range(3)], device)
+        return self._family.launches(work, device, tiles[int(self._share * (len(tiles) - 1))])
+
+    def instances(self) -> Iterable[Instance]:
+        return self._family.instances()
+
+
+@lru_cache
+def _backend(share: float) -> EmulatedBackend:
+    families = [WithTile(share), GatherDirect()]
+    only: Families = replace(FAMILIES, fwd=families, bwd_data=families)
+    return EmulatedBackend(only)
+
+
+def _compare(backend: Backend, seed: int, case: Case, dtype: str, gate: str, last: int) -> None:
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    for layout in with_layouts(case.ndim, grouped=False)[-last:]:
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
+
+
+@pytest.mark.parametrize("gate", ["exact", "bounded"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    _compare(backend, seed, case, dtype, gate, 2)
+
+
+@emulated
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_emulated(seed: int, case: Case, share: float) -> None:
+    for gate in ("exact", "bounded"):
+        _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)
+
+
+@emulated
+@pytest.mark.parametrize("name", ["resnet", "3d_two_depths_at_once", "3d_up"])
+def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: str) -> None:
+    for case in halo_cases():
+        if case.name != name:
+            continue
+        rng = rng_for(seed, case.id)
+        tensors = draw(case, rng, DTYPES["bfloat16"], normals)
+        for tensor in tensors.values():
+            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
+                tensor.flat[rng.integers(tensor.size)] = value
+            # Where padding meets it.
+            tensor.flat[0] = np.inf
+        wanted = expected(case.operation, tensors, case.params)
+        layout = with_layouts(case.ndim, grouped=False)[-1]
+        found = answers(_backend(0.0), case, tensors, layout)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")
