@@ -1,0 +1,93 @@
+"""The emulator sees what Hopper would not forgive: waits that lack, and barriers used wrongly."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda_program import Instance, Launch
+from tests.emulator.backend import works_here
+from tests.kernels.hopper_probe import Emulated
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+BOXES = 16
+SOURCE = """
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+using namespace convgrad;
+struct ModeArgs { TensorMap map; u32* out; int mode; };
+extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
+  extern __shared__ uint4 shared[];
+  const u32 to = shared_address(shared), barrier = to + 16384;
+  if (threadIdx.x != 0) return;
+  if (args.mode != 3) make_barrier(barrier, 1);
+  switch (args.mode) {
+    case 0:  // boxes before they are waited for, and after
+      arrive_expecting(barrier, 16 * 1024);
+      for (int i = 0; i < 16; ++i) load_tile(to + i * 1024, args.map, barrier, {0, 0});
+      for (int i = 0; i < 16; ++i) args.out[i] = load_word(to + i * 1024) == 7;
+      wait_for(barrier, 0);
+      for (int i = 0; i < 16; ++i) args.out[i] += 2 * (load_word(to + i * 1024) == 7);
+      break;
+    case 1: wait_for(barrier, 0); break;
+    case 2: arrive_expecting(barrier, 1024); arrive(barrier); break;
+    case 3: arrive(barrier); break;
+    case 4: store_tile(args.map, to, {0, 0}); commit_stores(); break;
+    case 5:
+      for (int i = 0; i < 16; ++i) load_tile(to, args.map, barrier, {0, 0});
+      break;
+    case 6: load_tile(to + 512, args.map, barrier, {0, 0}); break;
+    case 7: load_tile(to, args.map, barrier, {0, 0, 0}); break;
+    case 8:  // announced and never brought
+      arrive_expecting(barrier, 16);
+      wait_for(barrier, 0);
+      break;
+    case 9: load_tile(to, *reinterpret_cast<const TensorMap*>(args.out), barrier, {0, 0}); break;
+  }
+}
+"""
+
+
+class ModeArgs(ctypes.Structure):
+    _fields_ = (("map", MapField), ("out", ctypes.c_uint64), ("mode", ctypes.c_int))
+
+
+def run(folder: Path, mode: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
+    source = folder / "modes.cu"
+    source.write_text(SOURCE, encoding="utf-8")
+    one = TileMap(DType.FLOAT32, (32, 8), (128,), 128, box=(32, 8))
+    args = pack_maps(ModeArgs(mode=mode), {"map": ("x", one)}, out="out")
+    launch = Launch(Instance(str(source), "modes"), (1, 1, 1), (32, 1, 1), args, 32768)
+    buffers = {"x": np.full((8, 32), 7, np.uint32), "out": np.zeros(64, np.uint32)}
+    return Emulated()(launch, buffers)["out"]
+
+
+def test_copies_come_at_once_or_when_waited_for(tmp_path: Path) -> None:
+    """So that a kernel that passes neither reads too early nor overwrites too early."""
+    seen = run(tmp_path, 0)[:BOXES]
+    assert set(seen) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (1, "nobody comes to a barrier"),
+        (2, "more arrivals than a barrier expects"),
+        (3, "a barrier in shared memory that nobody made"),
+        (4, "a copy from shared memory that nobody waited for"),
+        (5, "a copy to shared memory that nobody waited for"),
+        (6, "does not start where its swizzle's pattern does"),
+        (7, "a tensor map of other dimensions"),
+        (8, "nobody comes to a barrier"),
+        (9, "a tensor map that is none"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, mode: int, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        run(tmp_path, mode)
