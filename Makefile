@@ -17,10 +17,13 @@ RAY    := build/ray-tools
 TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
+DURATION ?= 20m
+# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
+STORE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy load ray test-perf-analyzer bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
+        check-deploy load soak ray test-perf-analyzer bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +72,10 @@ check-deploy: $(READY) $(DEPLOY)/.ready ## build the image without a daemon, run
 	@$(PY) -m pytest -m deploy tests/deploy --image build/image
 
 load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
-	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust
+	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust $(if $(STORE),--store)
+
+soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
+	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
 
 ray: kernels $(RAY)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run

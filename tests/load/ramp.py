@@ -15,7 +15,7 @@ from typing import Any
 
 from locust import LoadTestShape, events
 
-from convgrad.errors import Overloaded
+from tests.load.figures import Figures
 
 # Users at each step; the last is far past what two cores can take.
 STEPS = (1, 2, 4, 8, 16, 32, 64)
@@ -39,62 +39,29 @@ class Ramp(LoadTestShape):  # type: ignore[misc]
         return None if step is None else (STEPS[step], 100.0)
 
 
-class Figures:
-    """Answered, refused and failed requests of each step, and how long the answered took."""
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-        self._started_s = time.monotonic()
-        self._answered_s: list[list[float]] = [[] for _ in STEPS]
-        self._refused = [0] * len(STEPS)
-        self._failed = [0] * len(STEPS)
-
-    def take(self, response_time: float, exception: Exception | None, **_: Any) -> None:
-        """One request, as Locust tells of it."""
-        at_s = time.monotonic() - self._started_s
-        step = _step(at_s, self._step_s)
-        if step is None or at_s - step * self._step_s < SETTLING_S:
-            return
-        if exception is None:
-            self._answered_s[step].append(response_time / 1e3)
-        elif isinstance(exception, Overloaded):
-            self._refused[step] += 1
-        else:
-            self._failed[step] += 1
-
-    def steps(self) -> list[dict[str, float]]:
-        """A line a step."""
-        seconds = self._step_s - SETTLING_S
-        return [
-            {
-                "users": users,
-                "answered_per_s": len(took) / seconds,
-                "refused_per_s": refused / seconds,
-                "failed": failed,
-                "p50_s": _quantile(took, 0.5),
-                "p99_s": _quantile(took, 0.99),
-            }
-            for users, took, refused, failed in zip(
-                STEPS, self._answered_s, self._refused, self._failed, strict=True
-            )
-        ]
-
-
 @events.test_start.add_listener
 def start(environment: Any, **_: Any) -> None:
     options = environment.parsed_options
-    figures = Figures(options.step)
+    started_s = time.monotonic()
+
+    def step_now(_: str) -> int | None:
+        at_s = time.monotonic() - started_s
+        step = _step(at_s, options.step)
+        return None if step is None or at_s - step * options.step < SETTLING_S else step
+
+    figures = Figures(step_now)
     events.request.add_listener(figures.take)
 
     @events.test_stop.add_listener
     def stop(**_: Any) -> None:
-        Path(options.ramp_out).write_text(json.dumps(figures.steps(), indent=1))
+        seconds = options.step - SETTLING_S
+        steps = [
+            {"users": users, "seconds": seconds, **figures.of(step)}
+            for step, users in enumerate(STEPS)
+        ]
+        Path(options.ramp_out).write_text(json.dumps(steps, indent=1))
 
 
 def _step(at_s: float, step_s: float) -> int | None:
     step = int(at_s // step_s)
     return step if step < len(STEPS) else None
-
-
-def _quantile(values: list[float], q: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0

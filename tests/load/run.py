@@ -2,29 +2,27 @@
 
     python -m tests.load.run --locust build/load-tools/bin/locust [--seconds 20] [--only ramp]
 
-Each mix is run by itself: no request may fail, and p99 must stay under the objective. Then a ramp:
-past the knee, goodput holds and what is accepted stays fast. Reports go to build/load, as HTML and
-data. `--only soak --seconds 3600` runs the realistic mixes for as long as is asked and looks at
-the server's memory.
+Each mix is run by itself, over every wire: no request may fail, and p99 must stay under the
+objective on each. Then a ramp: past the knee, goodput holds and what is accepted stays fast.
+Locust's reports go to build/load; `--store` puts the figures where docs/load.md is made from.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.load.results import store
+from tests.load.served import OUT, ROOT, Served, server
+
 HERE = ROOT / "tests" / "load"
-OUT = ROOT / "build" / "load"
 
 
 @dataclass(frozen=True)
@@ -41,158 +39,138 @@ OBJECTIVES: Mapping[str, Objective] = {
     "resnet50": Objective(users=4, p99_s=1.0),
     "mobilenet": Objective(users=4, p99_s=0.5),
     "small": Objective(users=16, p99_s=0.25),
-    "huge": Objective(users=2, p99_s=20.0),
+    "huge": Objective(users=4, p99_s=20.0),
 }
+WIRES = ("safetensors", "json", "grpc")
 # Of the ramp: goodput past the knee against the best step's, and the p99 of what is accepted
 # against what a full queue explains.
 LEAST_GOODPUT = 0.8
 RAMP_P99_S = 1.0
 RAMP_SETTINGS = {"CONVGRAD_MAX_QUEUE": "8"}
-# A soak may leave the server this much larger than after its first minute.
-MOST_GROWTH_BYTES = 64 * 2**20
 
 
-@contextmanager
-def server(**settings: str) -> Iterator[tuple[str, int]]:
-    """URL and process id of a server of its own."""
+def locust(
+    program: Path, served: Served, name: str, *more: str, files: str = "locustfile.py"
+) -> dict[str, dict[str, Any]]:
+    """Run Locust; figures by wire. Its HTML report and its CSV go to build/load by this name."""
     OUT.mkdir(parents=True, exist_ok=True)
-    port_file = OUT / "port"
-    port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "convgrad", "serve", "--port", "0"]
-    command += ["--port-file", str(port_file)]
-    environment = {**os.environ, "CONVGRAD_GRPC_PORT": "0", "CONVGRAD_LOG_LEVEL": "warning"}
-    process = subprocess.Popen(command, env={**environment, **settings}, stdout=subprocess.DEVNULL)
-    try:
-        while not port_file.exists():
-            if process.poll() is not None:
-                raise SystemExit("the server did not start")
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{int(port_file.read_text())}", process.pid
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def locust(program: Path, url: str, name: str, *more: str, files: str = "locustfile.py") -> None:
-    """Run Locust; its HTML report and its CSV go to build/load under this name."""
     paths = ",".join(str(HERE / file) for file in files.split(","))
-    command = [str(program), "-f", paths, "--headless", "--host", url, "--only-summary"]
-    command += ["--html", str(OUT / f"{name}.html"), "--csv", str(OUT / name), *more]
+    figures = OUT / f"{name}.figures.json"
+    figures.unlink(missing_ok=True)
+    command = [str(program), "-f", paths, "--headless", "--only-summary"]
+    command += ["--host", served.url, "--grpc-host", served.grpc]
+    command += ["--html", str(OUT / f"{name}.html"), "--csv", str(OUT / name)]
+    command += ["--figures-out", str(figures), *more]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'client'}:{ROOT}"}
-    # Its exit status says that requests failed, which is judged here from the figures.
+    # Its exit status says that requests failed, which is judged from the figures.
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-    if not (OUT / f"{name}_stats.csv").exists():
+    if not figures.exists():
         raise SystemExit(f"locust did not run:\n{done.stderr[-3000:]}")
+    found: dict[str, dict[str, Any]] = json.loads(figures.read_text())
+    return found
 
 
-def totals(name: str) -> dict[str, float]:
-    """Of all requests: how many, how many failed, p99."""
-    with (OUT / f"{name}_stats.csv").open(newline="") as file:
-        (row,) = (row for row in csv.DictReader(file) if row["Name"] == "Aggregated")
-    return {
-        "requests": float(row["Request Count"]),
-        "failures": float(row["Failure Count"]),
-        "per_s": float(row["Requests/s"]),
-        "p99_s": float(row["99%"]) / 1e3,
-    }
-
-
-def mixes(program: Path, seconds: float) -> list[str]:
-    """Every mix against its objective; what was missed."""
-    missed = []
+def mixes(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """Every mix against its objective on every wire; what was missed, and the figures."""
+    missed, rows = [], []
     print(
-        f"{'mix':10} {'users':>5} {'requests':>8} {'failed':>6} {'per s':>7} {'p99 s':>7}  may be"
+        f"{'mix':10}{'users':>6}  {'wire':12}{'answered':>9}{'failed':>7}{'per s':>8}"
+        f"{'p50 s':>8}{'p99 s':>8}  may be"
     )
-    with server() as (url, _):
+    with server() as served:
         for mix, objective in OBJECTIVES.items():
             users = str(objective.users)
-            length = f"{seconds:.0f}s"
-            locust(program, url, mix, "--mix", mix, "-u", users, "-r", users, "-t", length)
-            found = totals(mix)
-            print(
-                f"{mix:10} {users:>5} {found['requests']:8.0f} {found['failures']:6.0f} "
-                f"{found['per_s']:7.1f} {found['p99_s']:7.3f}  {objective.p99_s:g}",
-                flush=True,
-            )
-            if found["failures"] or not found["requests"]:
-                missed.append(f"{mix}: {found['failures']:.0f} requests failed")
-            if found["p99_s"] > objective.p99_s:
-                missed.append(f"{mix}: p99 is {found['p99_s']:.3f} s")
+            length = ["-u", users, "-r", users, "-t", f"{seconds:.0f}s"]
+            found = locust(program, served, mix, "--mix", mix, *length)
+            for wire in WIRES:
+                row = {
+                    "mix": mix,
+                    "users": objective.users,
+                    "wire": wire,
+                    "seconds": seconds,
+                    **found.get(wire, {"answered": 0, "refused": 0, "failed": 0}),
+                    "objective_p99_s": objective.p99_s,
+                }
+                missed += verdict(row, f"{mix} over {wire}")
+                rows.append(row)
+                print(
+                    f"{mix:10}{users:>6}  {wire:12}{row['answered']:9}{row['failed']:7}"
+                    f"{row['answered'] / seconds:8.1f}{_shown(row.get('p50_s')):>8}"
+                    f"{_shown(row.get('p99_s')):>8}  {objective.p99_s:g}",
+                    flush=True,
+                )
+    return missed, rows
+
+
+def verdict(row: Mapping[str, Any], what: str) -> list[str]:
+    """What one wire's figures miss of the objective."""
+    missed = []
+    if not row["answered"]:
+        missed.append(f"{what}: nothing was answered")
+    if row["failed"] or row["refused"]:
+        first = row.get("first_failure") or "refused"
+        missed.append(f"{what}: {row['failed']} failed, {row['refused']} refused; first: {first}")
+    if row["answered"] and row["p99_s"] > row["objective_p99_s"]:
+        missed.append(f"{what}: p99 is {row['p99_s']:.3f} s")
     return missed
 
 
-def ramp(program: Path, seconds: float) -> list[str]:
-    """Ever more users; what was missed."""
+def ramp(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ever more users; what was missed, and the figures of each step."""
     out = OUT / "ramp.json"
     step = ["--step", str(max(3.0, seconds / 4)), "--ramp-out", str(out)]
-    with server(**RAMP_SETTINGS) as (url, _):
-        locust(program, url, "ramp", "--mix", "resnet50", *step, files="locustfile.py,ramp.py")
+    with server(**RAMP_SETTINGS) as served:
+        locust(program, served, "ramp", "--mix", "resnet50", *step, files="locustfile.py,ramp.py")
     steps = json.loads(out.read_text())
-    print(
-        f"{'users':>5} {'answered/s':>10} {'refused/s':>10} {'failed':>6} {'p50 s':>7} {'p99 s':>7}"
-    )
+    print(f"{'users':>5}{'answered/s':>12}{'refused/s':>11}{'failed':>7}{'p50 s':>8}{'p99 s':>8}")
     for one in steps:
+        for what in ("answered", "refused"):
+            one[f"{what}_per_s"] = one[what] / one["seconds"]
         print(
-            f"{one['users']:5} {one['answered_per_s']:10.1f} {one['refused_per_s']:10.1f} "
-            f"{one['failed']:6.0f} {one['p50_s']:7.3f} {one['p99_s']:7.3f}"
+            f"{one['users']:5}{one['answered_per_s']:12.1f}{one['refused_per_s']:11.1f}"
+            f"{one['failed']:7}{_shown(one['p50_s']):>8}{_shown(one['p99_s']):>8}"
         )
+    return ramp_verdict(steps), steps
+
+
+def ramp_verdict(steps: list[dict[str, Any]]) -> list[str]:
+    """What the steps miss."""
     best = max(one["answered_per_s"] for one in steps)
     last = steps[-1]
     missed = [
-        f"{one['failed']:.0f} failed at {one['users']} users" for one in steps if one["failed"]
+        f"{one['failed']} failed at {one['users']} users; first: {one['first_failure']}"
+        for one in steps
+        if one["failed"]
     ]
     if last["refused_per_s"] == 0:
         missed.append("nothing was refused at the end of the ramp: it never met the limit")
     if last["answered_per_s"] < LEAST_GOODPUT * best:
         missed.append(f"goodput fell from {best:.1f} to {last['answered_per_s']:.1f} a second")
-    if last["p99_s"] > RAMP_P99_S:
-        missed.append(f"p99 of what was accepted rose to {last['p99_s']:.3f} s")
+    if last["p99_s"] is None or last["p99_s"] > RAMP_P99_S:
+        missed.append(f"p99 of what was accepted rose to {_shown(last['p99_s'])} s")
     return missed
 
 
-def soak(program: Path, seconds: float) -> list[str]:
-    """The realistic mixes in turns for a long time; what was missed."""
-    missed = []
-    with server() as (url, process):
-        first = None
-        until = time.monotonic() + seconds
-        while time.monotonic() < until or first is None:
-            for mix in ("resnet50", "mobilenet", "small"):
-                users = str(OBJECTIVES[mix].users)
-                locust(program, url, "soak", "--mix", mix, "-u", users, "-r", users, "-t", "20s")
-                if totals("soak")["failures"]:
-                    missed.append(f"{mix}: {totals('soak')['failures']:.0f} requests failed")
-            held = resident_bytes(process)
-            first = first or held
-            print(f"{held / 2**20:7.0f} MiB resident", flush=True)
-        if held - first > MOST_GROWTH_BYTES:
-            missed.append(f"the server grew by {(held - first) / 2**20:.0f} MiB")
-    return missed
+def _shown(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
 
 
-def resident_bytes(process: int) -> int:
-    """Of a process and all that it started."""
-    listed = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    family = {process}
-    while more := {pid for pid, parent, _ in rows if parent in family} - family:
-        family |= more
-    return sum(rss * 1024 for pid, _, rss in rows if pid in family)
-
-
-RUNS = {"mixes": mixes, "ramp": ramp, "soak": soak}
+RUNS = {"mixes": mixes, "ramp": ramp}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--locust", type=Path, required=True, help="the program")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each mix, or the soak")
-    parser.add_argument("--only", choices=RUNS, help="one of them; without it, mixes and ramp")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each mix")
+    parser.add_argument("--only", choices=RUNS, help="one of them; without it, both")
+    parser.add_argument("--store", action="store_true", help="keep the figures as results")
     options = parser.parse_args()
-    chosen = [options.only] if options.only else ["mixes", "ramp"]
-    missed = [one for name in chosen for one in RUNS[name](options.locust, options.seconds)]
+    missed = []
+    for name in [options.only] if options.only else RUNS:
+        missing, rows = RUNS[name](options.locust, options.seconds)
+        missed += missing
+        if options.store:
+            store(name, rows, ["numpy", "uvicorn", "httptools", "uvloop"])
     print(f"reports: {OUT.relative_to(ROOT)}")
     for one in missed:
         print(f"missed: {one}")

@@ -1,0 +1,41 @@
+"""Load results as data: `tests/perf/results/load.jsonl`, a line a measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tests.perf.provenance import cpu_model, origin
+
+__all__ = ["RESULTS", "store"]
+
+RESULTS = Path(__file__).resolve().parents[1] / "perf" / "results" / "load.jsonl"
+
+
+def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) -> None:
+    """Put the rows of one kind of run in the place of those of the last.
+
+    ``packages`` are what they depend on beside the service; those found here are noted.
+    """
+    versions = {name: metadata.version(name) for name in packages if _installed(name)}
+    stamp = {
+        **origin(f"{cpu_model()}, {os.cpu_count()} cores", versions),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    kept = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    kept = [line for line in kept if json.loads(line)["run"] != run]
+    made = [json.dumps({"bench": "load", "run": run, **row, **stamp}) for row in rows]
+    RESULTS.write_text("".join(line + "\n" for line in [*kept, *made]), encoding="utf-8")
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
