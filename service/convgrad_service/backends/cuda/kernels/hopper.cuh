@@ -41,11 +41,13 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the barrier that lies at the same place in another block of the cluster.
+// Arrives at the barrier that lies at the same place in another block of the cluster. Says that
+// shared memory has been read; what this thread wrote need not be seen there (that would take a
+// fence of the whole device, which measured four times a copy's own time).
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
   asm volatile(
       "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier),
       "r"(block)
       : "memory");
 }

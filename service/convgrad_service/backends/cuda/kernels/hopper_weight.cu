@@ -1,0 +1,162 @@
+// The gradient of a dense convolution's weight on Hopper, as an implicit GEMM: M = channels of
+// grad_output, N = taps x channels of the input, K = pixels of grad_output. The host's side is
+// hopper_weight.py.
+//
+// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+//
+// A step is 64 pixels. Of y it takes boxes of 64 channels; of x boxes of CHANNELS channels, each of
+// one tap, or of `shared_taps` neighbouring taps along W, which find their pixels in the same box,
+// `dilation` rows further on each. For that rows of y are `halo` pixels longer, zeros that TMA puts
+// there, so that pixels that follow each other in memory do so along W too, at each tap. Both
+// operands lie in shared memory as they do in global memory, channels side by side (along M and N).
+//
+// Block: a unit is a tile and a share of the pixels; a block takes units blockIdx.x, + gridDim.x, ...
+// One thread copies (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times 64 rows of the
+// tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64 rows and its
+// part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024 bytes to align it
+// by, a ring of `stages` steps, barriers; hopper_weight.py counts it.
+// A unit's float32 sums go to its share's part of `partials`, in the order (k, t, r, s, c), for
+// flat_sum.cu or split_sum.cu to add up, or with one share to w itself.
+// Relies on its launcher for channels that TMA can read (their number a multiple of 8), for
+// partials or a w that lies in the order of partials and is the sum itself.
+// Deterministic: one order of additions for each result and number of shares. Positions outside the
+// input and beyond a row of y enter as zeros, which times an infinity is NaN: sums that are not
+// finite are taken again by the definition.
+// Index limits: pixels, with the halo, and results of one share below 2^31; elements 64-bit.
+#include "hopper_weight_units.cuh"
+#include "warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+constexpr int kBoxChannels = 64;
+constexpr int kRowBytes = CHANNELS * 2;  // of a pixel in a box of x
+constexpr u32 kYBoxBytes = kPixels * kBoxChannels * 2;
+constexpr int kYBoxes = SPREAD ? ROWS : ROWS * WARPGROUPS;
+constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
+constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
+constexpr int kThreads = (WARPGROUPS + 1) * 128;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_weight(const __grid_constant__ HopperWeightArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[2 * kMostStages];
+  __shared__ Source sources[kMostBoxes];  // the copying thread's own
+  const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
+  const WeightResult& of = args.result;
+  const u32 ring = shared_address(shared) + (-shared_address(shared) & 1023);
+  const u32 x_at = kYBoxes * kYBoxBytes, stage_bytes = x_at + of.boxes * args.box_bytes;
+  const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
+  if (thread == 0) {
+    for (int i = 0; i < args.stages; ++i) {
+      make_barrier(full + i * 8, 1);
+      make_barrier(empty + i * 8, WARPGROUPS * 4);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  start_next();
+  const int steps = steps_of(args);
+  const int units = of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares;
+  int stage = 0;
+  u32 parity = 0;
+  auto next_stage = [&]() {
+    if (++stage == args.stages) stage = 0, parity ^= 1;
+  };
+
+  if (warpgroup == WARPGROUPS) {
+    leave_registers<PRODUCER_REGISTERS>();
+    if (warp != WARPGROUPS * 4 || !elected()) return;
+    prefetch_map(args.x_map);
+    prefetch_map(args.y_map);
+    const u32 bytes = x_at + of.boxes * ((kPixels + args.halo) * kRowBytes);
+    for (int index = blockIdx.x; index < units; index += gridDim.x) {
+      const Unit unit = unit_at(of, index, steps);
+      const int column_tile = unit.tile / of.row_tiles;
+      const int row_tile = unit.tile - column_tile * of.row_tiles;
+      note_sources(args, column_tile, sources);
+      Walk walk(args, unit.step);
+      for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
+        const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
+        wait_for(empty + stage * 8, parity ^ 1);
+        arrive_expecting(arrived, bytes);
+#pragma unroll 1
+        for (int i = 0; i < kYBoxes; ++i) {
+          const Source source = {(row_tile * kYBoxes + i) * kBoxChannels, 0, 0, 0};
+          load_box(args, args.y_map, to + i * kYBoxBytes, arrived, walk.at, source);
+        }
+        const Pixel corner = corner_of(args, walk.at);
+#pragma unroll 1
+        for (int i = 0; i < of.boxes; ++i) {
+          load_box(args, args.x_map, to + x_at + i * args.box_bytes, arrived, corner, sources[i]);
+        }
+        next_stage();
+      }
+    }
+    return;
+  }
+
+  take_registers<CONSUMER_REGISTERS>();
+  const bool shares_box = of.shared_taps > 1;
+  const u32 next_box = shares_box ? args.dilation[2] * kRowBytes : args.box_bytes;
+  const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
+  const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
+  const int own_row = SPREAD ? 0 : warpgroup * ROWS;
+  float sum[ROWS][PRODUCTS][kFragments][4];
+  auto hold = [&]() {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
+    }
+  };
+  for (int index = blockIdx.x; index < units; index += gridDim.x) {
+    const Unit unit = unit_at(of, index, steps);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (int j = 0; j < PRODUCTS; ++j) {
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][j][f][e] = 0;
+        }
+      }
+    }
+    int last = -1;
+    hold();
+#pragma unroll 1
+    for (int step = unit.step; step < unit.end; ++step) {
+      const u32 from = ring + stage * stage_bytes;
+      const u64 a = operand_along_mn<128>(from + own_row * kYBoxBytes);
+      const u64 b =
+          operand_along_mn<kRowBytes>(from + x_at + own_box * args.box_bytes, next_box);
+      wait_for(full + stage * 8, parity);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kPixels / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+          for (int j = 0; j < PRODUCTS; ++j) {
+            multiply<T, kAlongMn, kAlongMn>(
+                sum[i][j], advance(a, i * kYBoxBytes + k * 16 * 128),
+                advance(b, j * boxes_each * args.box_bytes + k * 16 * kRowBytes), 1);
+          }
+        }
+      }
+      commit_products();
+      wait_products<1>();
+      if (last >= 0 && lane == 0) arrive(empty + last * 8);
+      last = stage;
+      next_stage();
+    }
+    wait_products<0>();
+    hold();
+    if (last >= 0 && lane == 0) arrive(empty + last * 8);
+    put_sums(args, unit, warpgroup, thread % 128, sum);
+  }
+}

@@ -1,0 +1,116 @@
+// Where the sums of hopper_weight.cu's tiles belong, and how they become results. Its host's side is
+// hopper_weight.py.
+#pragma once
+
+#include "epilogue.cuh"
+#include "tensor_core.cuh"
+
+namespace convgrad {
+
+// The result, and how tiles cover it.
+struct WeightResult {
+  void* w;
+  const void* accumulate;  // like w, or null
+  float* partials;         // [share][tile after the whole ones][fragment][thread][4]
+  i64 w_stride[6];         // G K C T R S, in elements; accumulate's too
+  float alpha;
+  float beta;
+  int in_channels;
+  int out_channels;
+  int kernel[3];
+  int shared_taps;   // that a box of x serves
+  int boxes;         // of x in a tile
+  int row_tiles;
+  int column_tiles;
+  int whole;         // tiles that one block each sums; the others are summed by `shares` blocks
+  int shares;
+  int warpgroups;    // of the tile, and the following too
+  int rows;          // times 64, of one warpgroup
+  int products;      // beside each other, of one warpgroup
+  int fragments;     // 8 columns each, of a product
+  int channels;      // of a box of x
+  int spread;        // warpgroups part the columns, not the rows
+  int pairs;         // neighbouring channels lie side by side and aligned in w
+};
+
+// Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
+struct Box {
+  int c, t, r, s;
+  bool real;
+};
+
+__device__ __forceinline__ Box box_at(const WeightResult& of, int index) {
+  const int along = (of.kernel[2] + of.shared_taps - 1) / of.shared_taps;
+  const int groups = of.kernel[0] * of.kernel[1] * along;
+  const int chunk = index / groups, group = index - chunk * groups;
+  const int outer = group / along, t = outer / of.kernel[1];
+  const int c = chunk * of.channels;
+  return {c, t, outer - t * of.kernel[1], (group - outer * along) * of.shared_taps,
+          c < of.in_channels};
+}
+
+// Rows and columns of a tile that a thread of a warpgroup has: of each fragment two columns, in row
+// `k` and 8 further on; the next 64 rows are those of its next fragments.
+struct Own {
+  int first_box, k, column;
+
+  __device__ __forceinline__ Own(const WeightResult& of, int tile, int warpgroup, int thread) {
+    const int column_tile = tile / of.row_tiles, row_tile = tile - column_tile * of.row_tiles;
+    const int row_boxes = of.spread ? of.rows : of.rows * of.warpgroups;
+    const int each = of.shared_taps > 1 ? 1 : of.fragments * 8 / of.channels;
+    first_box = column_tile * of.boxes + (of.spread ? warpgroup * of.products * each : 0);
+    k = (row_tile * row_boxes + (of.spread ? 0 : warpgroup * of.rows)) * 64 + thread / 32 * 16 +
+        thread % 32 / 4;
+    column = thread % 4 * 2;
+  }
+  // The tap, and the first channel, of the fragments of one product from `block` * channels on.
+  __device__ __forceinline__ Box box(const WeightResult& of, int product, int block) const {
+    const bool shared = of.shared_taps > 1;
+    const int each = shared ? 1 : of.fragments * 8 / of.channels;
+    Box found = box_at(of, first_box + product * each + (shared ? 0 : block));
+    if (shared) found.s += block;
+    found.real &= found.s < of.kernel[2];
+    return found;
+  }
+};
+
+__device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Box& box) {
+  return k * of.w_stride[1] + box.c * of.w_stride[2] + box.t * of.w_stride[3] +
+         box.r * of.w_stride[4] + box.s * of.w_stride[5];
+}
+
+// Two neighbours, aligned to both.
+__device__ __forceinline__ void put_pair(float* to, float first, float second) {
+  *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+template <class R>
+__device__ __forceinline__ void put_pair(R* to, float first, float second) {
+  *reinterpret_cast<u32*>(to) = narrow_two<R>(first, second);
+}
+
+// Finishes the sums of a channel and, where `both`, the next.
+template <class R>
+__device__ __forceinline__ void put_two(const WeightResult& of, i64 at, float first, float second,
+                                        bool both) {
+  const R* const accumulate = static_cast<const R*>(of.accumulate);
+  R* const w = static_cast<R*>(of.w);
+  auto finished = [&](float sum, i64 to) {
+    sum *= of.alpha;
+    if (accumulate != nullptr) sum += of.beta * widen(accumulate[to]);
+    return sum;
+  };
+  first = finished(first, at);
+  if (!both) {
+    w[at] = narrow<R>(first);
+    return;
+  }
+  second = finished(second, at + of.w_stride[2]);
+  if (!of.pairs) {
+    w[at] = narrow<R>(first);
+    w[at + of.w_stride[2]] = narrow<R>(second);
+  } else {
+    put_pair(w + at, first, second);
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,313 @@
+"""The gradient of a dense convolution's weight on Hopper: TMA, and products of warpgroups."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.channels_last import Prepared, prepare_activation
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
+    SPLIT_TILES,
+    TILES,
+    Cut,
+    cuts,
+    expected_s,
+)
+from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, PixelMap, pack_maps
+from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda_program import (
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
+
+__all__ = ["HopperWeight"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+LEAST_CHANNELS = 16
+# A step may count past the last pixel.
+MAX_PIXELS = 2**31 - 2**16
+MOST_STEP = 8
+# What a pixel may be moved by in its window, by the number of dimensions.
+MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
+# Of hopper_weight_sum.cu: threads, and the slices of a block that share many partial sums.
+SUM_BLOCK, SUM_SLICES, MANY_SHARES = 256, 8, 16
+
+# WeightResult of hopper_weight.cuh.
+RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
+    *((name, ctypes.c_uint64) for name in ("w", "accumulate", "partials")),
+    ("w_stride", ctypes.c_int64 * 6),
+    ("alpha", ctypes.c_float),
+    ("beta", ctypes.c_float),
+    ("in_channels", ctypes.c_int32),
+    ("out_channels", ctypes.c_int32),
+    ("kernel", ctypes.c_int32 * 3),
+    *(
+        (name, ctypes.c_int32)
+        for name in (
+            "shared_taps",
+            "boxes",
+            "row_tiles",
+            "column_tiles",
+            "whole",
+            "shares",
+            "warpgroups",
+            "rows",
+            "products",
+            "fragments",
+            "channels",
+            "spread",
+            "pairs",
+        )
+    ),
+)
+
+
+class HopperWeightArgs(ctypes.Structure):
+    """See ``hopper_weight.cu``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("y_map", MapField),
+        *RESULT_FIELDS,
+        ("x", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
+        ("batch", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("dims", "halo", "box_bytes", "stages", "wide_result")
+        ),
+    )
+
+
+class WeightSumArgs(ctypes.Structure):
+    """See ``hopper_weight_sum.cu``."""
+
+    _fields_ = (*RESULT_FIELDS, ("slices", ctypes.c_int32))
+
+
+class HopperWeight:
+    """bwd_weight on sm_90a, of 16-bit tensors and of float32 (``precision: high``)."""
+
+    name = "hopper_weight"
+
+    def __init__(self, least_channels: int = LEAST_CHANNELS) -> None:
+        """The fewest channels on either side."""
+        self._least_channels = least_channels
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`; judged by channels and kernel where not by what TMA can reach."""
+        if device.architecture != "sm_90a":
+            return f"{device.name} is not sm_90a"
+        if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
+            return f"{work.dtype} of {work.precision} precision is not for products of 16 bits"
+        if work.groups > 1:
+            return f"{work.groups} groups of channels"
+        if min(work.in_channels, work.out_channels) < self._least_channels:
+            return (
+                f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
+                f"expected {self._least_channels} on either side"
+            )
+        dims = _dims(work)
+        for dim in range(3 - dims, 3):
+            shift = (work.kernel[dim] - 1) * work.dilation[dim]
+            if shift > MOST_SHIFT[dims]:
+                return f"taps reach over {shift} pixels; expected at most {MOST_SHIFT[dims]}"
+        if max(work.stride) > MOST_STEP:
+            return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
+        if work.pixels > MAX_PIXELS:
+            return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
+        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+            return "accumulate does not lie as the result does"
+        if next(_reachable(work, device), None) is None:
+            return "windows lie too far from the input's corners for TMA"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        if cut is None:
+            cut = min(_reachable(work, device), key=lambda one: expected_s(one, device))
+        x, y = (
+            prepare_activation(
+                operand, work.batch, 1, channels, size, f"{work.prefix}{name}_channels_last", device
+            )
+            for operand, channels, size, name in (
+                (work.x, work.in_channels, work.input, "input"),
+                (work.y, work.out_channels, work.output, "grad_output"),
+            )
+        )
+        x_map, y_map = _maps(work, cut, x.operand, y.operand)
+        partials = f"{work.prefix}partials" if cut.parted else None
+        steps: list[Step] = [*x.steps, *y.steps]
+        steps.append(
+            Launch(
+                cut.tile.instance(work.dtype),
+                (min(cut.units, device.multiprocessors), 1, 1),
+                (cut.tile.threads, 1, 1),
+                pack_maps(
+                    _args(work, cut, x, y, device),
+                    {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)},
+                    x=x.operand,
+                    y=y.operand,
+                    w=work.w,
+                    partials=partials,
+                ),
+                cut.shared_bytes(device),
+            )
+        )
+        workspace = [*x.workspace, *y.workspace]
+        if partials is not None:
+            workspace.append(Workspace(partials, cut.partial_bytes))
+            steps.append(_sum(work, cut, partials))
+        return Fragment(f"{self.name}_{cut.name}", tuple(steps), tuple(workspace))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(tile.instance(dtype) for dtype in DTYPES for tile in TILES),
+            *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
+            *map(_sum_instance, (*DTYPES, DType.FLOAT32)),
+        ]
+
+
+def _reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
+    """The cuts whose tensor maps the hardware takes."""
+    direct = work.epilogue_free and _pairs(work)
+    for cut in cuts(work, device, direct=direct):
+        if all(one.why_not() is None for one in _maps(work, cut)):
+            yield cut
+
+
+def _pairs(work: ConvWork) -> bool:
+    """Whether neighbouring channels of the result lie side by side, and pairs aligned."""
+    strides = work.w.strides
+    outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
+    return (
+        strides[2] == 1
+        and work.in_channels % 2 == 0
+        and all(stride % 2 == 0 for stride, extent in outer if extent > 1)
+    )
+
+
+def _fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut) -> None:
+    args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
+    args.alpha, args.beta = work.alpha, work.beta
+    args.in_channels, args.out_channels = work.in_channels, work.out_channels
+    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles", "whole", "shares"):
+        setattr(args, name, getattr(cut, name))
+    for name in ("warpgroups", "rows", "products", "channels", "spread"):
+        setattr(args, name, getattr(cut.tile, name))
+    args.fragments = cut.tile.columns // 8
+    args.pairs = _pairs(work)
+
+
+def _args(
+    work: ConvWork, cut: Cut, x: Prepared, y: Prepared, device: CudaDevice
+) -> HopperWeightArgs:
+    args = HopperWeightArgs()
+    _fill_result(args, work, cut)
+    args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
+    args.batch = work.batch
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.dims, args.halo, args.box_bytes = _dims(work), cut.halo, cut.box_bytes
+    args.stages = cut.stages(device)
+    args.wide_result = work.result_dtype is DType.FLOAT32
+    return args
+
+
+def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
+    """Adds up the partial sums and finishes them."""
+    args = WeightSumArgs()
+    _fill_result(args, work, cut)
+    args.slices = SUM_SLICES if cut.shares >= MANY_SHARES else 1
+    vectors = cut.tile.sums // 4
+    return Launch(
+        _sum_instance(work.result_dtype),
+        (ceil_div(vectors, SUM_BLOCK // args.slices), cut.parted, 1),
+        (SUM_BLOCK, 1, 1),
+        pack(args, w=work.w, accumulate=work.accumulate, partials=partials),
+    )
+
+
+def _sum_instance(dtype: DType) -> Instance:
+    return Instance(
+        "hopper_weight_sum.cu", "hopper_weight_sum", (("RESULT", CUDA_TYPES[dtype]),), HOPPER
+    )
+
+
+def _dims(work: ConvWork) -> int:
+    """Spatial dimensions that there are."""
+    for dim in range(2):
+        if max(work.input[dim], work.output[dim], work.kernel[dim]) > 1 or work.pad[dim] != 0:
+            return 3 - dim
+    return 1
+
+
+def _maps(
+    work: ConvWork, cut: Cut, x: Operand | None = None, y: Operand | None = None
+) -> tuple[PixelMap, PixelMap]:
+    """Of the input, every pixel that is a window's corner; of grad_output, every pixel, and a halo
+    of zeros after each row. Without operands, of ones that lie in order."""
+    halo = 0, 0, cut.halo
+    upper = tuple(
+        (out - 1) * stride - pad - (size - 1) + more
+        for out, stride, pad, size, more in zip(
+            work.output, work.stride, work.pad, work.input, halo, strict=True
+        )
+    )
+    lower = tuple(-pad for pad in work.pad)
+    tile = cut.tile
+    of_x = x, work.in_channels, work.input, lower, upper, work.stride
+    of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
+    # What is split in shared memory is not read by products as it is copied.
+    swizzle = 0 if tile.split else tile.channels * tile.itemsize
+    return (
+        _map(work, *of_x, tile.channels, cut.box_pixels, swizzle),
+        _map(work, *of_y, tile.y_channels, tile.pixels, tile.y_channels * tile.itemsize),
+    )
+
+
+def _map(
+    work: ConvWork,
+    operand: Operand | None,
+    channels: int,
+    size: Size3,
+    lower: tuple[int, ...],
+    upper: tuple[int, ...],
+    step: Size3,
+    box_channels: int,
+    pixels: int,
+    swizzle: int,
+) -> PixelMap:
+    itemsize = work.dtype.itemsize
+    spatial = range(2, 2 - _dims(work), -1)
+    sizes = (channels, *(size[dim] for dim in spatial), work.batch)
+    if operand is None:
+        whole = ceil_div(channels, 8) * 8
+        strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
+    else:
+        strides = (*(operand.strides[3 + dim] for dim in spatial), operand.strides[0])
+    return PixelMap(
+        work.dtype,
+        sizes,
+        tuple(stride * itemsize for stride in strides),
+        swizzle=swizzle,
+        steps=(1, *(step[dim] for dim in spatial), 1),
+        lower=tuple(lower[dim] for dim in spatial),
+        upper=tuple(upper[dim] for dim in spatial),
+        channels=box_channels,
+        pixels=pixels,
+    )

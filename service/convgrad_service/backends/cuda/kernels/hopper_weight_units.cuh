@@ -1,0 +1,232 @@
+// What hopper_weight.cu and hopper_weight_split.cu share: their argument, how blocks walk over tiles
+// and pixels, copies of boxes, and the way of finished sums. The host's side is hopper_weight.py.
+// Macros: ELEMENT that x and y hold, PIXELS of a step, CHANNELS of a box of x, WARPGROUPS that have
+// sums.
+#pragma once
+
+#include "hopper.cuh"
+#include "hopper_weight.cuh"
+
+namespace convgrad {
+
+using T = ELEMENT;
+constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMostStages = 16;
+
+struct HopperWeightArgs {
+  TensorMap x_map;
+  TensorMap y_map;
+  WeightResult result;
+  const void* x;
+  const void* y;
+  i64 x_stride[6];  // N G C D H W, in elements
+  i64 y_stride[6];
+  int batch;
+  int x_size[3];
+  int y_size[3];
+  int stride[3];
+  int dilation[3];
+  int pad[3];
+  int dims;       // spatial, as the maps have them
+  int halo;       // pixels by which a row of y is longer
+  int box_bytes;  // from a box of x to the next
+  int stages;
+  int wide_result;  // w holds float32, whatever x and y do
+};
+
+// What a block sums at a time: a tile over its share of the steps.
+struct Unit {
+  int tile, share, step, end;
+  bool whole;
+};
+
+__device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
+  const int row = args.y_size[2] + args.halo;
+  const u32 pixels = args.batch * args.y_size[0] * args.y_size[1] * row;
+  return (pixels + kPixels - 1) / kPixels;
+}
+
+__device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps) {
+  if (index < of.whole) return {index, 0, 0, steps, true};
+  const int parted = of.row_tiles * of.column_tiles - of.whole;
+  const int share = (index - of.whole) / parted;
+  return {index - share * parted, share,
+          static_cast<int>(static_cast<i64>(steps) * share / of.shares),
+          static_cast<int>(static_cast<i64>(steps) * (share + 1) / of.shares), false};
+}
+
+struct Pixel {
+  int n, d, h, w;
+};
+
+__device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, u32 index) {
+  const u32 row = args.y_size[2] + args.halo;
+  const u32 rest2 = index / row, rest1 = rest2 / args.y_size[1], n = rest1 / args.y_size[0];
+  return {static_cast<int>(n), static_cast<int>(rest1 - n * args.y_size[0]),
+          static_cast<int>(rest2 - rest1 * args.y_size[1]), static_cast<int>(index - rest2 * row)};
+}
+
+// The steps of a unit, one after another, without a division each.
+struct Walk {
+  Pixel at, by;
+
+  __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
+      : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
+
+  __device__ __forceinline__ void next(const HopperWeightArgs& args) {
+    at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;
+    if (at.w >= args.y_size[2] + args.halo) at.w -= args.y_size[2] + args.halo, ++at.h;
+    if (at.h >= args.y_size[1]) at.h -= args.y_size[1], ++at.d;
+    if (at.d >= args.y_size[0]) at.d -= args.y_size[0], ++at.n;
+  }
+};
+
+// A box of x from the corners of windows on: its channels, and its tap's way from the corner.
+struct alignas(16) Source {
+  int c, d, h, w;
+};
+
+__device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
+                                         u32 full, const Pixel& at, const Source& from) {
+  if (args.dims == 2) {
+    load_pixels<4>(to, map, full, {from.c, at.w, at.h, at.n}, {from.w, from.h});
+  } else if (args.dims == 3) {
+    load_pixels<5>(to, map, full, {from.c, at.w, at.h, at.d, at.n}, {from.w, from.h, from.d});
+  } else {
+    load_pixels<3>(to, map, full, {from.c, at.w, at.n}, {from.w});
+  }
+}
+
+// Those of a tile's columns.
+__device__ __forceinline__ void note_sources(const HopperWeightArgs& args, int column_tile,
+                                             Source* sources) {
+  const WeightResult& of = args.result;
+  for (int i = 0; i < of.boxes; ++i) {
+    const Box box = box_at(of, column_tile * of.boxes + i);
+    sources[i] = {box.c, box.t * args.dilation[0], box.r * args.dilation[1],
+                  box.s * args.dilation[2]};
+  }
+}
+
+// The corner of a pixel's window.
+__device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
+  return {at.n, at.d * args.stride[0] - args.pad[0], at.h * args.stride[1] - args.pad[1],
+          at.w * args.stride[2] - args.pad[2]};
+}
+
+// The sum of one result over a unit's pixels, as it is defined.
+__device__ __noinline__ float defined_sum(const HopperWeightArgs& args, int step, int end, int k,
+                                          int c, int t, int r, int s) {
+  const T* const x = static_cast<const T*>(args.x) + c;
+  const T* const y = static_cast<const T*>(args.y) + k;
+  float sum = 0;
+  for (u32 i = step * kPixels; i < end * kPixels; ++i) {
+    const Pixel at = pixel_at(args, i);
+    if (at.n >= args.batch || at.w >= args.y_size[2]) continue;
+    const int d = at.d * args.stride[0] + t * args.dilation[0] - args.pad[0];
+    const int h = at.h * args.stride[1] + r * args.dilation[1] - args.pad[1];
+    const int w = at.w * args.stride[2] + s * args.dilation[2] - args.pad[2];
+    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0]) ||
+        static_cast<u32>(h) >= static_cast<u32>(args.x_size[1]) ||
+        static_cast<u32>(w) >= static_cast<u32>(args.x_size[2])) {
+      continue;
+    }
+    const i64 x_at = at.n * args.x_stride[0] + d * args.x_stride[3] + h * args.x_stride[4] +
+                     w * args.x_stride[5];
+    const i64 y_at = at.n * args.y_stride[0] + at.d * args.y_stride[3] + at.h * args.y_stride[4] +
+                     at.w * args.y_stride[5];
+    sum += widen(y[y_at]) * widen(x[x_at]);
+  }
+  return sum;
+}
+
+// A thread's sums of a unit: ROWS times 64 rows, products beside each other, fragments of 8 columns.
+template <int kRows, int kProducts, int kFragments>
+__device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
+                                         int warpgroup, int thread,
+                                         const float (&sum)[kRows][kProducts][kFragments][4]) {
+  const WeightResult& of = args.result;
+  constexpr int kBlocks = kFragments / kInBlock;
+  const Own own(of, unit.tile, warpgroup, thread);
+  bool odd = false;
+  if (!unit.whole) {
+    const int parted = of.row_tiles * of.column_tiles - of.whole;
+    constexpr int kEach = kRows * kProducts * kFragments;
+    const i64 first = (static_cast<i64>(unit.share) * parted + (unit.tile - of.whole)) *
+                          WARPGROUPS + warpgroup;
+    float4* const to = reinterpret_cast<float4*>(of.partials) + first * (kEach * 128) +
+                       thread;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kProducts; ++j) {
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          const float(&of_fragment)[4] = sum[i][j][f];
+          const float4 four = {of_fragment[0], of_fragment[1], of_fragment[2], of_fragment[3]};
+          odd |= !is_finite(four.x + four.y + four.z + four.w);
+          to[((i * kProducts + j) * kFragments + f) * 128] = four;
+        }
+      }
+    }
+    if (!odd) return;
+#pragma unroll 1
+    for (int i = 0; i < kEach * 4; ++i) {
+      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
+      const Box box = own.box(of, outer % kProducts, f / kInBlock);
+      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
+      const int c = box.c + f % kInBlock * 8 + own.column + i % 2;
+      float& written = reinterpret_cast<float*>(to + i / 4 * 128)[i % 4];
+      if (!box.real || k >= of.out_channels || c >= of.in_channels || is_finite(written)) continue;
+      written = defined_sum(args, unit.step, unit.end, k, c, box.t, box.r, box.s);
+    }
+    return;
+  }
+  // The sum itself, neighbouring channels side by side.
+  auto put = [&](auto type) {
+    using R = decltype(type);
+    R* const w = static_cast<R*>(of.w);
+#pragma unroll
+    for (int j = 0; j < kProducts; ++j) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const Box box = own.box(of, j, block);
+        const int channels = box.real ? of.in_channels - box.c - own.column : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int k = own.k + i * 64 + half * 8;
+            R* const row = w + result_at(of, k, box) + own.column;
+            const int real = k < of.out_channels ? channels : 0;
+#pragma unroll
+            for (int f = 0; f < kInBlock; ++f) {
+              const float(&from)[4] = sum[i][j][block * kInBlock + f];
+              const float first = from[half * 2], second = from[half * 2 + 1];
+              if (f * 8 >= real) continue;
+              odd |= !is_finite(first + second);
+              put_pair(row + f * 8, first, second);
+            }
+          }
+        }
+      }
+    }
+    if (!odd) return;
+#pragma unroll 1
+    for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
+      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
+      Box box = own.box(of, outer % kProducts, f / kInBlock);
+      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
+      box.c += f % kInBlock * 8 + own.column + i % 2;
+      if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
+      const float again = defined_sum(args, unit.step, unit.end, k, box.c, box.t, box.r, box.s);
+      w[result_at(of, k, box)] = narrow<R>(again);
+    }
+  };
+  if (sizeof(T) == 4 || args.wide_result) {
+    put(0.0f);
+  } else {
+    put(T{});
+  }
+}
+
+}  // namespace convgrad
