@@ -16,7 +16,7 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import halo_tiles
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_families import Family
 from convgrad_service.plans.cuda_program import Fragment, Instance
 from convgrad_service.plans.cuda_works import ConvWork
 from tests.arrays import DTYPES, draw, normals, rng_for
@@ -38,7 +38,7 @@ emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written 
 
 
 class WithTile:
-    """The family with a tile that small problems would not get: ``share`` of the way to the last."""
+    """The family with tiles that small problems would not get: ``share`` of the way to the last."""
 
     def __init__(self, share: float) -> None:
         self.name = "hopper_halo"
@@ -58,8 +58,8 @@ class WithTile:
 
 @lru_cache
 def _backend(share: float) -> EmulatedBackend:
-    families = [WithTile(share), GatherDirect()]
-    only: Families = replace(FAMILIES, fwd=families, bwd_data=families)
+    families: list[Family[ConvWork]] = [WithTile(share), GatherDirect()]
+    only = replace(FAMILIES, fwd=families, bwd_data=families)
     return EmulatedBackend(only)
 
 

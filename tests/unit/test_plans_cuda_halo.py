@@ -28,8 +28,8 @@ from convgrad_service.plans.cuda_works import (
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
 
-Array = NDArray[np.int64]
-UNWRITTEN = -(10**9)
+Array = NDArray[np.float64]
+UNWRITTEN = -1e9
 
 
 def work_of(
@@ -77,7 +77,7 @@ def work_of(
 
 def box(array: Array, first: tuple[int, ...], extent: tuple[int, ...]) -> Array:
     """As the copy engine takes it: zeros outside."""
-    found = np.zeros(extent, np.int64)
+    found = np.zeros(extent, np.float64)
     inside = [
         slice(max(a, 0), max(min(a + n, whole), 0))
         for a, n, whole in zip(first, extent, array.shape, strict=True)
@@ -93,7 +93,7 @@ def box(array: Array, first: tuple[int, ...], extent: tuple[int, ...]) -> Array:
 
 def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape: Any) -> Array:
     """What the kernel would write: source N D H W C, weight (result, T, R, S, source channels)."""
-    result = np.full(shape, UNWRITTEN, np.int64)
+    result = np.full(shape, UNWRITTEN, np.float64)
     tables, halo, axes = tile.tables, tile.halo, tile.problem.axes
     rows = 32 if tile.twice else 64
     blocks = 2 if tile.split == "channels" else 1
@@ -101,13 +101,16 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
     pixels, stay = tile.row_pixels * tile.rows, tile.slots == 0
     for n, *at, channel_tile in np.ndindex(*spans):
         m = [i * extent for i, extent in zip(at, tile.extent, strict=True)]
-        sums = np.zeros((len(tables.passes), GROUPS, 64, tile.columns), np.int64)
+        sums = np.zeros((len(tables.passes), GROUPS, 64, tile.columns), np.float64)
         for chunk in range(tile.chunks):
             stages = []
-            for depth in halo.depths:
-                first = (n, m[0] + depth, m[1] + halo.first[1], m[2] + halo.first[2])
-                taken = box(source, (*first, chunk * CHUNK), (1, 1, tile.rows, tile.row_pixels, 32))
-                room = np.full((pixels + 2 * tile.columns + 2000, CHUNK), 7777, np.int64)
+            for place in halo.slices:
+                steps = [axis.x_step for axis in axes]
+                first = [i * s + o for i, s, o in zip(m, steps, place, strict=True)]
+                extent = 1, 1, tile.rows * steps[1], tile.row_pixels * steps[2], CHUNK
+                taken = box(source, (n, *first, chunk * CHUNK), extent)
+                taken = taken[:, :, :: steps[1], :: steps[2]]
+                room = np.full((pixels + 2 * tile.columns + 2000, CHUNK), 7777, np.float64)
                 room[:pixels] = taken.reshape(pixels, CHUNK)
                 stages.append(room)
             memory: dict[int, Array] = {}
@@ -152,7 +155,7 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
 
 def defined(work: ConvWork, source: Array, weight: Array, shape: Any) -> Array:
     """By the definition: every pair that meets."""
-    result = np.zeros(shape, np.int64)
+    result = np.zeros(shape, np.float64)
     backward = work.direction == "bwd_data"
     small = work.output
     for o in np.ndindex(*small):
@@ -173,7 +176,7 @@ def drawn(seed: int) -> ConvWork:
     ndim = rng.choice((1, 2, 2, 3, 3))
     kernel = tuple(rng.choice((1, 2, 3, 3, 4)) for _ in range(ndim))
     direction: Direction = rng.choice(("fwd", "bwd_data"))
-    stride = tuple(rng.choice((1, 1, 2)) if direction == "bwd_data" else 1 for _ in range(ndim))
+    stride = tuple(rng.choice((1, 1, 2, 3)) for _ in range(ndim))
     dilation = tuple(rng.choice((1, 1, 2)) for _ in range(ndim))
     padding = tuple((rng.randint(0, 2), rng.randint(0, 2)) for _ in range(ndim))
     most = {1: 40, 2: 12, 3: 5}[ndim]
@@ -193,7 +196,7 @@ def drawn(seed: int) -> ConvWork:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_tables_give_the_convolution(seed: int) -> None:
     work = drawn(seed)
     if HopperHalo().why_not(work, H200) is not None:
@@ -204,8 +207,8 @@ def test_tables_give_the_convolution(seed: int) -> None:
     sizes = work.input, work.output
     if backward:
         read, written, sizes = written, read, sizes[::-1]
-    source = rng.integers(-3, 4, (work.batch, *sizes[0], read))
-    weight = rng.integers(-3, 4, (written, *work.kernel, read))
+    source = rng.integers(-3, 4, (work.batch, *sizes[0], read)).astype(np.float64)
+    weight = rng.integers(-3, 4, (written, *work.kernel, read)).astype(np.float64)
     shape = (work.batch, *sizes[1], written)
     wanted = defined(work, source, weight, shape)
     tiles = halo_tiles(work, [axis_of(work, dim) for dim in range(3)], H200)

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import (
     COLUMNS,
     HaloTile,
     halo_tiles,
+    some_tile_fits,
 )
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
@@ -31,7 +32,7 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-MAX_EXTENT, MAX_KERNEL = 2**28, 127
+MAX_EXTENT, MAX_KERNEL, MAX_STEP = 2**28, 127, 8
 THREADS = 384
 
 
@@ -138,7 +139,7 @@ class HopperHalo:
     name = "hopper_halo"
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        """See `Family.why_not`."""
+        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
         if device.architecture not in HOPPER:
             return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
@@ -152,20 +153,19 @@ class HopperHalo:
         result = gather_sides(work)[1]
         if work.accumulate is not None and work.accumulate.strides != result.strides:
             return "accumulate does not lie as the result does"
-        if work.direction == "fwd" and max(work.stride) > 1:
-            return f"stride {max(work.stride)} forward: boxes would be loaded in steps"
+        if work.direction == "fwd" and max(work.stride[1:]) > MAX_STEP:
+            return f"stride {max(work.stride[1:])} forward, more than TMA's {MAX_STEP}"
         if max(work.kernel) > MAX_KERNEL or work.taps > MAX_TAPS:
             return f"a kernel of {work.kernel}"
         reach = max(*work.input, *work.output, *(abs(pad) for pad in work.pad))
         if reach > MAX_EXTENT:
             return f"positions reach {reach}, beyond {MAX_EXTENT}"
+        if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
+            return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
         axes = [axis_of(work, dim) for dim in range(3)]
-        passes = prod(len(axis.phases) for axis in axes)
-        if passes > MAX_PASSES:
-            return f"a stride of {work.stride} makes {passes} phases"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
             return "no tap meets the input"
-        if not halo_tiles(work, axes, device):
+        if not some_tile_fits(work, axes, device):
             return "no tile and its halo fit into shared memory"
         return None
 
@@ -266,7 +266,8 @@ def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: Ha
         ),
         strides=_bytes(operand, (w, h, d, n)),
         swizzle=2 * CHUNK,
-        box=(CHUNK, tile.row_pixels, tile.rows, 1, 1),
+        steps=(1, axes[2].x_step, axes[1].x_step, 1, 1),
+        box=(CHUNK, tile.row_pixels * axes[2].x_step, tile.rows * axes[1].x_step, 1, 1),
     )
 
 

@@ -134,6 +134,19 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
              bias == nullptr ? nullptr : bias + to.channel + row, args.activation));
 }
 
+// Two neighbours of 16 bits each, tested together: the highest bit of either is set in the answer where
+// it is no number.
+template <class T>
+__device__ __forceinline__ u32 odd_two(u32 both);
+template <>
+__device__ __forceinline__ u32 odd_two<bf16>(u32 both) {
+  return (both & 0x7f807f80) + 0x00800080;
+}
+template <>
+__device__ __forceinline__ u32 odd_two<f16>(u32 both) {
+  return (both & 0x7c007c00) + 0x04000400;
+}
+
 // All of a warpgroup's results; the sums are used up.
 template <class T, int kFragments>
 __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const HaloTile& tile,
@@ -141,19 +154,13 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
   const HaloResults to(args, pass, tile);
   if (!to.some()) return;
   const int lane = threadIdx.x & 31, quarter = lane & 3;
-  float odd = 0;
-#pragma unroll
-  for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) odd = fmaf(sum[j][e], 0.0f, odd);
-  }
-  // Columns beyond the last row have sums of anything: they too may come here.
-  const bool some_odd = __any_sync(0xffffffff, odd != 0.0f);
-  if (args.plain && args.wide_stores && !some_odd) {
+  const bool plain = args.plain && args.wide_stores;
+  if (plain) {
     // Of a column, a lane stores four channels.
     const int first = (quarter & 1) * 8 + (quarter >> 1) * 4;
     const bool mine = to.channel + first < args.out_channels;
     T* const y = static_cast<T*>(args.y) + to.at + first;
+    u32 odd = 0;
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const u32 low = transposed(narrow_two<T>(sum[j][0], sum[j][1]));
@@ -163,9 +170,11 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
       int h, w;
       if (to.position(j * 8 + lane / 4, h, w) && mine) {
         *reinterpret_cast<uint2*>(y + to.offset(h, w)) = four;
+        odd |= odd_two<T>(four.x) | odd_two<T>(four.y);
       }
     }
-    return;
+    if (!__any_sync(0xffffffff, (odd & 0x80008000) != 0)) return;
+    __syncwarp();  // another lane writes them anew
   }
   constexpr int kBatch = kFragments % 5 == 0 ? 5 : kFragments % 3 == 0 ? 3 : 2;
   static_assert(kFragments % kBatch == 0, "whole batches");
@@ -178,6 +187,8 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
       for (int e = 0; e < 4; ++e) {
         const float value = e < 2 ? (e == 0 ? sum[b][0] : sum[b][1])
                                   : (e == 2 ? sum[b][2] : sum[b][3]);
+        // Those that are numbers are there already.
+        if (plain && is_finite(value)) continue;
         put_any<T>(to, lane / 4 + e / 2 * 8, (j + b) * 8 + quarter * 2 + e % 2, value);
       }
     }

@@ -20,15 +20,17 @@ HALF_BYTES, BLOCK_BYTES = 2048, 4096
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Source positions that meet a tile: offsets from its first position, along D, H, W.
+    """Source positions that meet a tile, in slices along H and W, each of every so manyth position
+    as the gather steps.
 
-    ``depths`` are those along D that any tap meets; ``first`` and ``beyond`` the least one and how
-    far the greatest is from it, along each dimension.
+    ``slices`` are offsets from the tile's first position, along D of the slice, along H and W of
+    its first row and pixel. ``first`` are the least numbers of the rows and pixels that any tap
+    meets in its slice, and ``beyond`` how many more there are than a tile has positions.
     """
 
-    depths: tuple[int, ...]
-    first: Size3
-    beyond: Size3
+    slices: tuple[Size3, ...]
+    first: tuple[int, int]
+    beyond: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,22 @@ def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
         for axis in axes
     ]
     if twice:
-        met[0] = sorted({*met[0], *(offset + 1 for offset in met[0])})
-    first = met[0][0], met[1][0], met[2][0]
-    beyond = met[0][-1] - first[0], met[1][-1] - first[1], met[2][-1] - first[2]
-    return Halo(tuple(met[0]), first, beyond)
+        met[0] = sorted({*met[0], *(offset + axes[0].x_step for offset in met[0])})
+    steps = axes[1].x_step, axes[2].x_step
+    numbers = [
+        [offset // step for offset in along] for along, step in zip(met[1:], steps, strict=True)
+    ]
+    first = min(numbers[0]), min(numbers[1])
+    beyond = max(numbers[0]) - first[0], max(numbers[1]) - first[1]
+    # Of all that are met; that nothing meets a whole slice is rare.
+    rests = [
+        sorted({offset % step for offset in along})
+        for along, step in zip(met[1:], steps, strict=True)
+    ]
+    slices = tuple(
+        (d, h + first[0] * steps[0], w + first[1] * steps[1]) for d, h, w in product(met[0], *rests)
+    )
+    return Halo(slices, first, beyond)
 
 
 def tables_of(
@@ -120,8 +134,8 @@ def tables_of(
     at = 0  # where the weights of the next tap go
     for phases in product(*(axis.phases for axis in axes)):
         first_step = len(steps)
-        for number, depth in enumerate(halo.depths):
-            met = _taps_of(axes, phases, depth, halo, row_pixels, twice=twice)
+        for number, place in enumerate(halo.slices):
+            met = _taps_of(axes, phases, place, halo, row_pixels, twice=twice)
             size = len(met) if stay else taps_a_step
             for start in range(0, len(met), max(size, 1)):
                 group = met[start : start + size]
@@ -154,7 +168,7 @@ def tables_of(
         y0 = phases[0].y0, phases[1].y0, phases[2].y0
         count = phases[0].count, phases[1].count, phases[2].count
         passes.append(HaloPass(first_step, len(steps) - first_step, y0, count))
-    for number in range(len(halo.depths)):
+    for number in range(len(halo.slices)):
         last = max(index for index, step in enumerate(steps) if step.slice == number)
         steps[last] = replace(steps[last], last=True)
     return Tables(tuple(passes), tuple(steps), tuple(taps), tuple(loads), slot_bytes)
@@ -163,23 +177,30 @@ def tables_of(
 def _taps_of(
     axes: Sequence[Axis],
     phases: Sequence[Phase],
-    depth: int,
+    place: Size3,
     halo: Halo,
     row_pixels: int,
     *,
     twice: bool,
 ) -> list[tuple[int, list[Size3]]]:
-    """The taps of a phase that meet the slice at ``depth``: a pixel of it, and the weight's tap, or
-    the two of them, where one may lie outside the kernel."""
-    along = {offset: j for j, offset in enumerate(offsets_of(axes[0], phases[0]))}
-    found = [along.get(depth), along.get(depth - 1)] if twice else [along.get(depth)]
+    """The taps of a phase that meet a slice: a pixel of it, and the weight's tap, or the two of
+    them, where one may lie outside the kernel."""
+    depths = {offset: j for j, offset in enumerate(offsets_of(axes[0], phases[0]))}
+    found = [depths.get(place[0])]
+    if twice:
+        found.append(depths.get(place[0] - axes[0].x_step))
     if all(j is None for j in found):
         return []
+    along = [
+        [
+            (phase.r0 + j * axis.r_step, offset // axis.x_step - first)
+            for j, offset in enumerate(offsets_of(axis, phase))
+            if (offset - at) % axis.x_step == 0
+        ]
+        for axis, phase, at, first in zip(axes[1:], phases[1:], place[1:], halo.first, strict=True)
+    ]
     taps: list[tuple[int, list[Size3]]] = []
-    for j1, j2 in product(range(phases[1].taps), range(phases[2].taps)):
-        h = phases[1].x0 + j1 * axes[1].x_tap - halo.first[1]
-        w = phases[2].x0 + j2 * axes[2].x_tap - halo.first[2]
-        r, s = phases[1].r0 + j1 * axes[1].r_step, phases[2].r0 + j2 * axes[2].r_step
+    for (r, row), (s, pixel) in product(*along):
         boxes = [(-1 if j is None else phases[0].r0 + j * axes[0].r_step, r, s) for j in found]
-        taps.append((h * row_pixels + w, boxes))
+        taps.append((row * row_pixels + pixel, boxes))
     return taps

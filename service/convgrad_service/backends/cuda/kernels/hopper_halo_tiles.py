@@ -22,7 +22,7 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Size3
 
-__all__ = ["COLUMNS", "GROUPS", "HaloTile", "halo_tiles"]
+__all__ = ["COLUMNS", "GROUPS", "HaloTile", "halo_tiles", "some_tile_fits"]
 
 COLUMNS = (64, 112, 144, 176, 208, 240)
 """Of a product: as many as a warpgroup has registers for, in steps that leave few of them empty."""
@@ -113,11 +113,11 @@ class HaloTile:
 
     @property
     def row_pixels(self) -> int:
-        return self.extent[2] + self.halo.beyond[2]
+        return self.extent[2] + self.halo.beyond[1]
 
     @property
     def rows(self) -> int:
-        return self.extent[1] + self.halo.beyond[1]
+        return self.extent[1] + self.halo.beyond[0]
 
     @property
     def box_bytes(self) -> int:
@@ -152,7 +152,7 @@ class HaloTile:
         """What it is expected to take."""
         depths = 2 * self.chunks
         products = len(self.tables.taps) * depths * self.columns / 2 * GROUPS
-        moved = self.chunks * len(self.halo.depths) * self.box_bytes
+        moved = self.chunks * len(self.halo.slices) * self.box_bytes
         if self.slots:
             moved += self.chunks * len(self.tables.loads) * self.load_bytes
         tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
@@ -167,7 +167,7 @@ class HaloTile:
         args.y_step[:] = [axis.y_step for axis in axes]
         args.row_pixels = self.row_pixels
         args.row_factor = ceil_div(2**32, self.row_pixels)
-        args.chunks, args.slices, args.stages = self.chunks, len(halo.depths), self.stages
+        args.chunks, args.slices, args.stages = self.chunks, len(halo.slices), self.stages
         args.stage_bytes, args.box_bytes = self.stage_bytes, self.box_bytes
         args.slots, args.slot_bytes = self.slots, tables.slot_bytes
         args.load_bytes = self.load_bytes
@@ -183,8 +183,8 @@ class HaloTile:
             into = getattr(args, "pass")[index]
             into.first_step, into.steps = one.first_step, one.steps
             into.y0[:], into.count[:] = one.y0, one.count
-        for index, depth in enumerate(halo.depths):
-            args.slice[index].at[:] = depth, halo.first[1], halo.first[2]
+        for index, place in enumerate(halo.slices):
+            args.slice[index].at[:] = place
         for index, step in enumerate(tables.steps):
             for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
                 setattr(args.step[index], name, int(getattr(step, name)))
@@ -194,6 +194,16 @@ class HaloTile:
             into = args.load[index]
             into.to, into.block = load.to // 16, load.block
             into.t, into.r, into.s = load.tap
+
+
+def some_tile_fits(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> bool:
+    """Whether some tile does, however many positions there are: one row of the least tile."""
+    extents = 2, 1, 2 * LEAST_WIDTH - 1
+    few = [
+        replace(axis, phases=tuple(replace(phase, count=count) for phase in axis.phases))
+        for axis, count in zip(axes, extents, strict=True)
+    ]
+    return bool(halo_tiles(work, few, device))
 
 
 def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tuple[HaloTile, ...]:
@@ -207,13 +217,13 @@ def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tupl
 @lru_cache(maxsize=256)
 def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
     halo = halo_of(problem.axes, twice=problem.twice)
-    if len(halo.depths) > MOST_SLICES:
+    if len(halo.slices) > MOST_SLICES:
         return ()
     found: list[HaloTile] = []
     splits: tuple[Split, ...] = ("columns", "channels")
     for split in splits if problem.channels[1] > 64 else splits[:1]:
         groups = GROUPS if split == "columns" else 1
-        for width, rows, columns in _shapes(problem.extents, halo, groups):
+        for width, rows, columns in _shapes(problem, halo, groups):
             extent = 2 if problem.twice else 1, rows, width
             for stay in (True, False):
                 tile = _fitted(problem, device, halo, split, columns, extent, stay=stay)
@@ -222,18 +232,19 @@ def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
     return tuple(sorted(found, key=lambda tile: tile.clocks(device)))
 
 
-def _shapes(extents: Size3, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
+def _shapes(problem: Problem, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
     """Widths and rows of tiles, and columns that hold them."""
+    extents, steps = problem.extents, [axis.x_step for axis in problem.axes[1:]]
     for parts in range(1, extents[2] + 1):
         width = ceil_div(extents[2], parts)
         if parts > 1 and width == ceil_div(extents[2], parts - 1):
             continue
         if parts > 1 and width < LEAST_WIDTH:
             return
-        pixels = width + halo.beyond[2]
-        if pixels > MOST_BOX:
+        pixels = width + halo.beyond[1]
+        if pixels > MOST_BOX // steps[1]:
             continue
-        for rows in range(1, min(extents[1], MOST_BOX - halo.beyond[1]) + 1):
+        for rows in range(1, min(extents[1], MOST_BOX // steps[0] - halo.beyond[0]) + 1):
             needed = (rows - 1) * pixels + width
             columns = next((n for n in COLUMNS if n * groups >= needed), None)
             if columns is None:
@@ -255,7 +266,7 @@ def _fitted(
     tables = tables_of(
         problem.axes,
         halo,
-        extent[2] + halo.beyond[2],
+        extent[2] + halo.beyond[1],
         twice=problem.twice,
         blocks=GROUPS if split == "channels" else 1,
         stay=stay,
@@ -265,7 +276,7 @@ def _fitted(
         return None
     chunks = ceil_div(problem.channels[0], CHUNK)
     # What several passes read stays until the last of them.
-    least = chunks * len(halo.depths) if len(tables.passes) > 1 else 2
+    least = chunks * len(halo.slices) if len(tables.passes) > 1 else 2
     for slots in (0,) if stay else SLOTS:
         tile = HaloTile(problem, halo, tables, split, columns, extent, least, slots)
         if stay and tile.channel_tiles > 1:
