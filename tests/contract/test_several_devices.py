@@ -16,7 +16,7 @@ from convgrad import Call, Client, calls
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
-from convgrad_service.engine.sized import sized
+from convgrad_service.engine.arrangement import forget_sizes
 from tests.contract.tree_server import TreeServer, serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
@@ -44,9 +44,9 @@ def _small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # The front end in this process decides how a problem is cut; workers are told.
         patch.setattr(parts, "PART_BYTES", 80_000)
-        sized.cache_clear()
+        forget_sizes()
         yield
-    sized.cache_clear()
+    forget_sizes()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from convgrad.errors import ConnectionFailed, InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
-from convgrad_service.engine.sized import sized
+from convgrad_service.engine.arrangement import forget_sizes
 from tests.client.fake import FakeServer, answer, problem
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.server import LiveServer, binary_example, serving
@@ -37,9 +37,9 @@ PART_BYTES = 500_000
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
-    sized.cache_clear()
+    forget_sizes()
     yield
-    sized.cache_clear()
+    forget_sizes()
 
 
 @pytest.fixture

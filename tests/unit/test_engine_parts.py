@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from convgrad.contract.base import validate
 from convgrad.errors import DeadlineExceeded, InvalidProblem
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
+from convgrad_service.engine.arrangement import arrangement_of, forget_sizes
 from convgrad_service.engine.dataplane import Call, Dataplane, Result
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.finished import Finished
@@ -24,7 +26,6 @@ from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.progress import Progress
 from convgrad_service.engine.regions import InRegion
-from convgrad_service.engine.sized import sized
 from convgrad_service.engine.timing import Timings
 from convgrad_service.engine.workers import ThreadWorker
 from convgrad_service.problems import Problem, problem_from
@@ -40,9 +41,9 @@ FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of 8 KiB, so that small problems have several."""
     monkeypatch.setattr(parts, "PART_BYTES", 8 * 1024)
-    sized.cache_clear()
+    forget_sizes()
     yield
-    sized.cache_clear()
+    forget_sizes()
 
 
 def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:
@@ -224,17 +225,38 @@ def test_parts_of_one_job_take_one_place_in_the_line() -> None:
 def test_an_output_that_lies_where_an_input_does_is_computed_by_one_task() -> None:
     cut, file = problem(), (1, 2)
     size = cut.inputs["grad_output"].size_bytes
-    inputs: dict[str, Any] = {"grad_output": InRegion(1, 0, file), "weight": 0}
 
-    def tasks(place: InRegion) -> int:
-        return Job(cut, inputs, {"grad_input": place}, parts=5).tasks
+    def tasks(*regions: InRegion) -> int:
+        arranged = arrangement_of(cut, ("grad_output", "grad_input"))
+        sizes = replace(arranged.sizes, parts=5)
+        return Job.of(replace(arranged, sizes=sizes), 0, regions).tasks
 
-    assert tasks(InRegion(2, 0, (1, 3))) == 5  # in another file
-    assert tasks(InRegion(1, -(-size // 64) * 64, file)) == 5  # behind the input
-    assert tasks(InRegion(2, 64, file)) == 1  # the same file under another number
-    assert tasks(InRegion(2, 4, (1, 3))) == 1  # where no kernel can write
-    taken = Job(cut, inputs, {"grad_input": 0}, {"weight": InRegion(1, 0, file)}, parts=5)
-    assert taken.tasks == 1
+    given = InRegion(1, 0, file)
+    assert tasks(given, InRegion(2, 0, (1, 3))) == 5  # in another file
+    assert tasks(given, InRegion(1, -(-size // 64) * 64, file)) == 5  # behind the input
+    assert tasks(given, InRegion(2, 64, file)) == 1  # the same file under another number
+    assert tasks(given, InRegion(2, 4, (1, 3))) == 1  # where no kernel can write
+
+
+def test_what_is_copied_out_of_shared_memory_first_is_copied_by_one_task() -> None:
+    cut = problem_from(
+        "maxpool2d_bwd",
+        validate(
+            OPERATIONS["maxpool2d_bwd"].request,
+            {
+                "grad_output": np.zeros((5, 1, 2, 2), np.float32),
+                "indices": np.zeros((5, 1, 2, 2), np.int64),
+                "kernel_size": 2,
+                "input_size": [4, 4],
+            },
+        ),
+    )
+    arranged = arrangement_of(cut, ("indices",))
+    several = replace(arranged, sizes=replace(arranged.sizes, parts=5))
+    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 1
+    apart = arrangement_of(cut, ("grad_output",))
+    several = replace(apart, sizes=replace(apart.sizes, parts=5))
+    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 5
 
 
 class Mortal:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
+from convgrad_service.engine.arrangement import PackedArrangement
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.pace import Pace
 from convgrad_service.engine.schedule import Schedule, Task, WorkerLost
@@ -34,8 +35,7 @@ class Recorder:
 
 
 def job(cost: int = 1) -> Job:
-    problem: Any = None
-    return Job(problem, {}, {}, cost=cost)
+    return Job(PackedArrangement(b"", cost), 0)
 
 
 def known_pace(units_per_s: float) -> Pace:

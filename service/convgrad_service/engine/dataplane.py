@@ -12,177 +12,43 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from convgrad.contract import Report, Request, validate
-from convgrad.dtypes import DType
-from convgrad.errors import MalformedRequest
-from convgrad_service.engine.arena import arranged
+from convgrad.contract import Request, validate
+from convgrad_service.engine.arrangement import arrangement_of
+from convgrad_service.engine.at_once import AtOnce
 from convgrad_service.engine.call import Call, Result
-from convgrad_service.engine.hub import Engine, Running
-from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory import Lease, leased, memory_errors_named
-from convgrad_service.engine.pace import Pace
-from convgrad_service.engine.parts import Told
-from convgrad_service.engine.placement import arena_specs, names_elements, shared_parts, to_store
-from convgrad_service.engine.progress import Progress
+from convgrad_service.engine.placement import shared_parts, to_store
 from convgrad_service.engine.records import Record
-from convgrad_service.engine.regions import InRegion, RegionPart
-from convgrad_service.engine.segments import Place
+from convgrad_service.engine.regions import RegionPart
 from convgrad_service.engine.sized import sized
 from convgrad_service.engine.stored import StoredTensors, stored_fields
 from convgrad_service.engine.timing import Timings
+from convgrad_service.engine.work import (
+    SMALL_BYTES,
+    Alike,
+    Filler,
+    Known,
+    Source,
+    Work,
+    blank,
+)
 from convgrad_service.problems import Problem, problem_from
 
 __all__ = ["SMALL_BYTES", "Call", "Dataplane", "Filler", "Result", "Source", "Work", "blank"]
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
-Arrays = Mapping[str, NDArray[Any]]
-Filler = Callable[[NDArray[Any]], None]
-"""Writes a tensor to the place that it is called with."""
-Source = NDArray[Any] | Filler
 
 _MAX_KNOWN = 256
-
-SMALL_BYTES = 64 * 1024
-"""What is decoded, copied or encoded where it stands: a thread would take longer to be told."""
-
-
-class Work:
-    """One request that has its place in the arena.
-
-    ``inputs`` are writable; `compute` may be called once they hold the request's data. What it
-    returns lies in the arena too, and is valid until the block of `Dataplane.begin` ends. Inputs
-    in shared memory are not among them, and of outputs there only shape and dtype are returned.
-    """
-
-    def __init__(
-        self,
-        plane: Dataplane,
-        call: Call,
-        request: Request,
-        problem: Problem,
-        lease: Lease,
-        shared: Collection[str],
-        kept: Mapping[str, RegionPart],
-    ) -> None:
-        self.request, self.problem, self.lease = request, problem, lease
-        self._plane, self._call = plane, call
-        self._kept = kept
-        self.is_stored = False
-        self._sized = sizes = sized(problem)
-        regions = dict(zip(shared, lease.regions, strict=True))
-        specs = arena_specs(sizes, shared)
-        offsets, _ = arranged(specs.values())
-        places: dict[str, Place] = {**regions}
-        places.update(
-            (name, lease.offset + offset) for name, offset in zip(specs, offsets, strict=True)
-        )
-        self._job = Job(
-            problem,
-            {name: places[name] for name in sizes.inputs},
-            {name: places[name] for name in sizes.outputs},
-            {name: place for name, place in regions.items() if name in specs},
-            Pace.cost(sizes),
-            sizes.parts,
-        )
-        self._ending: asyncio.Future[Result] | None = None
-        arena = plane.engine.arena
-        self.inputs = {
-            name: arena.array(place, sizes.inputs[name])
-            for name, place in self._job.inputs.items()
-            if not isinstance(place, InRegion) and name not in regions
-        }
-        self._outputs = {
-            name: blank(sizes.outputs[name].shape, sizes.outputs[name].dtype, name=name)
-            if isinstance(place, InRegion)
-            else arena.array(place, sizes.outputs[name])
-            for name, place in self._job.outputs.items()
-        }
-
-    async def fill(self, sources: Mapping[str, Source], *, holds: Lease | None = None) -> None:
-        """Write inputs: an array is copied, a function is called with the place to write to.
-
-        ``holds`` is what they read, if that lies in the arena too.
-        """
-
-        def write() -> None:
-            for name, source in sources.items():
-                if name not in self.inputs:
-                    continue  # given, and not needed: accumulate beside beta = 0
-                if callable(source):
-                    source(self.inputs[name])
-                else:
-                    np.copyto(self.inputs[name], source, casting="no")
-
-        small = sum(self.inputs[name].nbytes for name in sources if name in self.inputs)
-        await self._plane.in_thread(write, self.lease, holds, inline=small <= SMALL_BYTES)
-
-    async def compute(self, *, streamed: bool = False) -> Result:
-        """Wait for a worker to compute it, or, of a large answer that may be ``streamed``, for the
-        first of its parts.
-
-        If the caller goes away (the task is cancelled), waiting work is dropped and running work
-        is asked to stop.
-        """
-        job = self._job
-        # Of what names elements of others it is known at the end whether it was right to.
-        if not streamed or job.tasks == 1 or self._kept or names_elements(self._sized):
-            return await self._computed(None)
-        progress = Progress(job.problem, job.parts, self._call.deadline)
-        self._ending = await progress.first(self._computed(progress.told))
-        if self._ending.done():
-            return self._ending.result()
-        return Result(self.request, self._outputs, self._report(progress.so_far), progress)
-
-    def stop(self) -> None:
-        """Ask what still computes to stop."""
-        if self._ending is not None:
-            self._ending.cancel()
-
-    async def _computed(self, told: Told | None) -> Result:
-        engine, timings = self._plane.engine, self._call.timings
-        running = engine.compute(self.lease, self._job, self._call.deadline.at_s, told)
-        submitted_s = time.monotonic()
-        moved_s = 0.0
-        try:
-            # Shielded: `done` says when the memory is free, which a caller who leaves cannot.
-            finished = await asyncio.shield(running.done)
-            moved_s = finished.upload_s + finished.download_s
-            if moved_s:
-                timings.add("upload", finished.upload_s)
-                timings.add("download", finished.download_s)
-        except asyncio.CancelledError:
-            engine.cancel(running)
-            raise
-        finally:
-            _count_waiting(timings, running, time.monotonic() - submitted_s, moved_s)
-        timings.flops += self._sized.flops
-        timings.compulsory_bytes += self._sized.compulsory_bytes
-        if self._kept:
-            await self._plane.stored.commit(self._call.owner, self._kept)
-            self.is_stored = True
-        return Result(self.request, self._outputs, self._report(finished))
-
-    def _report(self, finished: Finished) -> Report:
-        return Report(
-            backend=self._plane.engine.status.backend,
-            kernel=finished.kernel,
-            flops=self._sized.flops,
-            bytes=self._sized.compulsory_bytes,
-            compute_s=finished.compute_s,
-            pieces=finished.pieces,
-            workspace_bytes=finished.workspace_bytes,
-        )
 
 
 class Dataplane:
@@ -193,7 +59,7 @@ class Dataplane:
         self.stored = StoredTensors(engine.stored)
         self.limits = limits
         self.draining = False
-        self._known: dict[Hashable, tuple[Request, Problem, tuple[Any, ...]]] = {}
+        self._known: OrderedDict[Hashable, Known] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
     def require_ready(self) -> None:
@@ -233,10 +99,9 @@ class Dataplane:
             Any of the table that knows no transport.
         """
         async with memory_errors_named():
+            kept: Mapping[str, RegionPart] = {}
             with call.timings.stage("decode"):
-                known = (
-                    None if call.key is None else self._known.get((call.operation.name, call.key))
-                )
+                known = self._like(call)
                 if known is None:
                     fields = await self.in_thread(decode, holds, inline=call.small)
                     if "stored" in fields:
@@ -245,26 +110,24 @@ class Dataplane:
                     request, problem = await self.in_thread(
                         lambda: self._prepare(call, fields), holds, inline=call.small
                     )
-                    self._remember(call, request, problem)
-                else:
-                    request, problem, call.notes[:] = known
             call.timings.accepted = True
-            sizes = sized(problem)
-            kept: Mapping[str, RegionPart] = {}
-            if request.store:
-                kept = await self.stored.make(to_store(request, sizes, regions))
-                regions = {**regions, **{name: kept[request.store[name]] for name in request.store}}
+            if known is None:
+                if request.store:
+                    kept = await self.stored.make(to_store(request, sized(problem), regions))
+                    outputs = {name: kept[request.store[name]] for name in request.store}
+                    regions = {**regions, **outputs}
+                    call.key = None
+                known = self._remembered(call, request, problem, regions)
             stored = False
             try:
-                shared = shared_parts(sizes, regions) if regions else {}
-                _, size_bytes = arranged(arena_specs(sizes, shared).values())
+                size_bytes = known.arrangement.size_bytes
                 if call.ticket is not None:
                     await call.ticket.hold(size_bytes)
                 started_s = time.monotonic()
-                lease = await leased(self.engine.reserve(size_bytes, regions=list(shared.values())))
+                lease = await leased(self.engine.reserve(size_bytes, regions=known.parts))
                 call.timings.add("queue", time.monotonic() - started_s)
                 try:
-                    work = Work(self, call, request, problem, lease, shared, kept)
+                    work = Work(self, call, known, lease, kept)
                     try:
                         yield work
                     finally:
@@ -275,6 +138,23 @@ class Dataplane:
             finally:
                 if kept and not stored:
                     await asyncio.shield(self.stored.abandon(kept.values()))
+
+    def at_once(self, call: Call) -> AtOnce | None:
+        """A call like one before it, if its place is free now; else None, and it is for `begin`.
+
+        Raises
+        ------
+        NotFound, InvalidProblem
+            The shared memory that it names is not there any more.
+        """
+        known = self._like(call)
+        if known is None or known.arrangement.sizes.parts > 1:
+            return None
+        lease = self.engine.take(known.arrangement.size_bytes, known.parts)
+        if lease is None:
+            return None
+        call.timings.accepted = True
+        return AtOnce(self, call, known, lease)
 
     async def answer(
         self, call: Call, decode: Callable[[], Fields], encode: Callable[[Result], T]
@@ -339,12 +219,27 @@ class Dataplane:
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _remember(self, call: Call, request: Request, problem: Problem) -> None:
-        """The same layer is asked for again and again, with other data."""
+    def _like(self, call: Call) -> Known | None:
+        """What is known of a call from one like it: clients ask for the same layer again and again,
+        with other data."""
+        key = call.operation.name, call.key
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            call.notes[:] = known.notes
+        return known
+
+    def _remembered(
+        self, call: Call, request: Request, problem: Problem, regions: Mapping[str, RegionPart]
+    ) -> Known:
+        shared = shared_parts(sized(problem), regions) if regions else {}
+        arrangement = arrangement_of(problem, tuple(shared))
+        known = Known(request, arrangement, tuple(shared.values()), tuple(call.notes), Alike())
         if call.key is not None:
-            if len(self._known) >= _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[call.operation.name, call.key] = request, problem, tuple(call.notes)
+            self._known[call.operation.name, call.key] = known
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return known
 
     async def _found(
         self, call: Call, fields: Fields, regions: Mapping[str, RegionPart]
@@ -366,19 +261,3 @@ class Dataplane:
         if call.refuse is not None:
             call.refuse(request, problem)
         return request, problem
-
-
-def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
-    """A tensor that is known by shape and dtype alone: it has no data and takes no memory."""
-    try:
-        return np.broadcast_to(np.empty((), dtype.numpy), shape)
-    except ValueError:
-        # More elements than NumPy can count.
-        raise MalformedRequest(f"{name}: shape {shape} is too large") from None
-
-
-def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:
-    # Of a problem that is given up the start is known all the same, if it had one.
-    waited_s = spent_s if running.waited_s is None else min(running.waited_s, spent_s)
-    timings.add("queue", waited_s)
-    timings.add("compute", spent_s - waited_s - moved_s)

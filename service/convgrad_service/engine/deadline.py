@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from convgrad.errors import DeadlineExceeded
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "Leash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,12 @@ class Deadline:
         """Seconds left; negative once it has passed."""
         return self.at_s - time.monotonic()
 
+    def missed(self) -> DeadlineExceeded:
+        """What a request is refused with that it has passed."""
+        return DeadlineExceeded(
+            f"no answer was ready within the {self.allowed_s:g} s that the request allowed"
+        )
+
     @asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
         """Cancel what runs inside when the deadline passes, and raise DeadlineExceeded."""
@@ -41,6 +47,43 @@ class Deadline:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(
-                f"no answer was ready within the {self.allowed_s:g} s that the request allowed"
-            ) from None
+            raise self.missed() from None
+
+
+class Leash:
+    """While it lasts, `cut` ends what the calling task waits for, and so does the deadline.
+
+    The block then raises what was cut with: DeadlineExceeded at the deadline. It is
+    `Deadline.enforced` for those who cannot afford a generator and two coroutines.
+    """
+
+    __slots__ = ("_before", "_deadline", "_error", "_task", "_timer")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Leash:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - only a task can wait
+        self._task, self._before = task, task.cancelling()
+        remaining_s = max(self._deadline.remaining_s, 0.0)
+        self._timer = asyncio.get_running_loop().call_later(remaining_s, self._late)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._error is None:
+            return
+        # Cancelled by somebody else too, it stays so.
+        if self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise self._error from None
+
+    def cut(self, error: Exception) -> None:
+        """End it with this error, if nothing else has."""
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def _late(self) -> None:
+        self.cut(self._deadline.missed())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from convgrad.errors import Overloaded
+from convgrad_service.engine.arrangement import PackedArrangement
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.hub import Hub
-from convgrad_service.engine.jobs import Finished
+from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease
 from convgrad_service.engine.messages import (
     KINDS,
@@ -35,6 +37,7 @@ from convgrad_service.engine.messages import (
 from convgrad_service.engine.parts import Parted
 from convgrad_service.engine.quotas import Entered
 from convgrad_service.engine.records import Record
+from convgrad_service.engine.regions import InRegion, RegionPart
 from convgrad_service.engine.schedule import Task
 
 __all__ = ["FrontEnd"]
@@ -50,6 +53,7 @@ class FrontEnd:
         self._channel: Channel | None = None
         self._leases: dict[int, asyncio.Future[Lease]] = {}
         self._tasks: dict[int, Task | Parted[Task]] = {}
+        self._arrangements: dict[int, PackedArrangement] = {}
         self._tickets: dict[int, Entered] = {}
 
     async def serve(self, channel_end: Any) -> None:
@@ -94,33 +98,47 @@ class FrontEnd:
     def _reserve(self, message: Reserve) -> None:
         try:
             lease = self._hub.reserve(
-                message.size_bytes, text=message.text, regions=message.regions
+                message.size_bytes,
+                text=message.text,
+                regions=[RegionPart(*part) for part in message.regions],
             )
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
             return
         self._leases[message.number] = lease
-        self._reply_when_done(message.number, lease, lambda lease: (lease.offset, lease.regions))
+        self._reply_when_done(message.number, lease, _granted)
 
     def _release(self, message: Release) -> None:
         if (lease := self._leases.pop(message.number, None)) is not None:
             _leave(lease)
 
     def _compute(self, message: Compute) -> None:
+        slot, text = message.named
+        if text is not None:
+            self._arrangements[slot] = PackedArrangement(text, message.cost)
 
         def told(part: int, finished: Finished) -> None:
             self._tell(PartDone(message.number, part, tuple(finished)))
 
+        regions = tuple(InRegion(*place) for place in message.regions)
+        found: tuple[InRegion, ...] = ()
         try:
-            task = self._hub.schedule.submit(message.job, message.deadline_s, told)
+            if message.parts:
+                found = self._hub.regions.use([RegionPart(*part) for part in message.parts])
+            job = Job(self._arrangements[slot], message.base, regions or found, message.tasks)
+            task = self._hub.schedule.submit(job, message.deadline_s, told)
         except Exception as error:  # noqa: BLE001 - the front end raises it
+            self._hub.regions.release(found)
             self._tell(Reply(message.number, error=error))
             return
         self._tasks[message.number] = task
-        self._reply_when_done(message.number, task.done, lambda finished: (finished, task.waited_s))
-        task.done.add_done_callback(lambda _: self._tasks.pop(message.number, None))
+        task.done.add_done_callback(partial(self._computed, message.number, task))
+        if found:
+            task.done.add_done_callback(lambda _: self._hub.regions.release(found))
 
-    def _computed(self, number: int, task: Task, done: asyncio.Future[Finished]) -> None:
+    def _computed(
+        self, number: int, task: Task | Parted[Task], done: asyncio.Future[Finished]
+    ) -> None:
         del self._tasks[number]
         if done.cancelled():
             self._tell(Reply(number, cancelled=True))
@@ -190,6 +208,10 @@ class FrontEnd:
         Record: lambda self, record: self._hub.observe(record),
         Listens: lambda self, message: self._listens(message),
     }
+
+
+def _granted(lease: Lease) -> tuple[int, list[Any]]:
+    return lease.offset, [tuple(place) for place in lease.regions]
 
 
 def _leave(lease: asyncio.Future[Lease]) -> None:

@@ -103,6 +103,10 @@ class Engine(Protocol):
         """
         ...
 
+    def take(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """The same for tensors at once, or None where it would have to be waited for."""
+        ...
+
     def compute(
         self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
     ) -> Running:
@@ -255,6 +259,17 @@ class Hub:
             # Called before whoever waits for the lease goes on: the first callback it has.
             future.add_done_callback(keep)
         return future
+
+    def take(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """See `Engine.take`."""
+        lease = self.memory.take(size_bytes)
+        if lease is not None and regions:
+            try:
+                lease.keep(self.regions.use(regions), self.regions.release)
+            except ServiceError:
+                lease.release()
+                raise
+        return lease
 
     async def register_region(self, owner: str, info: RegionInfo) -> None:
         """See `Regions.register`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,80 +11,64 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.base import Backend, Outcome
 from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.arrangement import Arrangement, PackedArrangement, Tensor
 from convgrad_service.engine.finished import Finished
 from convgrad_service.engine.parts import joined, pieces_of
 from convgrad_service.engine.regions import InRegion
-from convgrad_service.engine.segments import Place, Segments, apart, array_at
-from convgrad_service.engine.sized import sized
-from convgrad_service.problems.base import Piece, Problem
+from convgrad_service.engine.segments import Segments, apart
+from convgrad_service.problems.base import Piece
 from convgrad_service.problems.pieces import piece_tensors, place_part
 
-__all__ = ["Finished", "Job", "PackedJob", "run_job"]
+__all__ = ["Finished", "Job", "run_job"]
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class Job(NamedTuple):
-    """A problem, and where each of its tensors lies, in the arena or in a client's shared memory.
+    """An arrangement, where its place in the arena begins, and the shared memory that it uses.
 
-    ``taken`` are inputs to be copied from there to their place first, because what is validated
-    may not change any more. A problem of several ``parts`` is computed in so many, each a task of
-    its own where that is possible, see `tasks`.
+    It makes so many ``tasks``, each a part of it.
     """
 
-    problem: Problem
-    inputs: Mapping[str, Place]
-    outputs: Mapping[str, Place]
-    taken: Mapping[str, InRegion] = {}
-    cost: float = 0.0
-    """In units of `Pace`."""
-    parts: int = 1
-
-    @property
-    def unfit(self) -> set[str]:
-        """The tensors that cannot be computed where they lie."""
-        sizes = sized(self.problem)
-        return apart(self.inputs, self.outputs, {**sizes.inputs, **sizes.outputs})
-
-    @property
-    def tasks(self) -> int:
-        """How many tasks it makes.
-
-        One where a part could overwrite what another has still to read: outputs in a client's
-        memory may lie where inputs do.
-        """
-        if self.parts == 1 or self.taken or self.unfit & self.outputs.keys():
-            return 1
-        return len(pieces_of(self.problem, self.parts))
-
-    @property
-    def regions(self) -> frozenset[int]:
-        """The numbers of the regions that it touches."""
-        places = [*self.inputs.values(), *self.outputs.values(), *self.taken.values()]
-        return frozenset(place.file for place in places if isinstance(place, InRegion))
-
-    def packed(self) -> PackedJob:
-        """The same for another process."""
-        text = pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
-        return PackedJob(text, self.cost, self.regions, self.tasks)
-
-
-class PackedJob(NamedTuple):
-    """A job as the hub passes it on from one process to another, without looking into it."""
-
-    text: bytes
-    cost: float
-    regions: frozenset[int]
+    arrangement: Arrangement | PackedArrangement
+    base: int
+    regions: tuple[InRegion, ...] = ()
     tasks: int = 1
 
-    def packed(self) -> PackedJob:
-        """It is already."""
-        return self
+    @property
+    def cost(self) -> float:
+        """In units of `Pace`."""
+        return self.arrangement.cost
 
-    def unpacked(self) -> Job:
-        """The job itself."""
-        job: Job = pickle.loads(self.text)  # noqa: S301 - from one of our own processes
-        return job
+    @classmethod
+    def of(cls, arrangement: Arrangement, base: int, regions: tuple[InRegion, ...]) -> Job:
+        """A job of as many tasks as it can be."""
+        tasks = 1
+        if arrangement.sizes.parts > 1:
+            outputs = {tensor.name for tensor in arrangement.outputs}
+            # A part could overwrite what another has still to read: outputs in a client's memory
+            # may lie where inputs do. And what is copied from there first is copied once.
+            taken = any(_is_taken(tensor) for tensor in arrangement.inputs)
+            if not taken and not outputs & _unfit(arrangement, regions):
+                tasks = len(pieces_of(arrangement.problem, arrangement.sizes.parts))
+        return cls(arrangement, base, regions, tasks)
+
+
+def _is_taken(tensor: Tensor) -> bool:
+    """Whether a tensor is copied out of shared memory before anything is made of it."""
+    return tensor.offset is not None and tensor.region is not None
+
+
+def _unfit(arrangement: Arrangement, regions: tuple[InRegion, ...]) -> set[str]:
+    """The tensors in shared memory that cannot be computed where they lie."""
+    inside = [
+        tensor for tensor in (*arrangement.inputs, *arrangement.outputs) if tensor.offset is None
+    ]
+    return apart(
+        {name: regions[region] for name, _, _, region in inside if region is not None},
+        arrangement.sizes.outputs,
+        {tensor.name: tensor.spec for tensor in inside},
+    )
 
 
 def run_job(
@@ -100,31 +83,34 @@ def run_job(
 
     Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
     """
-    sizes = sized(job.problem)
-    inputs = {
-        name: array_at(place, sizes.inputs[name], arena, segments)
-        for name, place in job.inputs.items()
-    }
-    for name, region in job.taken.items():
-        np.copyto(inputs[name], segments.array(region, sizes.inputs[name]))
-    for array in inputs.values():
-        array.flags.writeable = False
-    outputs = {
-        name: array_at(place, sizes.outputs[name], arena, segments)
-        for name, place in job.outputs.items()
-    }
-    direct = dict(outputs)
+    arrangement = job.arrangement.unpacked()
+
+    def array(tensor: Tensor) -> NDArray[Any]:
+        if tensor.offset is not None:
+            return arena.array(job.base + tensor.offset, tensor.spec)
+        assert tensor.region is not None  # noqa: S101
+        return segments.array(job.regions[tensor.region], tensor.spec)
+
+    inputs = {tensor.name: array(tensor) for tensor in arrangement.inputs}
+    for name, spec, offset, region in arrangement.inputs:
+        if offset is not None and region is not None:
+            # What is validated may not change any more.
+            np.copyto(inputs[name], segments.array(job.regions[region], spec))
+    for tensor in inputs.values():
+        tensor.flags.writeable = False
+    outputs = {tensor.name: array(tensor) for tensor in arrangement.outputs}
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
-    unfit = job.unfit
-    for name in unfit & outputs.keys():
-        direct[name] = np.empty_like(outputs[name])
-    if job.parts == 1:
+    unfit = _unfit(arrangement, job.regions) if job.regions else set()
+    direct = {
+        name: np.empty_like(place) if name in unfit else place for name, place in outputs.items()
+    }
+    if arrangement.sizes.parts == 1:
         given = {name: array.copy() if name in unfit else array for name, array in inputs.items()}
-        outcome = backend.run(job.problem, given, cancelled, direct)
+        outcome = backend.run(arrangement.problem, given, cancelled, direct)
         found: Arrays = outcome.outputs
         finished = _finished(outcome)
     else:
-        pieces = pieces_of(job.problem, job.parts)
+        pieces = pieces_of(arrangement.problem, arrangement.sizes.parts)
         chosen = pieces if part is None else pieces[part : part + 1]
         finished = joined(
             [_run_piece(backend, piece, inputs, unfit, direct, cancelled) for piece in chosen]
@@ -134,7 +120,7 @@ def run_job(
         # A backend may compute where it likes; most write to the place itself.
         if found[name] is not place:
             np.copyto(place, found[name], casting="no")
-    segments.check(job.regions)
+    segments.check(region.file for region in job.regions)
     return finished
 
 

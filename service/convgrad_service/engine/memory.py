@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
 from convgrad_service.engine.places import Places
-from convgrad_service.engine.regions import InRegion
+from convgrad_service.engine.regions import InRegion, RegionPart
 
 __all__ = ["Lease", "Memory", "leased", "memory_errors_named"]
 
@@ -36,13 +36,17 @@ class Lease:
     def __init__(self, offset: int, size_bytes: int, give: Callable[[Lease], None]) -> None:
         self.offset = offset
         self.size_bytes = size_bytes
-        self.regions: Sequence[InRegion] = ()
+        self.regions: tuple[InRegion, ...] = ()
         """Places in shared memory that are held with it."""
+        self.parts: tuple[RegionPart, ...] = ()
+        """Shared memory that the hub is to find and hold while a job in it runs."""
         self._give = give
-        self._give_regions: Callable[[Sequence[InRegion]], None] | None = None
+        self._give_regions: Callable[[tuple[InRegion, ...]], None] | None = None
         self._holders = 1
 
-    def keep(self, regions: Sequence[InRegion], give: Callable[[Sequence[InRegion]], None]) -> None:
+    def keep(
+        self, regions: tuple[InRegion, ...], give: Callable[[tuple[InRegion, ...]], None]
+    ) -> None:
         """Hold these places too; ``give`` is called with them in the end."""
         self.regions, self._give_regions = regions, give
 
@@ -122,6 +126,13 @@ class Memory:
         """What they hold now, in whole pages."""
         return self._places.used_bytes
 
+    def take(self, size_bytes: int) -> Lease | None:
+        """A lease at once, or None: too much is held by others, or they have waited for longer."""
+        if self._waiting:
+            return None
+        offset = self._places.take(size_bytes)
+        return None if offset is None else Lease(offset, size_bytes, self._freed)
+
     def reserve(self, size_bytes: int, until_s: float) -> asyncio.Future[Lease]:
         """A lease, at once or as soon as its turn has come and others have left enough.
 
@@ -135,6 +146,10 @@ class Memory:
         Overloaded
             As many wait as may.
         """
+        if (lease := self.take(size_bytes)) is not None:
+            taken: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+            taken.set_result(lease)
+            return taken
         if size_bytes > self.limit_bytes:
             raise ProblemTooLarge(
                 f"the request would hold {size_bytes:,} bytes of memory, more than the "
@@ -142,9 +157,6 @@ class Memory:
             )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Lease] = loop.create_future()
-        if not self._waiting and (offset := self._places.take(size_bytes)) is not None:
-            future.set_result(Lease(offset, size_bytes, self._freed))
-            return future
         wait_s = until_s - time.monotonic()
         if len(self._waiting) >= self._max_waiting or wait_s <= 0:
             raise self._overloaded(size_bytes)

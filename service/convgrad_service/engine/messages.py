@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from convgrad_service.engine.channel import Kinds
+from convgrad_service.engine.glossary import Named
 from convgrad_service.engine.hub import Status
-from convgrad_service.engine.jobs import PackedJob
 from convgrad_service.engine.quotas import Caller
 from convgrad_service.engine.records import Record
-from convgrad_service.engine.regions import RegionPart
 
 __all__ = [
     "KINDS",
@@ -51,10 +49,13 @@ class Drain(NamedTuple):
 
 
 class Reserve(NamedTuple):
+    """For a place. Regions are `RegionPart`, and in the reply `InRegion`, but as plain tuples: a
+    class's name takes longer to read than the rest of a message."""
+
     number: int
     size_bytes: int
     text: bool
-    regions: Sequence[RegionPart]
+    regions: tuple[tuple[Any, ...], ...]
 
 
 class Release(NamedTuple):
@@ -62,8 +63,18 @@ class Release(NamedTuple):
 
 
 class Compute(NamedTuple):
+    """A job, whose arrangement the hub was told before unless its text is there; see `Glossary`.
+
+    Its regions, as plain tuples, are held already, or they are ``parts`` to be found now.
+    """
+
     number: int
-    job: PackedJob
+    named: Named
+    cost: float
+    tasks: int
+    base: int
+    regions: tuple[tuple[Any, ...], ...]
+    parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
 
 

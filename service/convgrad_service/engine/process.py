@@ -8,7 +8,8 @@ import gc
 import itertools
 import socket
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from convgrad.errors import DeviceUnavailable, ServiceError
@@ -16,14 +17,17 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.child import spawn
+from convgrad_service.engine.glossary import Glossary
 from convgrad_service.engine.jobs import Finished
-from convgrad_service.engine.regions import Regions
+from convgrad_service.engine.regions import InRegion, Regions
 from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.worker import Cancel, Forget, Hello, Start, worker_main
 
 __all__ = ["ProcessWorker", "WorkerRecipe"]
 
 
+# Of a worker with nothing else to do, the next may wait so long for a thread.
+_BRIEF_S = 1e-3
 # Compiling what a GPU needs first takes seconds; this is for a driver that never answers.
 _START_S = 300
 
@@ -53,7 +57,9 @@ class ProcessWorker:
         self._greeted: asyncio.Future[Hello] = loop.create_future()
         self._finished = finished
         self._numbers = itertools.count()
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, tuple[Task, int]] = {}
+        self._named = Glossary()
+        self._brief: set[int] = set()  # of what it was told, what took it no time the last time
         self._ending: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes]
         self._jobs: Channel
@@ -116,19 +122,19 @@ class ProcessWorker:
 
     def start(self, task: Task) -> None:
         """See `Worker.start`."""
-        number = next(self._numbers)
-        self._tasks[number] = task
-        new = sorted(task.job.regions - self._sent_regions)
-        # A worker that has just died takes none; then the job runs again with all the others.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for region in new:
-                socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
-        self._sent_regions.update(new)
-        self._jobs.tell((number, task.job.packed().text, task.part, new))
+        number, job = next(self._numbers), task.job
+        new = self._sent(job.regions) if job.regions else ()
+        named, text = self._named.name(job.arrangement.text)
+        if text is not None:
+            self._brief.discard(named)
+        brief = not self._tasks and named in self._brief
+        self._tasks[number] = task, named
+        regions = tuple(map(tuple, job.regions))
+        self._jobs.tell((number, (named, text), job.base, regions, task.part, new, brief))
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""
-        for number, held in self._tasks.items():
+        for number, (held, _) in self._tasks.items():
             if held is task:
                 self._control.tell(Cancel(number))
 
@@ -138,14 +144,31 @@ class ProcessWorker:
         self._gone()
         await self.lost
 
+    def _sent(self, regions: Sequence[InRegion]) -> Sequence[int]:
+        """Send the files of regions that the worker has not mapped yet; their numbers."""
+        new = sorted({region.file for region in regions} - self._sent_regions)
+        # A worker that has just died takes none; then the job runs again with all the others.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for region in new:
+                socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
+        self._sent_regions.update(new)
+        return new
+
     def _forget(self, region: int) -> None:
         if region in self._sent_regions:
             self._sent_regions.remove(region)
             self._control.tell(Forget(region))
 
-    def _answered(self, message: tuple[int, Finished | BaseException]) -> None:
-        number, result = message
-        self._finished(self._tasks.pop(number), result)
+    def _answered(self, message: tuple[int, tuple[Any, ...] | BaseException]) -> None:
+        number, plain = message
+        result = plain if isinstance(plain, BaseException) else Finished(*plain)
+        task, named = self._tasks.pop(number)
+        assert task.started_s is not None  # noqa: S101
+        if time.monotonic() - task.started_s < _BRIEF_S:
+            self._brief.add(named)
+        else:
+            self._brief.discard(named)
+        self._finished(task, result)
 
     def _said(self, message: Any) -> None:
         if isinstance(message, Vitals):

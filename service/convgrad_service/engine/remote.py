@@ -10,6 +10,7 @@ from typing import Any
 
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
+from convgrad_service.engine.glossary import Glossary
 from convgrad_service.engine.hub import Running, Status
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease
@@ -82,6 +83,7 @@ class RemoteHub:
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._told: dict[int, Told] = {}
         self._pocket = Places(0, 0)
+        self._named = Glossary()
         self._observing: asyncio.TimerHandle | None = None
         self._channel: Channel
         self._welcomed: asyncio.Future[None]
@@ -114,15 +116,13 @@ class RemoteHub:
         """See `Engine.reserve`."""
         loop = asyncio.get_running_loop()
         leased: asyncio.Future[Lease] = loop.create_future()
-        small = not text and not regions and size_bytes <= _SMALL_BYTES
-        if small and (offset := self._pocket.take(size_bytes)) is not None:
-            give = lambda lease: self._pocket.give(lease.offset, lease.size_bytes)  # noqa: E731
-            leased.set_result(Lease(offset, size_bytes, give))
+        if not (text or regions) and (lease := self.take(size_bytes)) is not None:
+            leased.set_result(lease)
             return leased
         number, replied = self._next()
-        self.tell(Reserve(number, size_bytes, text, regions))
+        self.tell(Reserve(number, size_bytes, text, tuple(map(tuple, regions))))
 
-        def granted(reply: asyncio.Future[tuple[int, Sequence[InRegion]]]) -> None:
+        def granted(reply: asyncio.Future[tuple[int, Sequence[tuple[int, int]]]]) -> None:
             release: Callable[[Lease], None] = lambda _: self.tell(Release(number))  # noqa: E731
             if leased.cancelled():
                 return
@@ -131,7 +131,7 @@ class RemoteHub:
             else:
                 offset, places = reply.result()
                 lease = Lease(offset, size_bytes, release)
-                lease.regions = places
+                lease.regions = tuple(InRegion(*place) for place in places)
                 leased.set_result(lease)
 
         def left(_: asyncio.Future[Lease]) -> None:
@@ -141,6 +141,17 @@ class RemoteHub:
         replied.add_done_callback(granted)
         leased.add_done_callback(left)
         return leased
+
+    def take(self, size_bytes: int, regions: Sequence[RegionPart] = ()) -> Lease | None:
+        """See `Engine.take`: out of the pocket. Regions are found with the job."""
+        if size_bytes > _SMALL_BYTES or (offset := self._pocket.take(size_bytes)) is None:
+            return None
+        lease = Lease(offset, size_bytes, self._back_to_pocket)
+        lease.parts = tuple(regions)
+        return lease
+
+    def _back_to_pocket(self, lease: Lease) -> None:
+        self._pocket.give(lease.offset, lease.size_bytes)
 
     def compute(
         self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
@@ -165,7 +176,11 @@ class RemoteHub:
 
         lease.retain()
         replied.add_done_callback(finished)
-        self.tell(Compute(number, job.packed(), deadline_s))
+        named = self._named.name(job.arrangement.text)
+        regions = tuple(map(tuple, job.regions))
+        parts = tuple(map(tuple, lease.parts))
+        size = job.cost, job.tasks
+        self.tell(Compute(number, named, *size, job.base, regions, parts, deadline_s))
         return running
 
     def cancel(self, running: Running) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
-from convgrad_service.engine.jobs import Finished, Job, PackedJob
+from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.pace import Pace
 from convgrad_service.engine.parts import Parted, Told
 
@@ -43,7 +43,7 @@ class Task:
     """
 
     def __init__(
-        self, job: Job | PackedJob, deadline_s: float, *, large: bool, part: int | None = None
+        self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
     ) -> None:
         self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
         self.cost = job.cost if part is None else job.cost / job.tasks
@@ -129,9 +129,7 @@ class Schedule:
             retry_after_s=min(max(seconds, _RETRY_AFTER_MIN_S), _RETRY_AFTER_MAX_S),
         )
 
-    def submit(
-        self, job: Job | PackedJob, deadline_s: float, told: Told | None = None
-    ) -> Task | Parted[Task]:
+    def submit(self, job: Job, deadline_s: float, told: Told | None = None) -> Task | Parted[Task]:
         """Queue a job; after ``deadline_s``, a time.monotonic(), it is not worth starting.
 
         ``told`` hears of each part of a job that makes several tasks.

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +18,10 @@ from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.cpu.guard import Guard
-from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Adopter", "Place", "Segments", "apart", "array_at"]
-
-Place = int | InRegion
-"""Where a tensor lies: an offset in the arena, or a place in a client's region."""
+__all__ = ["Adopter", "Segments", "apart"]
 
 
 # What kernels may rely on for whole vectors.
@@ -111,32 +107,26 @@ class Segments:
 
 
 def apart(
-    inputs: Mapping[str, Place], outputs: Mapping[str, Place], specs: Mapping[str, TensorSpec]
+    places: Mapping[str, InRegion], outputs: Collection[str], specs: Mapping[str, TensorSpec]
 ) -> set[str]:
-    """The tensors in regions that cannot be computed in place.
+    """Of the tensors in regions those that cannot be computed in place.
 
-    Their address suits no kernel, or an output lies where another tensor lies too.
+    Their address suits no kernel, or one of the ``outputs`` lies where another tensor lies too.
     """
     extents = {
         name: (place.identity, place.offset, place.offset + specs[name].size_bytes)
-        for name, place in (*inputs.items(), *outputs.items())
-        if isinstance(place, InRegion)
+        for name, place in places.items()
     }
     # Files are mapped from their start, on whole pages.
     names = {name for name, (_, start, _) in extents.items() if start % _ALIGNMENT_BYTES}
-    for name in outputs.keys() & extents.keys():
+    for name in outputs:
+        if name not in extents:
+            continue
         file, start, end = extents[name]
         for other, (other_file, other_start, other_end) in extents.items():
             if other != name and file == other_file and start < other_end and other_start < end:
                 names.add(name)
     return names
-
-
-def array_at(place: Place, spec: TensorSpec, arena: Arena, segments: Segments) -> NDArray[Any]:
-    """A writable tensor, wherever it lies."""
-    if isinstance(place, InRegion):
-        return segments.array(place, spec)
-    return arena.array(place, spec)
 
 
 def _shortened() -> InvalidProblem:

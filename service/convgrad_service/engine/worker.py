@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from convgrad.errors import ServiceError
 from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.arena import Arena
+from convgrad_service.engine.arrangement import Arrangement, PackedArrangement
 from convgrad_service.engine.channel import Pipe
+from convgrad_service.engine.glossary import Named
 from convgrad_service.engine.jobs import Finished, Job, run_job
+from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.segments import Segments
 from convgrad_service.priority import give_way
 
-__all__ = ["Cancel", "Forget", "Hello", "Start", "WorkerFailed", "worker_main"]
+__all__ = ["Cancel", "Forget", "Hello", "Order", "Start", "WorkerFailed", "worker_main"]
 
 _log = logging.getLogger("convgrad.worker")
 
@@ -49,6 +51,22 @@ class Hello(NamedTuple):
     slots: int
     devices: int
     pins: bool
+
+
+class Order(NamedTuple):
+    """One job for a worker: see `Job`, whose arrangement goes by a name here.
+
+    The files of ``new_regions`` have been sent before. ``brief`` says that it takes no time worth
+    another thread's waiting for the next one meanwhile.
+    """
+
+    number: int
+    named: Named
+    base: int
+    regions: tuple[tuple[Any, ...], ...]
+    part: int | None
+    new_regions: Sequence[int]
+    brief: bool
 
 
 class Cancel(NamedTuple):
@@ -116,6 +134,7 @@ class _Worker:
     ) -> None:
         self._backend, self._arena, self._jobs, self._files = backend, arena, jobs, files
         self._segments = Segments(backend)
+        self._arrangements: dict[int, Arrangement] = {}
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._cancelled: dict[int, threading.Event] = {}
@@ -128,29 +147,43 @@ class _Worker:
         while True:
             with self._turn:
                 try:
-                    number, packed, part, new_regions = self._jobs.receive()
+                    order, opened, cancelled = self._next()
+                    while order.brief:
+                        # Done sooner than another thread would have woken to wait for the next.
+                        self._run(order, opened, cancelled)
+                        order, opened, cancelled = self._next()
                 except EOFError:
                     return  # the control channel's end says the rest
-                cancelled = self._begin(number)
-                refusal = self._open(new_regions)
-            result: Finished | BaseException
-            try:
-                if refusal is not None:
-                    raise refusal
-                job: Job = pickle.loads(packed)  # noqa: S301 - from the hub
-                result = run_job(self._backend, self._arena, self._segments, job, cancelled, part)
-            except ServiceError as error:
-                result = error
-            # Whatever it was, the request that waits must hear of it.
-            except BaseException as error:  # noqa: BLE001
-                result = WorkerFailed(f"{error!r}\n{traceback.format_exc()}")
-            if self._backend.fault is not None:
-                # Nothing will work here again. Unanswered, the job runs on a fresh worker.
-                _log.error("the device has failed: %s", self._backend.fault)
-                os._exit(1)
-            with self._lock:
-                del self._cancelled[number]
-            self._jobs.send((number, result))
+            self._run(order, opened, cancelled)
+
+    def _next(self) -> tuple[Order, Arrangement | ServiceError, threading.Event]:
+        order = Order(*self._jobs.receive())
+        cancelled = self._begin(order.number)
+        return order, self._learn(order), cancelled
+
+    def _run(
+        self, order: Order, opened: Arrangement | ServiceError, cancelled: threading.Event
+    ) -> None:
+        result: Finished | BaseException
+        try:
+            if isinstance(opened, ServiceError):
+                raise opened
+            job = Job(opened, order.base, tuple(InRegion(*each) for each in order.regions))
+            result = run_job(self._backend, self._arena, self._segments, job, cancelled, order.part)
+        except ServiceError as error:
+            result = error
+        # Whatever it was, the request that waits must hear of it.
+        except BaseException as error:  # noqa: BLE001
+            result = WorkerFailed(f"{error!r}\n{traceback.format_exc()}")
+        if self._backend.fault is not None:
+            # Nothing will work here again. Unanswered, the job runs on a fresh worker.
+            _log.error("the device has failed: %s", self._backend.fault)
+            os._exit(1)
+        with self._lock:
+            del self._cancelled[order.number]
+        # A plain tuple: a class's name takes longer to read than all the rest.
+        plain = tuple(result) if isinstance(result, Finished) else result
+        self._jobs.send((order.number, plain))
 
     def told(self, message: Cancel | Forget) -> None:
         """Pass on that nobody wants a job, which may not have begun or may have ended."""
@@ -163,10 +196,11 @@ class _Worker:
             elif message.number > self._last:
                 self._early.add(message.number)
 
-    def _open(self, regions: Sequence[int]) -> ServiceError | None:
-        """Map regions whose files the hub has sent for this job; what is wrong with one, if so."""
+    def _learn(self, order: Order) -> Arrangement | ServiceError:
+        """What is to be computed, with the regions mapped whose files the hub has sent for it; or
+        what is wrong with one."""
         refusal = None
-        for region in regions:
+        for region in order.new_regions:
             _, descriptors, _, _ = socket.recv_fds(self._files, 1, 1)
             try:
                 self._segments.open(region, descriptors[0])
@@ -174,7 +208,10 @@ class _Worker:
                 refusal = error
             finally:
                 os.close(descriptors[0])
-        return refusal
+        number, text = order.named
+        if text is not None:
+            self._arrangements[number] = PackedArrangement(text).unpacked()
+        return refusal or self._arrangements[number]
 
     def _begin(self, number: int) -> threading.Event:
         with self._lock:

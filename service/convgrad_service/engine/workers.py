@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.jobs import Finished, Job, run_job
+from convgrad_service.engine.jobs import Finished, run_job
 from convgrad_service.engine.regions import Regions
 from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.segments import Segments
@@ -61,9 +61,9 @@ class ThreadWorker:
             task, cancelled, loop = given
             result: Finished | BaseException
             try:
-                job = task.job if isinstance(task.job, Job) else task.job.unpacked()
-                for number in job.regions:
-                    self._segments.open(number, self._regions.descriptor(number))
+                job = task.job
+                for region in job.regions:
+                    self._segments.open(region.file, self._regions.descriptor(region.file))
                 result = run_job(
                     self._backend, self._arena, self._segments, job, cancelled, task.part
                 )

@@ -17,12 +17,14 @@ from convgrad_service.assembly import dataplane_inside
 from convgrad_service.backends.base import Backend
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.hub import Hub
+from convgrad_service.http_api.at_once import SmallRequests
+from convgrad_service.http_api.at_once_forms import InferForm, SafetensorsForm
 from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.docs import add_docs
 from convgrad_service.http_api.health import health_router
 from convgrad_service.http_api.hot_paths import HotPaths
-from convgrad_service.http_api.middleware import ExchangeMiddleware
+from convgrad_service.http_api.middleware import ExchangeMiddleware, TryAnswer
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
@@ -76,9 +78,16 @@ def app_on(
     app.state.dataplane = dataplane
     app.state.settings = settings
     computing: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
+    small: dict[str, TryAnswer] = {}
     for operation in OPERATIONS.values():
         endpoint = OperationEndpoint(operation, dataplane, settings)
         computing[f"/{operation.name}"] = endpoint, {}
+        for path, form in (
+            (f"/{operation.name}", SafetensorsForm()),
+            (f"/v2/models/{operation.name}/infer", InferForm()),
+        ):
+            at_once = SmallRequests(operation, form, dataplane, settings.max_timeout_s)
+            small[path] = at_once.try_answer
         app.router.routes.append(
             Route(f"/{operation.name}", endpoint, methods=["POST"], name=operation.name)
         )
@@ -102,7 +111,9 @@ def app_on(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     app.add_middleware(HotPaths, paths=computing)
-    app.add_middleware(ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces)
+    app.add_middleware(
+        ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces, small=small
+    )
     return app
 
 

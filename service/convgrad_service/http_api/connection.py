@@ -12,6 +12,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 from convgrad_service.http_api.landing import Landing
+from convgrad_service.http_api.problem_details import Headers
 
 __all__ = ["CONNECTION", "Connection", "connection_of"]
 
@@ -32,6 +33,18 @@ class Connection(Protocol):
 
     def stop_landing(self) -> None:
         """Write no more to what `land` was given. The connection is of no further use."""
+        ...
+
+    def whole_body(self) -> bytearray | None:
+        """The body, if all of it has come and no application has been given any; else None."""
+        ...
+
+    async def answer(self, headers: Headers, body: bytes) -> None:
+        """Send a 200, whole, in one write."""
+        ...
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """Until it is called with None, ``gone`` is called if the client closes the connection."""
         ...
 
     def watched(self, gone: Callable[[], None]) -> AbstractContextManager[None]:

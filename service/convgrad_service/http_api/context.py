@@ -7,7 +7,7 @@ from typing import Any
 
 from convgrad_service.request_context import RequestContext
 
-__all__ = ["RequestContext", "begin_context", "context_of"]
+__all__ = ["RequestContext", "begin_context", "context_of", "told_headers"]
 
 _KEY = "convgrad.context"
 
@@ -25,3 +25,11 @@ def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
     """The context that the middleware put into ``scope``."""
     context: RequestContext = scope[_KEY]
     return context
+
+
+def told_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """What every answer says of its exchange."""
+    return [
+        (b"x-request-id", context.request_id.encode("latin-1")),
+        (b"server-timing", context.server_timing().encode()),
+    ]

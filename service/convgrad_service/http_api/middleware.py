@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.dataplane import Dataplane
-from convgrad_service.http_api.context import RequestContext, begin_context
+from convgrad_service.http_api.context import RequestContext, begin_context, told_headers
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.keys import KeyRing
 from convgrad_service.request_context import TRACE_HEADERS
@@ -37,12 +38,19 @@ _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
+TryAnswer = Callable[[Scope, RequestContext], Awaitable[bool]]
+"""Answers a request at once if it can: whether it has."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
 class ExchangeMiddleware:
-    """Wraps the application in the exchange's bookkeeping."""
+    """Wraps the application in the exchange's bookkeeping.
+
+    By its whole path, a request may be answered by one of ``small`` before the application.
+    """
 
     def __init__(
         self,
@@ -50,11 +58,13 @@ class ExchangeMiddleware:
         dataplane: Dataplane,
         keys: KeyRing | None = None,
         traces: Traces | None = None,
+        small: Mapping[str, TryAnswer] | None = None,
     ) -> None:
         self.app = app
         self.dataplane = dataplane
         self.keys = keys
         self.traces = traces
+        self.small = small or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +84,9 @@ class ExchangeMiddleware:
         try:
             if self.keys is not None and scope["path"] not in _OPEN_PATHS:
                 context.caller = self.keys.caller(_authorization(scope))
-            await self.app(scope, exchange.receive, exchange.send)
+            small = self.small.get(scope["path"]) if scope["method"] == "POST" else None
+            if small is None or not await small(scope, context):
+                await self.app(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
@@ -105,6 +117,8 @@ class ExchangeMiddleware:
         if self.traces is not None:
             context.trace = _trace(scope)
             self.traces.record(context, "http")
+        if not _access.isEnabledFor(logging.INFO):
+            return
         quiet = context.status < 400 and scope["path"].startswith(_QUIET_PATHS)
         stages = "".join(
             f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
@@ -188,8 +202,7 @@ class _Exchange:
             # After a 408 nothing is on its way.
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
-        headers.append((b"x-request-id", self._context.request_id.encode("latin-1")))
-        headers.append((b"server-timing", self._context.server_timing().encode()))
+        headers += told_headers(self._context)
         if self._body_unread:
             headers.append((b"connection", b"close"))
         self._context.status = message["status"]

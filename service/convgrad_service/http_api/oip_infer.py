@@ -27,6 +27,7 @@ from convgrad_service.http_api.answering import (
     send_chunks,
     unless_gone,
 )
+from convgrad_service.http_api.at_once_forms import remember
 from convgrad_service.http_api.body import Body, BodyLimits, Text
 from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import context_of
@@ -88,7 +89,9 @@ class InferEndpoint:
                 call.deadline = _from_the_start(call, min(allowed_s, longest_s))
             enforced = call.deadline.enforced() if math.isfinite(allowed_s) else None
             async with enforced or contextlib.nullcontext():
-                work = await held.enter_async_context(self._begin(call, request, body, text))
+                work = await held.enter_async_context(
+                    self._begin(call, request, body, text, _data_bytes(length, header_bytes))
+                )
             if enforced is None:
                 call.deadline = Deadline.after(longest_s)
             async with call.deadline.enforced():
@@ -128,9 +131,7 @@ class InferEndpoint:
     async def _request(
         self, call: Call, text: Text, length: int | None, header_bytes: int | None
     ) -> InferRequest:
-        data_bytes: int | None = 0
-        if header_bytes is not None:
-            data_bytes = None if length is None else length - header_bytes
+        data_bytes = _data_bytes(length, header_bytes)
         with call.timings.stage("decode"):
             return await self._dataplane.in_thread(
                 lambda: read_infer_head(text.data, call.operation, data_bytes),
@@ -140,12 +141,18 @@ class InferEndpoint:
 
     @asynccontextmanager
     async def _begin(
-        self, call: Call, request: InferRequest, body: Body, text: Text
+        self,
+        call: Call,
+        request: InferRequest,
+        body: Body,
+        text: Text,
+        data_bytes: int | None,
     ) -> AsyncIterator[Work]:
         spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
         body.refuse_over_limit(len(text.data) + sum(_span_bytes(tensor) for tensor in spans))
         call.refuse = lambda _, problem: refuse_in_json(request, problem)
         call.small = True  # shapes and parameters; the elements are filled in below
+        remember(call, request, text.data, data_bytes)
         plane, regions = self._dataplane, self._memory.parts(call.owner, request)
 
         def decode() -> Mapping[str, Any]:
@@ -173,6 +180,13 @@ class InferEndpoint:
             settings.body_idle_timeout_s,
             settings.min_body_bytes_per_s,
         )
+
+
+def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
+    """How much follows the JSON; None where that is not known yet."""
+    if header_bytes is None:
+        return 0
+    return None if length is None else length - header_bytes
 
 
 def _content_length(headers: Headers) -> int | None:

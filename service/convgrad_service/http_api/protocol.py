@@ -25,7 +25,7 @@ from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, Servic
 from convgrad_service.http_api.connection import CONNECTION
 from convgrad_service.http_api.joined import Joined
 from convgrad_service.http_api.landing import Landing
-from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.http_api.problem_details import Headers, problem_details
 from convgrad_service.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
@@ -266,15 +266,44 @@ class _Exchange:
     def stop_landing(self) -> None:
         self._protocol.turn_to(self._protocol)
 
+    def whole_body(self) -> bytearray | None:
+        cycle = self.cycle
+        if cycle is None or self._protocol.cycle is not cycle or cycle.more_body:
+            return None
+        return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
+
+    async def answer(self, headers: Headers, body: bytes) -> None:
+        cycle, protocol = self.cycle, self._protocol
+        assert cycle is not None  # noqa: S101 - its body was given away
+        if protocol.flow.write_paused:
+            await protocol.flow.drain()
+        if cycle.disconnected:
+            return
+        lines = [STATUS_LINE[200]]
+        for name, value in (*cycle.default_headers, *headers):
+            lines += name, b": ", value, b"\r\n"
+        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        lines.append(body)
+        protocol.transport.write(b"".join(lines))
+        # What uvicorn's cycle does at the end of an answer.
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            protocol.transport.close()
+        cycle.on_response()
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        self._protocol.gone = gone
+        if gone is not None and self._protocol.transport.is_closing():
+            gone()
+
     @contextmanager
     def watched(self, gone: Callable[[], None]) -> Iterator[None]:
-        if self._protocol.transport.is_closing():
-            gone()
-        self._protocol.gone = gone
+        self.watch(gone)
         try:
             yield
         finally:
-            self._protocol.gone = None
+            self.watch(None)
 
     @contextmanager
     def unbuffered(self) -> Iterator[None]:

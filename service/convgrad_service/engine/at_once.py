@@ -1,0 +1,101 @@
+"""A small request like one before it: nothing of it is left to be waited for but its computing.
+
+Nearly every request is: the same layer again, with other data. Then its head is the same bytes,
+and all that follows from them is looked up: the problem, where its tensors lie, which bytes of the
+message are whose, and the words around the answer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from convgrad.contract import Report
+from convgrad_service.engine.call import Call
+from convgrad_service.engine.jobs import Finished, Job
+from convgrad_service.engine.memory import Lease
+from convgrad_service.engine.work import Known, Words, finished_job, report_of
+
+if TYPE_CHECKING:
+    from convgrad_service.engine.dataplane import Dataplane
+
+__all__ = ["MARK_S", "AtOnce", "Span", "words_around"]
+
+MARK_S = 0.123456789
+"""Stands for the seconds of an answer that is only made to be cut there."""
+# Kernels that one problem may be answered by: one, unless its device has changed.
+_MOST_WORDS = 4
+
+
+class Span(NamedTuple):
+    """The bytes of a message's data that are one input's."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class AtOnce:
+    """One such request, with its place in the arena: `fill` it, await `computed`, send `answer`.
+
+    The caller releases its ``lease``.
+    """
+
+    __slots__ = ("_arena", "_call", "_plane", "known", "lease")
+
+    def __init__(self, plane: Dataplane, call: Call, known: Known, lease: Lease) -> None:
+        self.known, self.lease = known, lease
+        self._plane, self._call, self._arena = plane, call, plane.engine.arena
+
+    def fill(self, data: memoryview, spans: Callable[[Known], Iterable[Span]]) -> None:
+        """Copy each input to its place; ``spans`` says where they lie, asked once for all alike."""
+        copies = self.known.alike.copies
+        if copies is None:
+            offsets = {
+                tensor.name: tensor.offset
+                for tensor in self.known.arrangement.inputs
+                if tensor.offset is not None and tensor.region is None
+            }
+            # What is given and not needed (accumulate beside beta = 0) has no place.
+            copies = tuple(
+                (offsets[span.name], span.begin, span.end)
+                for span in spans(self.known)
+                if span.name in offsets
+            )
+            self.known.alike.copies = copies
+        for offset, begin, end in copies:
+            self._arena.view(self.lease.offset + offset, end - begin)[:] = data[begin:end]
+
+    async def computed(self) -> Finished:
+        """Wait for a worker; as `Work.compute`."""
+        arrangement, lease = self.known.arrangement, self.lease
+        job = Job(arrangement, lease.offset, lease.regions)
+        return await finished_job(self._plane, self._call, arrangement.sizes, job, lease)
+
+    def words(self, finished: Finished, made: Callable[[Known, Report], Words]) -> Words:
+        """The words of the answer, made once for all alike."""
+        backend = self._plane.engine.status.backend
+        key = backend, finished.kernel, finished.pieces, finished.workspace_bytes
+        known = self.known.alike.words
+        words = known.get(key)
+        if words is None:
+            if len(known) >= _MOST_WORDS:
+                known.clear()
+            report = report_of(
+                self._plane, self.known.arrangement, finished._replace(compute_s=MARK_S)
+            )
+            words = known[key] = made(self.known, report)
+        return words
+
+    def output(self, name: str) -> memoryview:
+        """The bytes of an output that lies in the arena."""
+        for tensor in self.known.arrangement.outputs:
+            if tensor.name == name and tensor.offset is not None:
+                return self._arena.view(self.lease.offset + tensor.offset, tensor.spec.size_bytes)
+        raise KeyError(name)
+
+
+def words_around(text: bytes, mark: bytes) -> Words:
+    """What stands before and after the mark in the text of an answer."""
+    before, after = text.split(mark)
+    return Words(before, after)

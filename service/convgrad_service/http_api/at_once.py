@@ -1,0 +1,137 @@
+"""A small request like one before it, over HTTP: from its head to its answer in one function.
+
+What is new to the server, large, still on its way or in any way unusual is not for here:
+`try_answer` says so before anything is done, and the endpoint answers it from the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from starlette.types import Scope
+
+from convgrad.contract import Operation, Report
+from convgrad_service.engine.at_once import AtOnce, Span
+from convgrad_service.engine.call import Call
+from convgrad_service.engine.dataplane import SMALL_BYTES, Dataplane
+from convgrad_service.engine.deadline import Deadline, Leash
+from convgrad_service.engine.quotas import NO_LIMITS
+from convgrad_service.engine.work import Known, Words
+from convgrad_service.http_api.answering import requested_timeout_s
+from convgrad_service.http_api.connection import CONNECTION, Connection
+from convgrad_service.http_api.context import RequestContext, told_headers
+from convgrad_service.http_api.middleware import ClientGone
+from convgrad_service.http_api.problem_details import Headers
+
+__all__ = ["Asked", "Form", "SmallRequests"]
+
+Given = Mapping[bytes, bytes]
+
+
+class Asked(NamedTuple):
+    """What a body asks for: the `Call.key` of all alike, where its data begins, and its id."""
+
+    key: Hashable
+    data_at: int
+    id: bytes = b""
+
+
+class Form(Protocol):
+    """One form of bodies in which small requests may be asked and answered at once."""
+
+    def asked(self, headers: Given, body: bytearray, owner: str) -> Asked | None:
+        """What is asked, or None where that is not for here."""
+        ...
+
+    def spans(self, known: Known) -> Iterable[Span]:
+        """Which bytes of the data are which input's."""
+        ...
+
+    def timeout_s(self, known: Known) -> float | None:
+        """The time that the body itself allows."""
+        ...
+
+    def words(self, known: Known, report: Report) -> Words:
+        """An answer's head, cut where it tells the seconds."""
+        ...
+
+    def answer(
+        self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
+    ) -> tuple[Headers, bytes]:
+        """A whole answer."""
+        ...
+
+
+class SmallRequests:
+    """Answers those of one operation in one form."""
+
+    def __init__(
+        self, operation: Operation, form: Form, dataplane: Dataplane, longest_s: float
+    ) -> None:
+        self._operation, self._form = operation, form
+        self._plane, self._longest_s = dataplane, longest_s
+
+    async def try_answer(self, scope: Scope, context: RequestContext) -> bool:
+        """Whether it was one, and is answered; if not, nothing has been done.
+
+        Raises a ServiceError if it was one, and failed.
+        """
+        if context.caller.limits != NO_LIMITS:
+            return False  # what it may is counted in the hub, which takes a question there and back
+        connection: Connection | None = scope.get(CONNECTION)
+        body = None if connection is None else connection.whole_body()
+        headers: Given = dict(scope["headers"])
+        if (
+            connection is None
+            or body is None
+            or len(body) > SMALL_BYTES
+            or len(headers) < len(scope["headers"])  # one of them twice
+            or b"content-encoding" in headers
+        ):
+            return False
+        form, plane, timings = self._form, self._plane, context.timings
+        with timings.stage("decode"):
+            asked = form.asked(headers, body, context.owner)
+            if asked is None:
+                return False
+            given_s = _timeout_s(headers)
+            deadline = Deadline.after(min(given_s, self._longest_s))
+            call = Call(self._operation, deadline, timings, key=asked.key, owner=context.owner)
+            context.operation = self._operation.name
+            plane.admit()
+            work = plane.at_once(call)
+            if work is None:
+                return False
+            allowed_s = form.timeout_s(work.known)
+            if allowed_s is not None and allowed_s < deadline.allowed_s:
+                call.deadline = Deadline(timings.started_s + allowed_s, allowed_s)
+        try:
+            with timings.stage("decode"), memoryview(body) as view:
+                work.fill(view[asked.data_at :], form.spans)
+            context.received_bytes = len(body)
+            with Leash(call.deadline) as leash:
+                connection.watch(lambda: leash.cut(ClientGone()))
+                try:
+                    finished = await work.computed()
+                finally:
+                    connection.watch(None)
+            with timings.stage("encode"):
+                words = work.words(finished, form.words)
+                compute_s = repr(finished.compute_s).encode()
+                answer_headers, answer = form.answer(words, compute_s, asked, work)
+        finally:
+            work.lease.release()
+        context.status, context.sent_bytes = 200, len(answer)
+        answer_headers += told_headers(context)
+        answer_headers.append((b"content-length", b"%d" % len(answer)))
+        await connection.answer(answer_headers, answer)
+        return True
+
+
+def _timeout_s(headers: Given) -> float:
+    given = headers.get(b"x-request-timeout")
+    if given is None:
+        return math.inf
+    return requested_timeout_s(given.decode("latin-1")) or math.inf

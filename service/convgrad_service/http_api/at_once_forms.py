@@ -1,0 +1,166 @@
+"""The forms in which small requests come over HTTP: safetensors, and the protocol's binary data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from convgrad.contract import Report
+from convgrad.errors import ServiceError
+from convgrad.wire import safetensors
+from convgrad.wire.safetensors import Layout
+from convgrad_service.engine.at_once import MARK_S, AtOnce, words_around
+from convgrad_service.engine.at_once import Span as Bytes
+from convgrad_service.engine.call import Call
+from convgrad_service.engine.dataplane import blank
+from convgrad_service.engine.work import Known, Words
+from convgrad_service.http_api.at_once import Asked, Given
+from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
+from convgrad_service.http_api.problem_details import Headers
+from convgrad_service.http_api.wires import MEDIA_TYPES, SAFETENSORS
+from convgrad_service.oip.answer import answer_names
+from convgrad_service.oip.http_answer import encode_answer
+from convgrad_service.oip.request import InferRequest, Region, Span
+
+__all__ = ["KNOWN_HEAD_BYTES", "InferForm", "SafetensorsForm", "remember"]
+
+KNOWN_HEAD_BYTES = 4096
+"""What longer heads say is not remembered."""
+
+_MARK = repr(MARK_S).encode()
+
+
+class SafetensorsForm:
+    """See `Form`: safetensors in, safetensors out."""
+
+    def asked(self, headers: Given, body: bytearray, owner: str) -> Asked | None:
+        content_type, accept = headers.get(b"content-type", b""), headers.get(b"accept", b"")
+        if not _is_safetensors(content_type, accept) or len(body) < 8:
+            return None
+        data_at = 8 + int.from_bytes(body[:8], "little")
+        if data_at > min(len(body), KNOWN_HEAD_BYTES):
+            return None
+        return Asked((bytes(body[:data_at]), len(body) - data_at, SAFETENSORS.refuse), data_at)
+
+    def spans(self, known: Known) -> Iterable[Bytes]:
+        layout: Layout = known.notes[0]
+        for name, placed in layout.tensors.items():
+            yield Bytes(name, placed.begin, placed.end)
+
+    def timeout_s(self, known: Known) -> float | None:
+        return None
+
+    def words(self, known: Known, report: Report) -> Words:
+        specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in known.arrangement.outputs}
+        head, _ = safetensors.encode_header(specs, {"report": report.model_dump_json()})
+        return words_around(head[8:].rstrip(b" "), _MARK)
+
+    def answer(
+        self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
+    ) -> tuple[Headers, bytes]:
+        text = words.before + compute_s + words.after
+        text += b" " * (-len(text) % 8)
+        specs = work.known.arrangement.outputs
+        ordered = sorted(specs, key=lambda tensor: -tensor.spec.dtype.itemsize)
+        data = [work.output(tensor.name) for tensor in ordered]
+        headers = [(b"content-type", SAFETENSORS.media_type.encode()), (b"vary", b"accept")]
+        return headers, b"".join((len(text).to_bytes(8, "little"), text, *data))
+
+
+@lru_cache(maxsize=64)
+def _is_safetensors(content_type: bytes, accept: bytes) -> bool:
+    """Whether both ask for that form; what can be understood as no form is for the endpoint."""
+    try:
+        came_in = match_content_type(content_type.decode("latin-1"), MEDIA_TYPES)
+        goes_out = choose_accepted(accept.decode("latin-1"), MEDIA_TYPES, came_in)
+    except ServiceError:
+        return False
+    return came_in == goes_out == SAFETENSORS.media_type
+
+
+_ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
+
+
+def _infer_key(text: bytes, data_bytes: int, owner: str) -> tuple[Hashable, bytes]:
+    """A `Call.key` for all requests that differ from this one in no more than their ids; its id.
+
+    Only an id that comes first, as clients write it, and needs no escapes is told apart.
+    """
+    found = _ID.match(text)
+    if found is None:
+        return ("infer", text, data_bytes, owner), b""
+    return ("infer", text[found.end() :], data_bytes, owner), found[1]
+
+
+def remember(call: Call, request: InferRequest, text: memoryview, data_bytes: int | None) -> None:
+    """Have a request of the protocol known to those like it, if all that differs is its data."""
+    binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
+    if (
+        data_bytes is None
+        or len(text) > KNOWN_HEAD_BYTES
+        or not all(binary or [request.binary_by_default])
+        or not all(isinstance(tensor.source, Span | Region) for tensor in request.inputs)
+    ):
+        return
+    call.key, found = _infer_key(bytes(text), data_bytes, call.owner)
+    # One that is not told apart from the rest is the same in all.
+    call.notes[:] = [replace(request, id="") if found else request]
+
+
+class InferForm:
+    """See `Form`: the Open Inference Protocol with binary data, or none but in shared memory."""
+
+    def asked(self, headers: Given, body: bytearray, owner: str) -> Asked | None:
+        length = headers.get(b"inference-header-content-length")
+        if length is None:
+            data_at = len(body)
+        elif length.isdigit() and len(length) < 6:
+            data_at = int(length)
+        else:
+            return None
+        if not 0 < data_at <= min(len(body), KNOWN_HEAD_BYTES):
+            return None
+        key, request_id = _infer_key(bytes(body[:data_at]), len(body) - data_at, owner)
+        return Asked(key, data_at, request_id)
+
+    def spans(self, known: Known) -> Iterable[Bytes]:
+        request: InferRequest = known.notes[0]
+        for tensor in request.inputs:
+            if isinstance(source := tensor.source, Span):
+                yield Bytes(tensor.name, source.start, source.start + source.size_bytes)
+
+    def timeout_s(self, known: Known) -> float | None:
+        request: InferRequest = known.notes[0]
+        return request.timeout_s
+
+    def words(self, known: Known, report: Report) -> Words:
+        request: InferRequest = known.notes[0]
+        outputs = {
+            name: blank(spec.shape, spec.dtype, name=name)
+            for name, spec, *_ in known.arrangement.outputs
+        }
+        head = encode_answer(request, outputs, report).chunks[0]
+        return words_around(bytes(head), _MARK)
+
+    def answer(
+        self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
+    ) -> tuple[Headers, bytes]:
+        before, after = words
+        if asked.id:
+            before = b'{"id":"' + asked.id + b'",' + before[1:]
+        request: InferRequest = work.known.notes[0]
+        data = [
+            work.output(name)
+            for name in answer_names(request, work.known.arrangement.sizes.outputs)
+            if request.sends(name)
+        ]
+        text = before + compute_s + after
+        if not data:
+            return [(b"content-type", b"application/json")], text
+        headers = [
+            (b"content-type", b"application/octet-stream"),
+            (b"inference-header-content-length", b"%d" % len(text)),
+        ]
+        return headers, b"".join((text, *data))
