@@ -63,6 +63,6 @@ VOLUME /var/cache/convgrad
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["convgrad", "health"]
+    CMD ["convgrad", "probe"]
 ENTRYPOINT ["convgrad"]
 CMD ["serve"]

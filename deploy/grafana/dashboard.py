@@ -43,6 +43,11 @@ def gauge(metric: str, by: str = "instance") -> str:
     return f"sum by ({by}) ({metric}{{{_only()}}})"
 
 
+def increase(metric: str) -> str:
+    """Of counters that seldom move: how far they went in an hour."""
+    return f"sum by (instance) (increase({metric}{{{_only()}}}[1h]))"
+
+
 def _only(where: str = "") -> str:
     return ", ".join(part for part in ('instance=~"$instance"', where) if part)
 
@@ -78,11 +83,11 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
         Panel("Computing", "s", {"{{operation}}": quantile(0.99, "convgrad_compute_seconds")}),
         Panel(
-            "Receiving, decoding, encoding",
+            "Receiving, decoding, to the device and back, encoding",
             "s",
             {
                 stage: quantile(0.99, f"convgrad_{stage}_seconds", "job")
-                for stage in ("receive", "decode", "encode")
+                for stage in ("receive", "decode", "upload", "download", "encode")
             },
         ),
     ),
@@ -96,7 +101,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         Panel(
             "Workers that died",
             "short",
-            {"{{instance}}": f"increase(convgrad_workers_lost_total{{{_only()}}}[1h])"},
+            {"{{instance}}": increase("convgrad_workers_lost_total")},
         ),
     ),
     "What the server holds": (
@@ -117,7 +122,58 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 "{{instance}} workers": gauge("convgrad_workers"),
             },
         ),
-        Panel("Resident memory", "bytes", {"{{instance}}": gauge("process_resident_memory_bytes")}),
+        Panel(
+            "Memory",
+            "bytes",
+            {
+                "{{instance}} requests in flight": gauge("convgrad_inflight_bytes"),
+                "{{instance}} the hub's process": gauge("process_resident_memory_bytes"),
+            },
+        ),
+    ),
+    "Devices": (
+        Panel(
+            "Device memory",
+            "bytes",
+            {
+                "{{instance}} {{device}} used": gauge(
+                    "convgrad_device_memory_used_bytes", "instance, device"
+                ),
+                "{{instance}} {{device}} in all": gauge(
+                    "convgrad_device_memory_total_bytes", "instance, device"
+                ),
+            },
+        ),
+        Panel(
+            "Kernels needed first",
+            "short",
+            {
+                "{{instance}} lay in the cache": increase("convgrad_kernel_cache_hits_total"),
+                "{{instance}} were compiled": increase("convgrad_kernel_cache_misses_total"),
+            },
+        ),
+        Panel(
+            "Seconds spent compiling, a second",
+            "s",
+            {"{{instance}}": rate("convgrad_kernel_compile_seconds_total", "instance")},
+        ),
+    ),
+    "API keys": (
+        Panel(
+            "Requests by key",
+            "reqps",
+            {"{{key}} {{code}}": rate("convgrad_key_requests_total", "key, code")},
+        ),
+        Panel(
+            "In flight of keys that have limits",
+            "short",
+            {"{{key}}": gauge("convgrad_key_inflight_requests", "key")},
+        ),
+        Panel(
+            "Refused because of a key's limit",
+            "reqps",
+            {"{{key}} {{limit}}": rate("convgrad_key_refused_total", "key, limit")},
+        ),
     ),
 }
 

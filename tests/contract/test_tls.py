@@ -7,7 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import tritonclient.grpc as grpc_client
 import convgrad
 from convgrad_service import tls
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.probe_command import probe
 from convgrad_service.settings import Settings
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.fake_backends import Zeros
@@ -207,3 +208,56 @@ def test_the_command_says_what_is_wrong(files: Files) -> None:
     )
     assert done.returncode == 2
     assert "tls_certificate and tls_key belong together" in done.stderr
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets settings as a container's environment does."""
+
+    def set_to(address: str, **settings: object) -> None:
+        monkeypatch.setenv("CONVGRAD_HTTP_HOST", "0.0.0.0")  # noqa: S104 - as images have it
+        monkeypatch.setenv("CONVGRAD_HTTP_PORT", address.rpartition(":")[2])
+        for name, value in settings.items():
+            monkeypatch.setenv(f"CONVGRAD_{name.upper()}", str(value))
+
+    return set_to
+
+
+def test_a_probe_speaks_as_the_server_does(
+    files: Files, environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving_oip(Zeros(), **files.server()) as server:
+        environment(server.http)
+        assert probe([]) == 1  # plain HTTP is not answered
+        environment(server.http, **files.server())
+        assert probe([]) == probe(["--live"]) == 0
+        assert capsys.readouterr().out.splitlines()[-2:] == ["ready", "live"]
+        # Somebody else's certificate is not trusted.
+        files.sign("other")
+        environment(server.http, tls_certificate=files.certificate("other"))
+        assert probe([]) == 1
+        assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().out
+
+
+def test_a_probe_has_no_certificate_to_show(files: Files, environment: Callable[..., None]) -> None:
+    mutual = {**files.server(), "tls_client_ca": files.authority}
+    with serving_oip(Zeros(), **mutual) as server:
+        environment(server.http, **mutual)
+        assert probe([]) == 0
+    assert probe([]) == 1  # nothing listens there any more
+
+
+def test_a_probe_says_why_not(
+    environment: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with serving_oip(Zeros()) as server:
+        # The server has read its keys; what is in the file now is not the probe's business.
+        environment(server.http, api_keys=tmp_path / "gone")
+        assert probe([]) == 0
+        server.dataplane.draining = True
+        assert probe([]) == 1
+        assert "not ready: the server is shutting down" in capsys.readouterr().out
+        assert probe(["--live"]) == 0
+    environment(server.http, http_port="many")
+    assert probe([]) == 2
+    assert "http_port" in capsys.readouterr().err

@@ -64,45 +64,42 @@ def contained(image: Path, config: dict[str, Any], command: list[str], *more: st
 
 
 @contextlib.contextmanager
-def started(image: Path, config: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    image: Path, config: dict[str, Any], *settings: str
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The server, and its port, once the HEALTHCHECK finds it well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = contained(
-        image,
-        config,
-        [*config["Entrypoint"], *config["Cmd"]],
-        f"CONVGRAD_HTTP_PORT={port}",
-        "CONVGRAD_GRPC_PORT=0",
-    )
+    settings = (f"CONVGRAD_HTTP_PORT={port}", "CONVGRAD_GRPC_PORT=0", *settings)
+    command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *settings)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
-        while not health(image, config, url):
+        while not health(image, config, *settings):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        yield process, url
+        yield process, port
     finally:
         process.kill()
         process.communicate()
 
 
-def health(image: Path, config: dict[str, Any], url: str) -> bool:
-    """What the HEALTHCHECK asks, inside."""
+def health(image: Path, config: dict[str, Any], *settings: str) -> bool:
+    """What the HEALTHCHECK asks, inside, of a server with these settings."""
     kind, *command = config["Healthcheck"]["Test"]
     assert kind == "CMD"
-    asked = subprocess.run(contained(image, config, [*command, "--url", url]), capture_output=True)
+    asked = subprocess.run(contained(image, config, command, *settings), capture_output=True)
     return asked.returncode == 0
 
 
 def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[str, Any]) -> None:
-    with started(image, config) as (process, url):
+    with started(image, config) as (process, port):
         rng = np.random.default_rng(0)
         grad_output = rng.integers(-2, 3, (2, 3, 8, 8)).astype(np.float32)
         weight = rng.integers(-2, 3, (3, 4, 1, 1)).astype(np.float32)
-        with convgrad.Client(url) as client:
+        with convgrad.Client(f"http://127.0.0.1:{port}") as client:
             grad_input = client.conv_bwd_data(grad_output, weight)
         expected = np.einsum("nkhw,kc->nchw", grad_output, weight[:, :, 0, 0])
         np.testing.assert_array_equal(grad_input, expected)
@@ -110,6 +107,25 @@ def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[st
         assert str(owner) == config["User"].split(":")[0] != "0"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0, process.communicate()[0]
+
+
+def test_its_health_is_asked_over_tls_too(image: Path, config: dict[str, Any]) -> None:
+    """The certificate lies where a platform would mount it."""
+    folder = image / "root" / "etc" / "convgrad"
+    folder.mkdir(exist_ok=True)
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    command += " -subj /CN=gradients.example -keyout tls.key -out tls.crt"
+    made = subprocess.run(command.split(), cwd=folder, capture_output=True)
+    assert made.returncode == 0, made.stderr
+    (folder / "tls.key").chmod(0o644)
+    files = (
+        "CONVGRAD_TLS_CERTIFICATE=/etc/convgrad/tls.crt",
+        "CONVGRAD_TLS_KEY=/etc/convgrad/tls.key",
+    )
+    with started(image, config, *files) as (_, port):
+        secure = f"CONVGRAD_HTTP_PORT={port}"
+        assert health(image, config, secure, *files)
+        assert not health(image, config, secure), "plain HTTP was answered"
 
 
 def test_says_what_it_is(config: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 import yaml
 
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.keys import hash_of, new_key
 from convgrad_service.settings import setting_fields
 from tests.contract.server import serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-_METRIC = re.compile(r"\b((?:convgrad|process)_[a-z_]+)\{")
+_METRIC = re.compile(r"\b((?:convgrad|process)_[a-z_]+)\b(?!=)")
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +32,60 @@ def test_the_dashboard_is_what_its_code_makes(dashboard: dict[str, Any]) -> None
     assert json.loads((DEPLOY / "grafana/dashboards/convgrad.json").read_text()) == dashboard
 
 
-def test_every_metric_of_the_dashboard_is_offered(dashboard: dict[str, Any]) -> None:
-    with serving(CpuBackend(threads=1)) as server:
-        assert server.post().status_code == 200
-        offered = server.get("/metrics").text
+@pytest.fixture(scope="module")
+def offered(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a server offers that has answered, and refused, somebody with a key."""
+    key, file = new_key(), tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"ada:{hash_of(key)}")
+    headers = {"Authorization": f"Bearer {key}"}
+    settings = {"api_keys": file, "key_max_requests_per_s": 0.01}
+    with serving(CpuBackend(threads=1), **settings) as server:
+        assert [server.post(headers=headers).status_code for _ in range(2)] == [200, 429]
+        return server.get("/metrics", headers).text
+
+
+def _missing(queries: list[str], offered: str) -> list[str]:
+    wanted = {name for query in queries for name in _METRIC.findall(query)}
+    assert len(wanted) >= 7
+    return [name for name in wanted if not re.search(rf"^{name}[{{ ]", offered, re.MULTILINE)]
+
+
+def test_every_metric_of_the_dashboard_is_offered(dashboard: dict[str, Any], offered: str) -> None:
     queries = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
     ]
-    wanted = {name for query in queries for name in _METRIC.findall(query)}
-    assert len(wanted) >= 10
-    missing = [name for name in wanted if not re.search(rf"^{name}[{{ ]", offered, re.MULTILINE)]
-    assert missing == []
+    assert _missing(queries, offered) == []
+
+
+def _rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+def test_every_metric_of_the_alerts_is_offered(offered: str) -> None:
+    assert _missing([rule["expr"] for rule in _rules()], offered) == []
+
+
+def test_every_alert_is_tried_firing_and_silent() -> None:
+    tried = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
+    for wanted, name in zip(((), ("some",)), ("well", "not"), strict=True):
+        (test,) = (one for one in tried if one["name"].endswith(name))
+        some = {one["alertname"] for one in test["alert_rule_test"] if one["exp_alerts"]}
+        none = {one["alertname"] for one in test["alert_rule_test"] if not one["exp_alerts"]}
+        assert {rule["alert"] for rule in _rules()} == (some if wanted else none), name
+
+
+@pytest.mark.deploy
+def test_prometheus_agrees_about_the_alerts() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
+    for arguments in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+        done = subprocess.run(
+            [promtool, *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--pause", type=float, default=0.005, help="seconds between two requests of a user, mean"
     )
+    parser.add_argument("--api-key", default="", help="what to show a server that wants one")
     parser.add_argument("--figures-out", default="", help="figures by way of sending go here")
 
 
@@ -72,6 +73,8 @@ class Sender(User):  # type: ignore[misc]
         self.options = self.environment.parsed_options
         self.sent = _sent(self.options.mix)
         self.weights = [one.count for one in self.sent]
+        key = self.options.api_key
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.open()
 
     def wait_time(self) -> float:
@@ -123,7 +126,9 @@ class SdkUser(Sender):
 
     def open(self) -> None:
         retries = 2 if self.options.retry else 0
-        self.client = convgrad.Client(self.host, wire=self.wire, retries=retries, timeout=120)
+        self.client = convgrad.Client(
+            self.host, wire=self.wire, retries=retries, timeout=120, headers=self.headers
+        )
 
     def on_stop(self) -> None:
         self.client.close()
@@ -172,7 +177,11 @@ class GrpcUser(Sender):
         }
         try:
             result = self.client.infer(
-                one.operation, inputs, parameters=parameters, client_timeout=120
+                one.operation,
+                inputs,
+                parameters=parameters,
+                headers=self.headers,
+                client_timeout=120,
             )
         except InferenceServerException as error:
             raise _overload_in(error) or error from None

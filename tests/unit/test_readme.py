@@ -31,7 +31,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     commands = [
         line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")
     ]
-    assert commands == ["make check", "make test"]
+    assert commands == ["make check", "make test", "make check-deploy IF_POSSIBLE=1"]
     assert "make test " in TEXT
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``convgrad serve | health | call | operations | demo | kernels | key``."""
+"""The command line, ``convgrad COMMAND``: see `_main` for the commands."""
 
 from __future__ import annotations
 

@@ -28,10 +28,11 @@ _COMMANDS = {
     "demo": ("_demo", "train a small network whose gradients a server computes"),
     "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),
     "key": ("_service", "make an API key for a server (needs convgrad[service])"),
+    "probe": ("_service", "ask the server beside this, by its settings (needs convgrad[service])"),
 }
 # Commands that share a module say which they are.
 _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
-    name: {"command": name} for name in ("serve", "kernels", "key")
+    name: {"command": name} for name in ("serve", "kernels", "key", "probe")
 }
 
 
