@@ -24,6 +24,8 @@ FIRST_LAYERS: dict[str, Conv] = {
     "rows_past_the_last_window": Conv(1, 4, 16, (13, 12), (3, 2), (5, 3)),
     "asymmetric_padding": Conv(2, 3, 16, (8, 7), (3, 4), 1, ((0, 2), (3, 1))),
     "padding_beyond_the_kernel": Conv(1, 3, 16, (6, 5), (3, 3), 1, (4, 5)),
+    "rows_in_whole_chunks": Conv(2, 3, 40, (11, 88), (3, 3), 1, 1),
+    "short_rows_in_whole_chunks": Conv(1, 3, 88, (14, 16), (3, 3), 2, 1),
     "wide": Conv(1, 3, 16, (5, 430), (3, 5), (1, 2), (1, 2)),
     "channels_1": Conv(1, 1, 128, (12, 20), (3, 3), 1, 1),
     "many_channels_out": Conv(1, 3, 200, (7, 9), (3, 3), 1, 1),

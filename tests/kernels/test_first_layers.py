@@ -34,6 +34,7 @@ EPILOGUES = [
 ]
 CASES = [*first_cases(), *EPILOGUES]
 EMULATED = ("resnet", "mobilenet", "six_rows_in_seven", "padding_beyond_the_kernel", "wide", "3d")
+EMULATED += ("rows_in_whole_chunks", "short_rows_in_whole_chunks")
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 

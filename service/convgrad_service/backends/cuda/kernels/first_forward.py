@@ -99,7 +99,7 @@ class FirstForward:
         args = FirstForwardArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, work.y.strides
         args.w_stride[:] = work.w.strides
-        args.windows = window_args(work, work.kernel[1], cut.unit_rows, cut.segment)
+        args.windows = window_args(work, x.operand, work.kernel[1], cut.unit_rows, cut.segment)
         args.alpha, args.beta = work.alpha, work.beta
         args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work)
         args.y_channels, args.warp_channels = work.out_channels, cut.warp_channels

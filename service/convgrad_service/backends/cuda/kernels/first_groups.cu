@@ -92,7 +92,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   const int all_weights = args.y_channels * in_channel;
   if (args.flat_weights) {
     for (int i = thread * 8; i < all_weights; i += threads * 8) {
-      copy_async<16>(shared_address(weights + i), w + i, min(16, (all_weights - i) * 2));
+      if (i + 8 <= all_weights) {
+        copy_async<16>(shared_address(weights + i), w + i);
+      } else {  // the last ones: no whole chunk
+        for (int j = i; j < all_weights; ++j) weights[j] = w[j];
+      }
     }
     commit_copies();
     wait_copies<0>();

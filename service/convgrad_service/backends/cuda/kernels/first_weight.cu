@@ -12,8 +12,8 @@
 // With one split the result is finished here, else every split writes float32 sums to its own part
 // of `partials`, in the order (k, t, r, s, c), and first_sum.cu adds them up.
 // Relies on its launcher for the grid (groups of kernel rows running fastest, then taps along D,
-// blocks of channels, splits), dilation 1, one group, for y with channels side by side in whole
-// 16-byte chunks and x with channels and W side by side, both 4-byte aligned.
+// blocks of channels, splits), dilation 1, one group, for y with channels, or with ALONG_W W, side by
+// side in whole 16-byte chunks, and x with channels and W side by side, both 4-byte aligned.
 // Deterministic: one order of additions for each result and number of splits. Positions outside the
 // input enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
 // order, over the positions inside.
@@ -36,7 +36,6 @@ struct FirstWeightArgs {
   float alpha;
   float beta;
   int y_channels;
-  int y_chunks;     // 16-byte chunks of y's channels
   int wide_result;  // w holds float32, whatever x and y do
   int row_groups;
   int channel_blocks;
@@ -54,8 +53,10 @@ constexpr int kDepth = 32 / kBytes;  // of one product
 constexpr int kTiles = 6;            // of a warp
 constexpr int kUnits = 8;            // that are known ahead
 constexpr int kChannels = 16 * ROWS;
-// Neighbouring rows of channels are apart such that no fragment's rows meet in a bank.
-constexpr int kPitch = kChannels * kBytes + (kWide ? 32 : 16);
+constexpr int kSegment = 64;         // positions of a row of y, at most
+// Rows of shared memory, of a position's channels or with ALONG_W of a channel's positions, are apart
+// such that no fragment's rows meet in a bank.
+constexpr int kPitch = ALONG_W ? kSegment * kBytes + 16 : kChannels * kBytes + (kWide ? 32 : 16);
 
 template <class R>
 __device__ __forceinline__ void finish_to(const FirstWeightArgs& args, i64 at, float sum) {
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int unit0 = static_cast<int>(static_cast<i64>(geometry.units) * split / args.splits);
   const int unit1 = static_cast<int>(static_cast<i64>(geometry.units) * (split + 1) / args.splits);
 
-  const u32 y_row_bytes = geometry.segment * kPitch;
+  const u32 y_row_bytes = (ALONG_W ? kChannels : geometry.segment) * kPitch;
   const u32 y_bytes = geometry.unit_rows * y_row_bytes;
   Windows<T> x{geometry,
                args.x_stride,
@@ -108,25 +109,33 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (index < unit1) {
       const Unit& unit = units[(index - unit0) % kUnits];
       if (unit.inside) {
-        // A warp copies all channels of a few positions.
-        constexpr int kRowChunks = kChannels / kChunk, kPositions = 32 / kRowChunks;
-        const int chunk = lane % kRowChunks, first_chunk = first_channel / kChunk + chunk;
-        const int first_q = warp * kPositions + lane / kRowChunks;
-        const int width = first_chunk < args.y_chunks ? unit.width : 0;
-        const int positions = (unit.width + kDepth - 1) / kDepth * kDepth;
-        const T* from = y + unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
-                        unit.p0 * args.y_stride[4] + (unit.q0 + first_q) * args.y_stride[5] +
-                        first_chunk * kChunk;
-        u32 to = base_at + stage * y_bytes + first_q * kPitch + chunk * 16;
-        const int step = (threads >> 5) * kPositions;
+        // Neighbouring threads copy neighbouring chunks: of a position, or of a channel.
+        const int chunks = (ALONG_W ? geometry.segment : kChannels) / kChunk;
+        const int chunk = thread % static_cast<u32>(chunks), first = thread / static_cast<u32>(chunks);
+        const int step = threads / static_cast<u32>(chunks);
+        const int depth = (unit.width + kDepth - 1) / kDepth * kDepth;
+        const int lines = ALONG_W ? kChannels : depth;  // that are copied,
+        int real = ALONG_W ? args.y_channels - first_channel : unit.width;  // and that are there
+        const int channel = first_channel + (ALONG_W ? first : chunk * kChunk);
+        const int q = ALONG_W ? chunk * kChunk : first;
+        if (ALONG_W ? q >= unit.width : channel >= args.y_channels) real = 0;
+        const i64 next = step * args.y_stride[ALONG_W ? 2 : 5];
+        const T* row_from = y + unit.n * args.y_stride[0] + channel * args.y_stride[2] +
+                            unit.z * args.y_stride[3] + unit.p0 * args.y_stride[4] +
+                            (unit.q0 + q) * args.y_stride[5];
+        u32 row_to = base_at + stage * y_bytes + first * kPitch + chunk * 16;
         const int unit_rows = min(geometry.unit_rows, geometry.y_size[1] - unit.p0);
         for (int row = 0; row < unit_rows; ++row) {
+          const T* from = row_from;
+          u32 to = row_to;
 #pragma unroll 2
-          for (int q = first_q, i = 0; q < positions; q += step, ++i) {
-            copy_chunk(to + i * step * kPitch, from + i * step * args.y_stride[5], q < width);
+          for (int line = first; line < lines; line += step) {
+            copy_chunk(to, from, line < real);
+            from += next;
+            to += step * kPitch;
           }
-          from += args.y_stride[4];
-          to += y_row_bytes;
+          row_from += args.y_stride[4];
+          row_to += y_row_bytes;
         }
         x.copy(unit, stage);
       }
@@ -158,8 +167,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const auto multiply = [&](const Unit& unit, int stage) {
     if (unit.p0 + warp_row >= geometry.y_size[1]) return;
     u32 a_at = base_at + stage * y_bytes + warp_row * y_row_bytes;
-    a_at += kWide ? (lane & 3) * kPitch + (lane >> 2) * 4
-                  : ((lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
+    if constexpr (ALONG_W) {
+      a_at += (lane & 15) * kPitch + (lane >> 4) * 16;
+    } else {
+      a_at += kWide ? (lane & 3) * kPitch + (lane >> 2) * 4
+                    : ((lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
+    }
     u32 b_at[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) b_at[j] = window_at[j];
@@ -168,7 +181,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       u32 a[ROWS][4];
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
-        if constexpr (kWide) {
+        if constexpr (ALONG_W) {
+          load_matrices(a[i], a_at + i * 16 * kPitch);
+#pragma unroll
+          for (int e = 0; kWide && e < 4; ++e) a[i][e] = to_tf32(a[i][e]);
+        } else if constexpr (kWide) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             a[i][e] = to_tf32(load_word(a_at + i * 64 + (e & 1) * 32 + (e >> 1) * 4 * kPitch));
@@ -177,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           load_matrices_transposed(a[i], a_at + i * 32);
         }
       }
-      a_at += kDepth * kPitch;
+      a_at += ALONG_W ? 32 : kDepth * kPitch;
 #pragma unroll
       for (int j = 0; j < kTiles / 2; ++j) {
         u32 b[4];
@@ -280,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           if (h < 0 || h >= geometry.x_size[1]) continue;
           const T* const x_row = x.x + x.row_of(unit, h);
           const T* const y_row = y + unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
-                                 p * args.y_stride[4] + k;
+                                 p * args.y_stride[4] + k * args.y_stride[2];
           for (int q = unit.q0; q < unit.q0 + unit.width; ++q) {
             const int element = x.window_at(q) + column;
             if (element < 0 || element >= x.row_elements()) continue;

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, prepare_activation
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    Prepared,
+    in_whole_chunks,
+    prepare_activation,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.first_windows import (
     MOST_WARPS,
@@ -60,7 +64,6 @@ class FirstWeightArgs(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 "y_channels",
-                "y_chunks",
                 "wide_result",
                 "row_groups",
                 "channel_blocks",
@@ -119,23 +122,15 @@ class FirstWeight:
         cut = _cut(work, device)
         if cut is None:
             raise ValueError("windows of a row do not fit into shared memory")
-        y = prepare_activation(
-            work.y,
-            work.batch,
-            1,
-            work.out_channels,
-            work.output,
-            f"{work.prefix}grad_output_channels_last",
-            device,
-        )
+        along_w = _along_w(work)
+        y = Prepared(work.y) if along_w else _channels_last(work, device)
         x = prepare_rows(work, device)
         args = FirstWeightArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
         args.w_stride[:] = work.w.strides
-        args.windows = window_args(work, cut.rows, cut.unit_rows, cut.segment)
+        args.windows = window_args(work, x.operand, cut.rows, cut.unit_rows, cut.segment)
         args.alpha, args.beta = work.alpha, work.beta
         args.y_channels = work.out_channels
-        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
         args.wide_result = work.result_dtype is DType.FLOAT32
         args.row_groups = ceil_div(work.kernel[1], cut.rows)
         args.channel_blocks = ceil_div(work.out_channels, 16 * cut.sixteens)
@@ -145,7 +140,7 @@ class FirstWeight:
         args.splits = splits = splits or _splits(work, units, parts, cut, device)
         partials = f"{work.prefix}partials"
         launch = Launch(
-            _instance(work.dtype, cut.sixteens),
+            _instance(work.dtype, cut.sixteens, along_w),
             (parts * splits, 1, 1),
             (cut.threads, 1, 1),
             pack(
@@ -168,9 +163,25 @@ class FirstWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(_instance(dtype, sixteens) for dtype in DTYPES for sixteens in ROWS),
+            *(
+                _instance(dtype, sixteens, along_w)
+                for dtype in DTYPES
+                for sixteens in ROWS
+                for along_w in (False, True)
+            ),
             *map(_sum_instance, DTYPES),
         ]
+
+
+def _along_w(work: ConvWork) -> bool:
+    """Whether grad_output's rows are read as they lie: channels first, in whole chunks."""
+    extents = (work.batch, 1, work.out_channels, *work.output)
+    return work.y.strides[2] != 1 and in_whole_chunks(work.y, extents, 5)
+
+
+def _channels_last(work: ConvWork, device: CudaDevice) -> Prepared:
+    name = f"{work.prefix}grad_output_channels_last"
+    return prepare_activation(work.y, work.batch, 1, work.out_channels, work.output, name, device)
 
 
 def _results(work: ConvWork) -> int:
@@ -200,8 +211,11 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
 
 
 def _y_bytes(work: ConvWork, sixteens: int, unit_rows: int, segment: int) -> int:
-    size = work.dtype.itemsize
-    return STAGES * unit_rows * segment * (16 * sixteens * size + (32 if size == 4 else 16))
+    size, channels = work.dtype.itemsize, 16 * sixteens
+    row = segment * (channels * size + (32 if size == 4 else 16))
+    if _along_w(work):
+        row = channels * (SEGMENTS[0] * size + 16)
+    return STAGES * unit_rows * row
 
 
 def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice) -> int:
@@ -237,6 +251,11 @@ def _sum_instance(dtype: DType) -> Instance:
     return Instance("first_sum.cu", "first_sum", defines)
 
 
-def _instance(dtype: DType, sixteens: int) -> Instance:
-    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("ROWS", str(sixteens)), ("STAGES", str(STAGES))
+def _instance(dtype: DType, sixteens: int, along_w: bool) -> Instance:
+    defines = (
+        ("ELEMENT", CUDA_TYPES[dtype]),
+        ("ROWS", str(sixteens)),
+        ("STAGES", str(STAGES)),
+        ("ALONG_W", str(int(along_w))),
+    )
     return Instance("first_weight.cu", "first_weight", defines)

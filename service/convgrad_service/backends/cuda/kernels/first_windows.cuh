@@ -16,6 +16,7 @@
 namespace convgrad {
 
 struct WindowArgs {
+  i64 x_end;  // one beyond the last element of x
   int channels;
   int x_size[3];
   int y_size[3];
@@ -108,7 +109,8 @@ struct Windows {
   __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
   }
-  // Starts the copies of a unit's new rows, a warp each.
+  // Starts the copies of a unit's new rows, a warp each: in whole chunks, so that they bring
+  // neighbours along, which nobody looks at.
   __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
     const int first = first_element(unit), skip = skipped(unit);
     const int last = min(row_elements(), window_at(unit.q0 + unit.width - 1) + columns());
@@ -119,10 +121,15 @@ struct Windows {
       const i64 from = row_of(unit, h);
       const int lead = static_cast<int>(from + first) & (kChunk - 1);
       const int count = last - first + lead;
-      const T* const start = x + (from + first - lead);
-      const u32 to = shared_address(raws) + stage * raw_bytes() + row * (args.row_words * 4);
+      const i64 start = from + first - lead;
+      const T* const row_x = x + start;
+      T* const to = reinterpret_cast<T*>(raws + stage * raw_bytes() + row * (args.row_words * 4));
       for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
-        copy_async<16>(to + at * kBytes, start + at, min(16, (count - at) * kBytes));
+        if (start + at + kChunk <= args.x_end) {
+          copy_async<16>(shared_address(to + at), row_x + at);
+        } else {  // x's last elements: no whole chunk
+          for (int i = at; i < count; ++i) to[i] = row_x[i];
+        }
       }
     }
   }

@@ -11,7 +11,13 @@ from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, CO
 from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Workspace, ceil_div
-from convgrad_service.plans.cuda_works import ConvWork, Copy, CopyAxis, contiguous_strides
+from convgrad_service.plans.cuda_works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    Operand,
+    contiguous_strides,
+)
 
 __all__ = [
     "BEFORE_BLACKWELL",
@@ -49,6 +55,7 @@ class WindowArgs(ctypes.Structure):
     """See ``first_windows.cuh``."""
 
     _fields_ = (
+        ("x_end", ctypes.c_int64),
         ("channels", ctypes.c_int32),
         *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
         *(
@@ -99,9 +106,12 @@ def column_tiles(work: ConvWork) -> int:
     return ceil_div(work.kernel[2] * work.in_channels, 8)
 
 
-def window_args(work: ConvWork, rows: int, unit_rows: int, segment: int) -> WindowArgs:
-    """The geometry, for blocks of so many kernel rows and units of ``unit_rows`` x ``segment``."""
+def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: int) -> WindowArgs:
+    """The geometry, for blocks of so many kernel rows and units of ``unit_rows`` x ``segment``,
+    of the input as `prepare_rows` has it."""
     args = WindowArgs()
+    sizes = (work.batch, 1, work.in_channels, *work.input)
+    args.x_end = 1 + sum((size - 1) * stride for size, stride in zip(sizes, x.strides, strict=True))
     args.channels = work.in_channels
     args.x_size[:], args.y_size[:] = work.input, work.output
     for name in ("kernel", "stride", "pad"):
