@@ -9,9 +9,9 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
+from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
-from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
 from convgrad_service.backends.cuda.kernels.grouped_gather import Box, GroupedGather, boxes_of
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight, Share, shares_of
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
@@ -48,8 +48,8 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    gather = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES), GatherDirect())
-    weight = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES), WeightDirect())
+    gather = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES), GatherDirect())
+    weight = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES), WeightDirect())
     return EmulatedBackend(replace(FAMILIES, fwd=gather, bwd_data=gather, bwd_weight=weight))
 
 

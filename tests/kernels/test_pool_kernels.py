@@ -46,10 +46,10 @@ TAKEN = {  # by what, channels first and last
     "cells": ("pool_cell_rows", "pool_cells"),
     "cells_3d": ("pool_cell_rows", "pool_cells"),
     "cells_no_vectors": ("pool_cells", "pool_cells"),
-    "strips_stride_2": ("pool_lines", "pool_strips"),
-    "strips_wide": ("pool_lines", "pool_strips"),
-    "strips_of_planes": ("pool_lines", "pool_strips"),
-    "other_padding": ("pool_lines", "pool_lines"),
+    "strips_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
+    "strips_wide": ("pool_strips_through_channels_last", "pool_strips"),
+    "strips_of_planes": ("pool_strips_through_channels_last", "pool_strips"),
+    "other_padding": ("pool_lines_through_channels_last", "pool_lines"),
 }
 
 

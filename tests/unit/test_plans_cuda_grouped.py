@@ -10,8 +10,8 @@ from math import prod
 import pytest
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
-from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_merge import merge_of
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
@@ -113,7 +113,7 @@ def test_reasons_are_given(direction: Direction) -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_channels_first_goes_through_channels_last(direction: Direction) -> None:
     inner = GroupedWeight() if direction == "bwd_weight" else GroupedGather()
-    family = GroupedChannelsFirst(inner, [StridedCopy()])
+    family = ConvThroughChannelsLast(inner, [StridedCopy()])
     work = work_of(direction, channels=(8, 8), groups=4, layout="NCHW")
     assert family.why_not(work, H200) is None
     fragment = family.launches(work, H200)

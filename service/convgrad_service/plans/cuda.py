@@ -206,11 +206,12 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
         )
 
     middle = f"{prefix}intermediate"
-    # Kept without a dimension for groups, it is a view for either convolution's.
-    plain, conv0 = LAYOUTS[layout.name.replace("G", "")], problem.conv0
-    shape = activation_shape(plain, conv0.batch, 1, conv0.out_channels, conv0.output_size)
+    # Channels last, as fast kernels take it, and without a dimension for groups: a view for either
+    # convolution's.
+    last, conv0 = LAYOUTS[f"N{'DHW'[-layout.ndim :]}C"], problem.conv0
+    shape = activation_shape(last, conv0.batch, 1, conv0.out_channels, conv0.output_size)
     first_y, second_x = (
-        activation_operand(middle, dtype, plain, shape, conv.groups)
+        activation_operand(middle, dtype, last, shape, conv.groups)
         for conv in (conv0, problem.conv1)
     )
     first = work(0, operand("input", inputs["input"], conv0.groups), first_y)

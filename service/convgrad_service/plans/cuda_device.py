@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from convgrad.dtypes import DType
 
 __all__ = ["ARCHITECTURES", "H200", "HOPPER", "CudaDevice", "architecture_of", "sum_dtype"]
+__all__ += ["with_shared_bytes"]
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
 """What kernels are compiled for where no device says otherwise: Ampere to Blackwell."""
+
+SHARED_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90a": 232_448, "sm_100": 232_448}
+"""Of shared memory, that one block may have."""
 
 HOPPER = ("sm_90a",)
 """The one architecture of wgmma and its kin."""
@@ -43,6 +47,11 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 H200 = CudaDevice("NVIDIA H200", (9, 0), 132, 232448, 233472, 60 * 2**20, 150_000_000_000)
 """An example, for plans made where there is no GPU."""
+
+
+def with_shared_bytes(needed: int) -> tuple[str, ...]:
+    """The architectures on which a block may have so much shared memory."""
+    return tuple(name for name in ARCHITECTURES if SHARED_BYTES[name] >= needed)
 
 
 def sum_dtype(dtype: DType) -> DType:

@@ -6,10 +6,14 @@ A faster kernel goes before the ones that it replaces. The last of each role tak
 from __future__ import annotations
 
 from convgrad_service.backends.cuda.kernels.channel_sums import ChannelSumsKernel
+from convgrad_service.backends.cuda.kernels.channels_first import (
+    ConvThroughChannelsLast,
+    FusedThroughChannelsLast,
+    PoolThroughChannelsLast,
+)
 from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
-from convgrad_service.backends.cuda.kernels.depthwise_first import ThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
@@ -18,13 +22,12 @@ from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
 from convgrad_service.backends.cuda.kernels.first_warpgroup import FirstWarpgroup
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
-from convgrad_service.backends.cuda.kernels.fused_first import FusedThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.grouped_first import GroupedChannelsFirst
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
@@ -46,18 +49,18 @@ COPIES = (Transpose(), RowCopy(), StridedCopy())
 DEPTHWISE = (
     Depthwise(),
     DepthwiseMma(),
-    ThroughChannelsLast(Depthwise(), COPIES),
-    ThroughChannelsLast(DepthwiseMma(), COPIES),
+    ConvThroughChannelsLast(Depthwise(), COPIES),
+    ConvThroughChannelsLast(DepthwiseMma(), COPIES),
 )
 DEPTHWISE_WEIGHT = (
     DepthwiseWeight(),
     DepthwiseWeightMma(),
-    ThroughChannelsLast(DepthwiseWeight(), COPIES),
-    ThroughChannelsLast(DepthwiseWeightMma(), COPIES),
+    ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
+    ConvThroughChannelsLast(DepthwiseWeightMma(), COPIES),
 )
 # Few channels a group.
-GROUPED = (GroupedGather(), GroupedChannelsFirst(GroupedGather(), COPIES))
-GROUPED_WEIGHT = (GroupedWeight(), GroupedChannelsFirst(GroupedWeight(), COPIES))
+GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
+GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
 FIRST_DATA = (Patches((DenseGather(),)), FirstWarpgroup(), FirstGroups(), FirstData())
@@ -76,6 +79,7 @@ FAMILIES = Families(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
         *FIRST_WEIGHT,
+        HopperWeight(),
         DenseWeight(),
         WeightTile(),
         WeightDirect(),
@@ -87,6 +91,8 @@ FAMILIES = Families(
         PoolCellRows(),
         PoolCells(),
         PoolStrips(),
+        PoolThroughChannelsLast(PoolStrips(), COPIES),
+        PoolThroughChannelsLast(PoolLines(), COPIES),
         PoolLines(),
         MaxPoolBackward(),
     ),

@@ -19,7 +19,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
@@ -42,12 +42,13 @@ LINE_STAGES = {2: 8, 4: 4}
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A lane's channels and columns (backward, times the stride), the blocks that a
-    multiprocessor is to hold, and the most rows of a chunk."""
+    multiprocessor is to hold, the most rows of a chunk, and what it is compiled for."""
 
     vector: int
     columns: int
     blocks: int
     most_rows: int = 2**20
+    architectures: tuple[str, ...] = ARCHITECTURES
 
 
 # By kernel rows, kernel columns and stride.
@@ -59,7 +60,7 @@ TILES = {
     (5, 5, 2): Tile(2, 2, 4),
     (7, 7, 1): Tile(1, 7, 4),
     (7, 7, 2): Tile(2, 2, 3),
-    (13, 13, 1): Tile(1, 3, 2),
+    (13, 13, 1): Tile(1, 3, 2, architectures=ARCHITECTURES[1:]),
     (3, 1, 1): Tile(2, 1, 5),
     (4, 1, 1): Tile(2, 1, 5),
     (5, 1, 1): Tile(2, 1, 5),
@@ -68,6 +69,11 @@ TILES = {
     (15, 1, 1): Tile(2, 1, 4),
     (31, 1, 1): Tile(2, 1, 3),
 }
+
+
+# Where the compiler finds fewer registers: before sm_89.
+NARROW_TILES = {(13, 13, 1): Tile(1, 1, 2, architectures=ARCHITECTURES[:1])}
+NARROW_BEFORE = (8, 9)
 
 
 class DepthwiseArgs(ctypes.Structure):
@@ -103,7 +109,7 @@ class Depthwise:
             work.dtype, (*plane.kernel, plane.stride), not work.epilogue_free
         ):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        launch = self.launch(work, device, plane, _tile(plane))
+        launch = self.launch(work, device, plane, _tile(plane, device))
         if launch.shared_bytes > device.shared_bytes_per_block:
             return (
                 f"a block needs {launch.shared_bytes} bytes of shared memory and there are "
@@ -119,7 +125,8 @@ class Depthwise:
         if plane is None:
             raise ValueError("not a plane")
         return Fragment(
-            f"{self.name}_{work.direction}", (self.launch(work, device, plane, _tile(plane)),)
+            f"{self.name}_{work.direction}",
+            (self.launch(work, device, plane, _tile(plane, device)),),
         )
 
     def launch(
@@ -172,7 +179,7 @@ class Depthwise:
         """See `Family.instances`."""
         return [
             _instance(dtype, kernel, tile, backward, epilogue)
-            for kernel, tile in TILES.items()
+            for kernel, tile in (*TILES.items(), *NARROW_TILES.items())
             for dtype in DTYPES
             for backward in (False, True)
             for epilogue in (False, True)
@@ -191,8 +198,10 @@ def _blocks(tile: Tile, epilogue: bool) -> int:
     return max(1, tile.blocks - epilogue)
 
 
-def _tile(plane: Plane) -> Tile:
-    return TILES[(*plane.kernel, plane.stride)]
+def _tile(plane: Plane, device: CudaDevice) -> Tile:
+    kernel = (*plane.kernel, plane.stride)
+    narrow = NARROW_TILES if device.capability < NARROW_BEFORE else {}
+    return narrow.get(kernel) or TILES[kernel]
 
 
 def _strips(tile: Tile) -> int:
@@ -230,5 +239,8 @@ def _instance(
         "EPILOGUE": int(epilogue),
     }
     return Instance(
-        "depthwise.cu", "depthwise", tuple((name, str(value)) for name, value in defines.items())
+        "depthwise.cu",
+        "depthwise",
+        tuple((name, str(value)) for name, value in defines.items()),
+        tile.architectures,
     )

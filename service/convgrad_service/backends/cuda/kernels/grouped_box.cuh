@@ -11,6 +11,12 @@
 
 namespace convgrad {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kBlackwell = true;
+#else
+constexpr bool kBlackwell = false;
+#endif
+
 struct Box {
   int extent[4];  // images, D, H, W
   int chunks;     // of a position
@@ -28,6 +34,14 @@ struct BoxStrides {
 // 1 / (2b) of b's multiples away, which is more than what rounding twice may err.
 __device__ __forceinline__ int quick_divide(int a, int b) {
   return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+}
+
+// The last digit of a number, which loses it.
+__device__ __forceinline__ int digit(u32& number, int radix) {
+  const u32 above = number / static_cast<u32>(radix);
+  const int value = number - above * radix;
+  number = above;
+  return value;
 }
 
 // A number in the digits of a box: images, D, H, W. Divides once, and then counts on by `by`.

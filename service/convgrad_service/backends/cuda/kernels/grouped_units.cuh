@@ -20,6 +20,9 @@ constexpr bool kSwapped = kSize == 2 && kColumns == 16;
 constexpr int kRowPitch = kColumns * kSize + (kSwapped ? 0 : 16);
 constexpr int kRowsBytes = 16 * (kColumns + 4) * 4;  // of a warp: its sums as they are
 
+// Blackwell's compiler finds registers for no more than one where there are three times 8 columns.
+constexpr int kStepsAtOnce = kBlackwell && NF == 3 ? 1 : kSize == 4 ? 2 : 3;
+
 // Where a chunk of the reduction lies: in the source's box, and in a merge's weights.
 struct Step {
   int a, b;
@@ -109,7 +112,7 @@ __device__ __forceinline__ void multiply(float (&sum)[PACK][kRows][NF][4],
   // In a step's two chunks, lanes 16 to 31 read A's second one, lanes 8 to 15 and 24 to 31 B's.
   const Step* const a_steps = from.all + (lane >> 4);
   const Step* const b_steps = from.all + (lane >> 3 & 1);
-#pragma unroll(kSize == 4 ? 2 : 3)
+#pragma unroll(kStepsAtOnce)
   for (int step = 0; step < from.steps; ++step) {
     const int a_offset = a_steps[step * 2].a;
     u32 b[PACK * NF + 1][2];

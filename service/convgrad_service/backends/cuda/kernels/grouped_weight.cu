@@ -34,10 +34,12 @@ constexpr int kSize = static_cast<int>(sizeof(ELEMENT));
 constexpr int kChunk = 16 / kSize;
 constexpr int kDepth = 32 / kSize;  // pixels of one product
 constexpr int kSums = MT * NF * 4;
+// Blackwell's compiler lacks a register for two blocks where words are read for three columns.
+constexpr int kBlocks = kBlackwell && kSize == 4 && NF == 3 ? 1 : BLOCKS;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     grouped_weight(const __grid_constant__ GroupedWeightArgs args) {
   using T = ELEMENT;
   extern __shared__ uint4 shared[];
@@ -47,12 +49,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const u32 boxes_at = shared_address(base);
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
 
-  auto digit = [](u32& number, int radix) {
-    const u32 above = number / static_cast<u32>(radix);
-    const int value = number - above * radix;
-    number = above;
-    return value;
-  };
   const int item_group = blockIdx.y, split = blockIdx.z;
   const int first_merge = blockIdx.x * args.slice, first_group = first_merge * args.merged;
   const int merges = min(args.slice, args.groups / args.merged - first_merge);

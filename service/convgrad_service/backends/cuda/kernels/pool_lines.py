@@ -11,7 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool_cells import image_elements
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import PoolWork, Size3
 
@@ -277,5 +277,8 @@ def _instance(dtype: DType, shape: Shape) -> Instance:
         }
     defines |= {"THREADS": shape.threads, "BLOCKS": shape.blocks}
     return Instance(
-        "pool_lines.cu", "pool_lines", tuple((name, str(value)) for name, value in defines.items())
+        "pool_lines.cu",
+        "pool_lines",
+        tuple((name, str(value)) for name, value in defines.items()),
+        with_shared_bytes(shape.shared_bytes),
     )

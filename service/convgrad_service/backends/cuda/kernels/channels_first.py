@@ -1,0 +1,211 @@
+"""Channels-first tensors, by way of channels-last copies of them.
+
+A copy moves a tensor once at the memory's speed, and so do these kernels: at most three times the
+channels-last time, where kernels whose lanes run along W share no loads, or have a product for
+each tap. Tensors that are channels last already are left where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Generic, TypeVar
+
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Family, Work, choose
+from convgrad_service.plans.cuda_program import Fragment, Instance, Step, Workspace
+from convgrad_service.plans.cuda_works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    FusedWork,
+    Operand,
+    PoolWork,
+    Size3,
+    contiguous_strides,
+)
+
+__all__ = ["ConvThroughChannelsLast", "FusedThroughChannelsLast", "PoolThroughChannelsLast"]
+
+W = TypeVar("W", bound=Work)
+ORDER = (0, 3, 4, 5)
+"""N D H W among a view's axes."""
+APART = "groups do not follow one another"
+AS_THEY_ARE = "the channels lie side by side as they are"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An activation, and the same in channels-last order: in a workspace, or where it is."""
+
+    given: Operand
+    last: Operand
+    extents: tuple[int, ...]  # N D H W, channels of a group, groups
+
+    @classmethod
+    def of(
+        cls, given: Operand, batch: int, size: Size3, groups: int, channels: int, buffer: str
+    ) -> _Tensor:
+        """``given``, with ``channels`` a group; its copy would be in ``buffer``."""
+        extents = (batch, *size, groups * channels)
+        image, plane, row, pixel, _ = contiguous_strides(extents)
+        last = Operand(buffer, given.dtype, (image, channels, 1, plane, row, pixel))
+        return cls(given, given if given.channels_last else last, extents)
+
+    @property
+    def copied(self) -> bool:
+        return self.last is not self.given
+
+    @property
+    def workspace(self) -> Workspace:
+        return Workspace(self.last.buffer, prod(self.extents) * self.given.dtype.itemsize)
+
+    def copy(self, out: bool) -> Copy:
+        """Out of the workspace, or into it."""
+        first, second = (self.last, self.given) if out else (self.given, self.last)
+        strides = ([one.strides[axis] for axis in (*ORDER, 2)] for one in (first, second))
+        axes = tuple(CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
+        return Copy(first.buffer, second.buffer, self.given.dtype, axes)
+
+
+class _Through(Generic[W]):
+    """``inner``, a family of channels-last tensors, between ``copies``."""
+
+    def __init__(self, inner: Family[W], copies: Sequence[Family[Copy]]) -> None:
+        self.name = f"{inner.name}_through_channels_last"
+        self._inner = inner
+        self._copies = copies
+
+    def instances(self) -> Iterable[Instance]:
+        """None of its own: see `Family.instances` of the families that it joins."""
+        return ()
+
+    def _around(
+        self, work: W, tensors: Mapping[str, _Tensor], written: str | None, device: CudaDevice
+    ) -> Fragment:
+        """The inner family's launches on ``work``, all of whose ``tensors`` are channels last."""
+        inner = self._inner.launches(work, device)
+        before: list[Step] = []
+        after: list[Step] = []
+        for name, tensor in tensors.items():
+            if tensor.copied:
+                out = name == written
+                fragment = choose(self._copies, tensor.copy(out), device).fragment
+                (after if out else before).extend(fragment.steps)
+        workspace = (tensor.workspace for tensor in tensors.values() if tensor.copied)
+        return Fragment(
+            f"{inner.kernel}_through_channels_last",
+            (*before, *inner.steps, *after),
+            (*workspace, *inner.workspace),
+            inner.checks,
+        )
+
+
+class ConvThroughChannelsLast(_Through[ConvWork]):
+    """A grouped convolution, depthwise ones among them."""
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.groups == 1:
+            return "one group"
+        sides = (work.x, work.in_channels), (work.y, work.out_channels)
+        if any(one.strides[1] != channels * one.strides[2] for one, channels in sides):
+            return APART
+        if work.x.channels_last and work.y.channels_last:
+            return AS_THEY_ARE
+        return self._inner.why_not(_lasting(work, _activations(work)), device)
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        tensors = _activations(work)
+        written = {"fwd": "y", "bwd_data": "x"}.get(work.direction)
+        return self._around(_lasting(work, tensors), tensors, written, device)
+
+
+def _activations(work: ConvWork) -> dict[str, _Tensor]:
+    """By the work's fields."""
+    sides = {
+        "x": (work.x, work.in_channels, work.input),
+        "y": (work.y, work.out_channels, work.output),
+    }
+    if work.accumulate is not None and work.direction == "bwd_data":
+        sides["accumulate"] = (work.accumulate, work.in_channels, work.input)
+    lead = f"{work.prefix}{work.direction}.last_"
+    return {
+        name: _Tensor.of(given, work.batch, size, work.groups, channels, lead + name)
+        for name, (given, channels, size) in sides.items()
+    }
+
+
+def _lasting(work: ConvWork, tensors: Mapping[str, _Tensor]) -> ConvWork:
+    """The same work on channels-last tensors."""
+    accumulate = tensors["accumulate"].last if "accumulate" in tensors else work.accumulate
+    return replace(work, x=tensors["x"].last, y=tensors["y"].last, accumulate=accumulate)
+
+
+class FusedThroughChannelsLast(_Through[FusedWork]):
+    """Two convolutions with the intermediate on the chip."""
+
+    def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.first.x.channels_last and work.second.y.channels_last:
+            return AS_THEY_ARE
+        return self._inner.why_not(self._last(work)[0], device)
+
+    def launches(self, work: FusedWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        last, tensors = self._last(work)
+        return self._around(last, tensors, "y", device)
+
+    def _last(self, work: FusedWork) -> tuple[FusedWork, dict[str, _Tensor]]:
+        first, second = work.first, work.second
+        read, written = _activations(first)["x"], _activations(second)["y"]
+        last = replace(
+            work, first=replace(first, x=read.last), second=replace(second, y=written.last)
+        )
+        return last, {"x": read, "y": written}
+
+
+class PoolThroughChannelsLast(_Through[PoolWork]):
+    """A pooling's gradient from its input.
+
+    Flat windows of stride 1 are left as they lie, of which ``pool_lines.cu`` reads whole rows: on
+    one H200 their copies took as long as they saved, where windows with a stride, or with a depth,
+    took up to half the time.
+    """
+
+    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.source is None:
+            return "the indices are given"
+        if work.x.channels_last:
+            return AS_THEY_ARE
+        if work.kernel[0] == 1 and work.stride[1:] == (1, 1):
+            return "flat windows of stride 1 take no longer as they lie"
+        return self._inner.why_not(_last_pool(work, _pooled(work)), device)
+
+    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        tensors = _pooled(work)
+        return self._around(_last_pool(work, tensors), tensors, "x", device)
+
+
+def _pooled(work: PoolWork) -> dict[str, _Tensor]:
+    """By the work's fields."""
+    if work.source is None:
+        raise ValueError("a pooling's gradient without its input")
+    sides = {
+        "source": (work.source, work.input),
+        "x": (work.x, work.input),
+        "y": (work.y, work.output),
+    }
+    return {
+        name: _Tensor.of(given, work.batch, size, 1, work.channels, f"{work.prefix}last_{name}")
+        for name, (given, size) in sides.items()
+    }
+
+
+def _last_pool(work: PoolWork, tensors: Mapping[str, _Tensor]) -> PoolWork:
+    """The same work on channels-last tensors."""
+    return replace(work, source=tensors["source"].last, x=tensors["x"].last, y=tensors["y"].last)
