@@ -2,7 +2,8 @@
 
     python tests/kernels/gpu_check.py [--git-sha SHA] [--workers 8] [--slow] [pytest's options]
 
-Compiles all kernels first, side by side. A line goes to tests/perf/results/gpu_checks.jsonl.
+Compiles all kernels first, side by side; with --lazy each as a test needs it, which is sooner for
+few tests. A line goes to tests/perf/results/gpu_checks.jsonl.
 """
 
 from __future__ import annotations
@@ -115,10 +116,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="needs pytest-xdist beyond 1")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--slow", action="store_true", help="the slow tests, instead of the others")
+    parser.add_argument("--lazy", action="store_true", help="compile what the tests need")
     asked, more = parser.parse_known_args()
     device = describe(0)
     started = time.perf_counter()
-    kernels, refused = compile_all(device.architecture)
+    kernels, refused = (0, []) if asked.lazy else compile_all(device.architecture)
     print(
         f"{kernels} kernels compiled in {time.perf_counter() - started:.1f} s", *refused, sep="\n"
     )
@@ -127,10 +129,10 @@ def main() -> int:
     # Warnings of other packages' plugins are not what is tested here.
     command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
     side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
-    outcome = together(
-        run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
-        run_tests([*command, ALONE]),
-    )
+    commands = [*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"], [*command, ALONE]
+    # None of the slow ones takes that much memory.
+    with ThreadPoolExecutor(2 if asked.slow else 1) as pool:
+        outcome = together(*pool.map(run_tests, commands))
     line = {
         "bench": "gpu_checks",
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -138,7 +140,7 @@ def main() -> int:
         "device": device.name,
         "driver": driver(),
         "versions": versions(),
-        "kernels": kernels,
+        "kernels": kernels or "as needed",
         "not_compiled": refused[:50],
         "seed": asked.seed,
         "command": ["python", "tests/kernels/gpu_check.py", *sys.argv[1:]],
