@@ -22,7 +22,8 @@
 // Deterministic: one order of additions for each result, however the tiles lie.
 // Zeros outside the source times an infinity are NaN: sums that are not finite are taken again by
 // the definition.
-// Index limits: positions along a dimension below 2^28; 64-bit offsets.
+// Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
+// elements, elsewhere 64-bit.
 #include "hopper_halo_result.cuh"
 #include "warpgroup.cuh"
 

@@ -32,7 +32,8 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-MAX_EXTENT, MAX_KERNEL, MAX_STEP = 2**28, 127, 8
+MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
+MAX_INDEX = 2**31 - 1
 THREADS = 384
 
 
@@ -163,6 +164,9 @@ class HopperHalo:
         if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
             return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
         axes = [axis_of(work, dim) for dim in range(3)]
+        rows = zip(axes[1:], result.strides[4:], strict=True)
+        if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX > MAX_INDEX:
+            return f"rows of the result that lie {max(result.strides[3:])} elements apart"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
             return "no tap meets the input"
         if not some_tile_fits(work, axes, device):

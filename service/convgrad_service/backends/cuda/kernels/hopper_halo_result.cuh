@@ -2,6 +2,7 @@
 // a fragment's column.
 #pragma once
 
+#include "accesses.cuh"
 #include "epilogue.cuh"
 #include "hopper_halo_args.cuh"
 
@@ -72,7 +73,9 @@ struct HaloResults {
   const HaloPass& pass;
   int n, channel, m[3];  // its first channel, and the tile's first position
   int first_column;
+  int rows, width;  // of the tile's positions that have results
   i64 at;  // of the first channel at the tile's first position
+  int row_step, step;  // from row to row, from one position in it to the next
 
   __device__ __forceinline__ HaloResults(const HopperHaloArgs& args, const HaloPass& pass,
                                          const HaloTile& tile)
@@ -88,6 +91,10 @@ struct HaloResults {
     const int block = tile.channel_tile * (1 + args.group_blocks) + group * args.group_blocks;
     channel = block * args.row_channels + row;
     first_column = group * args.group_pixels;
+    rows = min(args.tile[1], pass.count[1] - m[1]);
+    width = min(args.tile[2], pass.count[2] - m[2]);
+    row_step = args.y_step[1] * static_cast<int>(args.y_stride[4]);
+    step = args.y_step[2] * static_cast<int>(args.y_stride[5]);
     at = n * args.y_stride[0] + channel * args.y_stride[2];
 #pragma unroll
     for (int dim = 0; dim < 3; ++dim) {
@@ -98,19 +105,15 @@ struct HaloResults {
   __device__ __forceinline__ bool some() const {
     return channel < args.out_channels && m[0] < pass.count[0];
   }
-  // Row and place in it of a column from the tile's first position; whether it has a result.
+  // Row and place in it of a column, from the tile's first position; whether it has a result.
   __device__ __forceinline__ bool position(int column, int& h, int& w) const {
-    const int flat = first_column + column;
+    const u32 flat = first_column + column;
     h = __umulhi(flat, args.row_factor);
     w = flat - h * args.row_pixels;
-    return h < args.tile[1] && w < args.tile[2] && m[1] + h < pass.count[1] &&
-           m[2] + w < pass.count[2];
+    return h < rows && w < width;
   }
   // From `at` on.
-  __device__ __forceinline__ i64 offset(int h, int w) const {
-    return static_cast<i64>(h * args.y_step[1]) * args.y_stride[4] +
-           static_cast<i64>(w * args.y_step[2]) * args.y_stride[5];
-  }
+  __device__ __forceinline__ int offset(int h, int w) const { return h * row_step + w * step; }
 };
 
 // One result, whatever must be done to its sum and wherever it lies.
@@ -168,10 +171,9 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
       const u32 other = __shfl_xor_sync(0xffffffff, quarter & 1 ? low : high, 1);
       const uint2 four = quarter & 1 ? make_uint2(other, high) : make_uint2(low, other);
       int h, w;
-      if (to.position(j * 8 + lane / 4, h, w) && mine) {
-        *reinterpret_cast<uint2*>(y + to.offset(h, w)) = four;
-        odd |= odd_two<T>(four.x) | odd_two<T>(four.y);
-      }
+      const bool there = to.position(j * 8 + lane / 4, h, w) && mine;
+      store_if(there, y + to.offset(h, w), four);
+      odd |= choose(there, static_cast<int>(odd_two<T>(four.x) | odd_two<T>(four.y)), 0);
     }
     if (!__any_sync(0xffffffff, (odd & 0x80008000) != 0)) return;
     __syncwarp();  // another lane writes them anew

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from)
 // Warp: such a matrix, of which each lane has two elements of a row as after load_matrices, turned.
 __device__ __forceinline__ u32 transposed(u32 matrix) {
   u32 turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
   return turned;
 }
 
