@@ -89,7 +89,7 @@ soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
 
 ray: kernels $(RAY)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
-	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run
+	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run $(if $(STORE),--store)
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(LOAD)/.ready: deploy/locks/load.txt

@@ -48,6 +48,18 @@ class Options(BaseModel, extra="forbid"):
     ongoing_per_replica: int = Field(
         default=2, ge=1, description="Problems that one replica has at a time; more wait."
     )
+    target_ongoing: float = Field(
+        default=1.0,
+        gt=0,
+        description="Replicas are added while more problems than this are sent for each of them, "
+        "those that wait included, and taken away while fewer are.",
+    )
+    upscale_delay_s: float = Field(
+        default=2.0, ge=0, description="How long there must be more before a replica is added."
+    )
+    downscale_delay_s: float = Field(
+        default=60.0, ge=0, description="How long there must be fewer before one is taken away."
+    )
     piece_bytes: ByteSize = Field(
         default=ByteSize(2 * 2**30),
         gt=0,
@@ -140,10 +152,10 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
             autoscaling_config={
                 "min_replicas": options.min_replicas,
                 "max_replicas": options.max_replicas,
-                # One running and a little waiting: a queue is what replicas are added for.
-                "target_ongoing_requests": 1.0,
-                "upscale_delay_s": 2.0,
-                "downscale_delay_s": 60.0,
+                # What waits counts too: a queue is what replicas are added for.
+                "target_ongoing_requests": options.target_ongoing,
+                "upscale_delay_s": options.upscale_delay_s,
+                "downscale_delay_s": options.downscale_delay_s,
             },
         )
         .bind(options.settings)

@@ -28,7 +28,9 @@ class Served(NamedTuple):
 def server(**settings: str) -> Iterator[Served]:
     """`convgrad serve` with these settings beside the defaults, until the block ends."""
     environment = {**os.environ, "CONVGRAD_LOG_LEVEL": "warning", **settings}
-    command = [sys.executable, "-m", "convgrad", "serve", "--port", "0", "--grpc-port", "0"]
+    # Not the installed command, so that it is this tree's code wherever Python's is from.
+    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -1,9 +1,11 @@
-"""A local Ray cluster of several simulated nodes: right answers, a node killed under load, scaling.
+"""A local Ray cluster of several simulated nodes: right answers, replicas that come and go with the
+work, a node killed under load, throughput and costs.
 
-    python -m tests.ray_cluster.run [--nodes 3]
+    python -m tests.ray_cluster.run [--nodes 3] [--only autoscaling] [--store]
 
-Every operation's answer is compared with the CPU backend's, whole and cut into pieces; then a node
-is killed while clients send, and no request may fail. Prints how throughput grows with replicas.
+Answers of problems cut into pieces are compared with the CPU backend's; then replicas are added
+under load and taken away after it; then a node is killed while clients send, and no request may
+fail. `--store` puts the figures where docs/load.md is made from.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ import argparse
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,16 @@ from convgrad.contract.base import validate
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from, run_in_pieces
 from convgrad_service.ray_serve import application
+from tests.load.results import store
+from tests.load.served import server
+from tests.ray_cluster.costs import costs
+from tests.ray_cluster.load import Load, throughput
 
 # Of tensors: small enough that the examples below are cut.
 PIECE_BYTES = 2**20
 SETTINGS = {"threads": 1, "backend": "cpu", "log_level": "error"}
+# For replicas to come, and to go once there is no work for them.
+SCALING_S = 60.0
 
 
 @contextmanager
@@ -48,11 +54,18 @@ def served(port: int, **options: Any) -> Iterator[str]:
         serve.delete("convgrad")
 
 
-def operations_agree(url: str) -> None:
-    """The examples of the contract, and a larger problem that is cut into pieces."""
+def replicas() -> int:
+    """How many compute now."""
+    states = serve.status().applications["convgrad"].deployments["Compute"].replica_states
+    return int(states.get("RUNNING", 0))
+
+
+def answers(port: int, nodes: int) -> list[dict[str, Any]]:
+    """Problems of several operations, cut into pieces: the bits of one backend's answer."""
     backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
-    with convgrad.Client(url, timeout=120) as client:
+    fixed = {"min_replicas": nodes, "max_replicas": nodes, "piece_bytes": PIECE_BYTES}
+    with served(port, **fixed) as url, convgrad.Client(url, timeout=120) as client:
         listed = client.operations()
         assert set(listed) == set(OPERATIONS), "the catalogue names other operations"
         x = rng.standard_normal((6, 32, 48, 48), dtype=np.float32)
@@ -83,6 +96,7 @@ def operations_agree(url: str) -> None:
             )
         refused = _refused(lambda: client.conv_fwd(x, w[:, :5]))
         assert "weight" in refused, refused
+    return []
 
 
 def _refused(call: Callable[[], object]) -> str:
@@ -93,89 +107,99 @@ def _refused(call: Callable[[], object]) -> str:
     return "a wrong request was answered"
 
 
-@dataclass
-class Load:
-    """Clients that send one problem after another and check every answer."""
+def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
+    """One replica without work, more while work waits, one again after it."""
+    began_s = time.monotonic()
+    rows: list[dict[str, Any]] = []
 
-    url: str
-    clients: int
-    answered: int = 0
-    failed: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
+    def seen(what: str) -> None:
+        rows.append(
+            {"scaling": what, "at_s": round(time.monotonic() - began_s, 1), "replicas": replicas()}
+        )
+        print(f"  {rows[-1]['at_s']:5.1f} s: {what}, {rows[-1]['replicas']} replicas", flush=True)
 
-    def __enter__(self) -> Load:
-        rng = np.random.default_rng(1)
-        self._dy = rng.integers(-2, 3, (4, 32, 28, 28)).astype(np.float32)
-        self._w = rng.integers(-2, 3, (32, 32, 3, 3)).astype(np.float32)
-        with convgrad.Client(self.url, timeout=120) as client:
-            self._wanted = client.conv_bwd_data(self._dy, self._w, padding=1)
-        self._threads = [threading.Thread(target=self._send) for _ in range(self.clients)]
-        for thread in self._threads:
-            thread.start()
-        return self
+    def until(wanted: int) -> None:
+        end_s = time.monotonic() + SCALING_S
+        while replicas() != wanted:
+            assert time.monotonic() < end_s, f"{replicas()} replicas, expected {wanted}"
+            time.sleep(0.25)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _send(self) -> None:
-        # Without retries: what is counted is what the service lost.
-        with convgrad.Client(self.url, timeout=120, retries=0) as client:
-            while not self._stop.is_set():
-                try:
-                    found = client.conv_bwd_data(self._dy, self._w, padding=1)
-                except convgrad.ConvgradError as error:
-                    self.failed.append(f"{type(error).__name__}: {error}")
-                    continue
-                if not np.array_equal(found, self._wanted):
-                    self.failed.append("a wrong answer")
-                self.answered += 1
+    options = {"min_replicas": 1, "max_replicas": 2, "downscale_delay_s": 5.0}
+    with served(port, **options) as url:
+        until(1)
+        began_s = time.monotonic()
+        seen("no work")
+        with Load(url, clients=6) as load:
+            until(2)
+            seen("six clients")
+        assert not load.failed, load.failed[:3]
+        seen("no work again")
+        until(1)
+        seen("some time later")
+    assert [row["replicas"] for row in rows] == [1, 2, 2, 1]
+    return rows
 
 
-def throughput(url: str, clients: int, seconds: float) -> float:
-    """Answers a second."""
-    with Load(url, clients) as load:
-        time.sleep(1)
-        before, started = load.answered, time.monotonic()
-        time.sleep(seconds)
-        rate = (load.answered - before) / (time.monotonic() - started)
-    assert not load.failed, load.failed[:3]
-    return rate
+def measured(port: int, nodes: int) -> list[dict[str, Any]]:
+    """Answers a second by replicas, and what the way to them costs."""
+    rows: list[dict[str, Any]] = []
+    for count in range(1, nodes + 1):
+        with served(port, min_replicas=count, max_replicas=count) as url:
+            rate = throughput(url, 2 * count + 2, 5.0)
+            rows.append({"throughput": True, "replicas": count, "answered_per_s": rate})
+            print(f"  {count} replicas: {rate:.1f} a second on {os.cpu_count()} cores", flush=True)
+            if count == 1:
+                with server(CONVGRAD_THREADS="1", CONVGRAD_BACKEND="cpu") as plain:
+                    rows += costs(url, plain.url)
+    for row in rows:
+        if "cost" in row:
+            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str, Any]]:
+    """A node that dies under load costs nobody an answer."""
+    fixed = {"min_replicas": nodes, "max_replicas": nodes}
+    with served(port, **fixed) as url, Load(url, clients=4, shape=(4, 32, 28)) as load:
+        time.sleep(3)
+        before = load.answered
+        cluster.remove_node(victim, allow_graceful=False)
+        time.sleep(8)
+        after = load.answered
+    assert not load.failed, f"{len(load.failed)} requests failed: {load.failed[:3]}"
+    assert after > before > 0, "nothing was answered after the node had died"
+    print(f"  a node of {nodes} killed under load: {load.answered} answered, 0 failed")
+    return [{"death": True, "nodes": nodes, "answered": load.answered, "failed": 0}]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n")[:2]))
     parser.add_argument("--nodes", type=int, default=3, help="nodes that compute, one CPU each")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--only", choices=("answers", "autoscaling", "measured", "death"))
+    parser.add_argument("--store", action="store_true", help="keep the figures as results")
     asked = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"front": 1.0}}
     )
     nodes = [cluster.add_node(num_cpus=1) for _ in range(asked.nodes)]
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    # Once Ray's own processes have taken the ports that they want.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "answers": lambda: answers(port, asked.nodes),
+        "autoscaling": lambda: autoscaling(port, asked.nodes),
+        "measured": lambda: measured(port, asked.nodes),
+        "death": lambda: death(port, asked.nodes, cluster, nodes[-1]),
+    }
     try:
-        for count in range(1, asked.nodes + 1):
-            with served(port, min_replicas=count, max_replicas=count) as url:
-                rate = throughput(url, 2 * count + 2, asked.seconds)
-                print(
-                    f"{count} replicas: {rate:.1f} answers/s on {os.cpu_count()} cores", flush=True
-                )
-        fixed = {"min_replicas": asked.nodes, "max_replicas": asked.nodes}
-        with served(port, piece_bytes=PIECE_BYTES, **fixed) as url:
-            operations_agree(url)
-        with served(port, **fixed) as url, Load(url, clients=4) as load:
-            time.sleep(3)
-            before = load.answered
-            cluster.remove_node(nodes[-1], allow_graceful=False)
-            time.sleep(8)
-            after = load.answered
-        assert not load.failed, f"{len(load.failed)} requests failed: {load.failed[:3]}"
-        assert after > before > 0, "nothing was answered after the node had died"
-        print(f"a node of {asked.nodes} killed under load: {load.answered} answered, 0 failed")
+        for name, run in runs.items():
+            if asked.only in (None, name):
+                print(f"{name}:", flush=True)
+                rows = run()
+                if asked.store and rows:
+                    store(f"ray {name}", rows, ["ray", "numpy"])
     finally:
         serve.shutdown()
         ray.shutdown()

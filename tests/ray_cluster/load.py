@@ -1,0 +1,67 @@
+"""Clients that keep a service busy and check every answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import convgrad
+
+__all__ = ["Load", "throughput"]
+
+
+@dataclass
+class Load:
+    """Clients that send one problem after another, a convolution of about 2 GFLOP by default."""
+
+    url: str
+    clients: int
+    shape: tuple[int, int, int] = (8, 64, 56)
+    """Batch, channels and side."""
+    answered: int = 0
+    failed: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Load:
+        rng = np.random.default_rng(1)
+        n, c, side = self.shape
+        self._dy = rng.integers(-2, 3, (n, c, side, side)).astype(np.float32)
+        self._w = rng.integers(-2, 3, (c, c, 3, 3)).astype(np.float32)
+        with convgrad.Client(self.url, timeout=120) as client:
+            self._wanted = client.conv_bwd_data(self._dy, self._w, padding=1)
+        self._threads = [threading.Thread(target=self._send) for _ in range(self.clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _send(self) -> None:
+        # Without retries: what is counted is what the service lost.
+        with convgrad.Client(self.url, timeout=120, retries=0) as client:
+            while not self._stop.is_set():
+                try:
+                    found = client.conv_bwd_data(self._dy, self._w, padding=1)
+                except convgrad.ConvgradError as error:
+                    self.failed.append(f"{type(error).__name__}: {error}")
+                    continue
+                if not np.array_equal(found, self._wanted):
+                    self.failed.append("a wrong answer")
+                self.answered += 1
+
+
+def throughput(url: str, clients: int, seconds: float) -> float:
+    """Answers a second."""
+    with Load(url, clients) as load:
+        time.sleep(1)
+        before, started = load.answered, time.monotonic()
+        time.sleep(seconds)
+        rate = (load.answered - before) / (time.monotonic() - started)
+    assert not load.failed, load.failed[:3]
+    return rate
