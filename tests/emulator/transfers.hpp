@@ -120,7 +120,8 @@ static void copy_row(const EncodedMap& map, const int* at, unsigned elements, un
     if (map.rounds) {
       unsigned word;
       memcpy(&word, here, 4);
-      word = (word + 0xfff + (word >> 13 & 1)) & ~0x1fffu;
+      const bool number = (word & 0x7fffffffu) <= 0x7f800000u;
+      word = number ? (word + 0xfff + (word >> 13 & 1)) & ~0x1fffu : 0x7fffe000u;
       memcpy(here, &word, 4);
     }
   }

@@ -114,6 +114,18 @@ def test_tiles_in_steps_and_with_gaps(prober: Prober, rng: np.random.Generator) 
     assert (found == swizzled(wanted, 128)).all(), "ceil(box / step) elements"
 
 
+def test_tiles_rounded_to_tf32(prober: Prober, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((8, 32)).astype(np.float32)
+    words = x.view(np.uint32)
+    # Ties, a value that rounds up to infinity, and what is no number.
+    words[0, :6] = [0x00001000, 0x00003000, 0x7F7FFFFF, 0xFF800000, 0x7FC00001, 0x7F800001]
+    one = TileMap(DType.FLOAT32, (32, 8), strides(x), 128, box=(32, 8), rounds=True)
+    wanted = (words + 0xFFF + (words >> 13 & 1)) & ~np.uint32(0x1FFF)
+    wanted[0, 4:6] = 0x7FFFE000
+    found = loaded(prober, x, one, x.nbytes, at=(0, 0))
+    assert (found == swizzled(wanted, 128)).all()
+
+
 def test_tiles_for_all_blocks_of_a_cluster(prober: Prober, rng: np.random.Generator) -> None:
     x = bits(rng, (64, 64))
     one = TileMap(DType.BFLOAT16, (64, 64), strides(x), 128, box=(64, 16))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.plans.cuda_program import Clear, Instance, Launch, Step
+from convgrad_service.backends.cuda.overlap import launch_overlapping
+from convgrad_service.plans.cuda_program import (
+    ZEROS,
+    ZEROS_BYTES,
+    Clear,
+    Instance,
+    Launch,
+    Step,
+)
 
 __all__ = ["Kernels"]
 
@@ -29,6 +36,7 @@ class Kernels:
         self._cuda: Any = import_cupy().cuda
         self._loaded: dict[Instance, Any] = {}
         self._shared: dict[Instance, int] = {}
+        self._zeros: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def prepare(self, steps: Iterable[Step]) -> None:
@@ -39,19 +47,32 @@ class Kernels:
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Put the steps on a stream, in order; returns before they have run."""
+        launch, on = self._cuda.driver.launchKernel, stream.ptr
+        addresses = {ZEROS: self._zeros_of(stream), **addresses}
         for step in steps:
             if isinstance(step, Clear):
-                self._cuda.runtime.memsetAsync(
-                    addresses[step.buffer], 0, step.size_bytes, stream.ptr
-                )
+                self._cuda.runtime.memsetAsync(addresses[step.buffer], 0, step.size_bytes, on)
                 continue
             function = self._function(step)
             filled = step.arguments.fill(addresses)
-            # CuPy passes an array of one element by value.
-            argument = np.frombuffer(filled, f"V{len(filled)}")
-            function(
-                step.grid, step.block, (argument,), shared_mem=step.shared_bytes, stream=stream
-            )
+            if step.overlaps:
+                launch_overlapping(function.ptr, step, filled, on)
+                continue
+            # The driver copies the structure before it returns. CuPy's own way of calling a kernel
+            # looks at the types of its arguments first, which takes as long again.
+            argument = ctypes.addressof(ctypes.c_char.from_buffer(filled))
+            parameters = ctypes.c_void_p(argument)
+            where = ctypes.addressof(parameters)
+            launch(function.ptr, *step.grid, *step.block, step.shared_bytes, on, where, 0)
+
+    def _zeros_of(self, stream: Any) -> int:
+        """The zeros of a stream, on which one kernel follows another."""
+        with self._lock:
+            zeros = self._zeros.get(stream.ptr)
+            if zeros is None:
+                zeros = self._zeros[stream.ptr] = self._cuda.alloc(ZEROS_BYTES)
+                self._cuda.runtime.memsetAsync(zeros.ptr, 0, ZEROS_BYTES, stream.ptr)
+        return int(zeros.ptr)
 
     def _function(self, step: Launch) -> Any:
         function = self._loaded.get(step.instance)

@@ -61,7 +61,8 @@ class TensorMap:
             innermost one's is 1.
         offset_bytes: where the tensor starts, from the start of its buffer.
         l2_bytes: what the L2 cache fetches at once: 0 (as needed), 64, 128 or 256.
-        rounds: float32 elements are rounded to TF32 on their way.
+        rounds: float32 elements become the nearest TF32 on their way, ties to even (seen on an
+            H200: a NaN stays one, what lies beyond TF32's largest becomes infinite).
     """
 
     dtype: DType
