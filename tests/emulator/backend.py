@@ -26,7 +26,7 @@ from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import Arguments, Clear, Instance
+from convgrad_service.plans.cuda_program import ZEROS, ZEROS_BYTES, Arguments, Clear, Instance
 from convgrad_service.problems import Problem
 from tests.emulator.maps import encode
 
@@ -179,10 +179,14 @@ class EmulatedBackend:
     ) -> Outcome:
         plan = plan_for(problem, H200, self._families)
         arena = arena_of(problem, plan)
-        whole = np.full(arena.size_bytes + 2 * MARGIN_BYTES + ALIGNMENT, PATTERN, np.uint8)
+        size = arena.size_bytes + ZEROS_BYTES
+        whole = np.full(size + 2 * MARGIN_BYTES + ALIGNMENT, PATTERN, np.uint8)
         start = MARGIN_BYTES + (-(whole.ctypes.data + MARGIN_BYTES)) % ALIGNMENT
-        memory = whole[start : start + arena.size_bytes]
+        memory = whole[start : start + size]
         memory[...] = UNWRITTEN
+        zeros = memory[arena.size_bytes :]
+        zeros[...] = 0
+        addresses = {**arena.addresses(memory.ctypes.data), ZEROS: zeros.ctypes.data}
 
         def place(name: str, size: int) -> NDArray[np.uint8]:
             return memory[arena.offsets[name] : arena.offsets[name] + size]
@@ -196,7 +200,7 @@ class EmulatedBackend:
                 if isinstance(step, Clear):
                     place(step.buffer, step.size_bytes)[...] = 0
                     continue
-                filled = filled_by(step.arguments, arena.addresses(memory.ctypes.data))
+                filled = filled_by(step.arguments, addresses)
                 assert step.block[1:] == (1, 1)
                 wrong = launch_of(step.instance)(
                     Launching(
@@ -209,8 +213,9 @@ class EmulatedBackend:
                     )
                 )
                 assert wrong is None, f"{step.instance.name}: {wrong.decode()}"
+                assert not zeros.any(), f"{step.instance.name} left something among the zeros"
         assert (whole[:start] == PATTERN).all(), "a write before the arena"
-        assert (whole[start + arena.size_bytes :] == PATTERN).all(), "a write after the arena"
+        assert (whole[start + size :] == PATTERN).all(), "a write after the arena"
         assert (memory[: arena.input_bytes] == before).all(), "a write to an input"
         for check in plan.checks:
             if place(check.buffer, 4).view(np.int32)[0]:

@@ -39,7 +39,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_program import CudaPlan, Launch
+from convgrad_service.plans.cuda_program import ZEROS, ZEROS_BYTES, CudaPlan, Launch
 from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
 
 HERE = Path(__file__).resolve().parent
@@ -78,6 +78,7 @@ class Bench:
             buffer.name: torch.full((buffer.size_bytes + 16,), -1, dtype=torch.int8, device="cuda")
             for buffer in plan.workspace
         }
+        workspace[ZEROS] = torch.zeros(ZEROS_BYTES, dtype=torch.int8, device="cuda")
         addresses |= {name: buffer.data_ptr() for name, buffer in workspace.items()}
         self.kernels.prepare(plan.steps)
 

@@ -26,6 +26,7 @@ from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_pieces import parts_for
 from convgrad_service.plans.cuda_program import (
     ALIGNMENT,
+    ZEROS,
     Clear,
     CudaPlan,
     Fragment,
@@ -83,7 +84,8 @@ def check_plan(plan: CudaPlan, problem: Problem, device: CudaDevice) -> None:
     assert all(arena.input_bytes <= offset < arena.returned_bytes for offset in checks)
 
     compiled = every_instance()
-    addresses = {name: (index + 1) << 40 for index, name in enumerate(arena.offsets)}
+    names = (*arena.offsets, ZEROS)
+    addresses = {name: (index + 1) << 40 for index, name in enumerate(names)}
     assert plan.steps
     for step in plan.steps:
         if isinstance(step, Clear):

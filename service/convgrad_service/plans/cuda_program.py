@@ -31,6 +31,10 @@ __all__ = [
 ALIGNMENT = 256
 """Every buffer starts at a multiple of so many bytes."""
 
+ZEROS, ZEROS_BYTES = "zeros", 2**16
+"""A buffer that every plan has beside its own: zeros, that kernels leave as they found them. Blocks
+count in it how many of them are done; clearing such counters would cost a launch each time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
@@ -65,13 +69,18 @@ class Arguments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. ``shared_bytes`` is dynamic shared memory."""
+    """One kernel launch. ``shared_bytes`` is dynamic shared memory.
+
+    One that ``overlaps`` may start while the kernel before it still runs, and waits itself for what
+    that one writes (``hopper.cuh``: start_next, wait_for_previous).
+    """
 
     instance: Instance
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     arguments: Arguments
     shared_bytes: int = 0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

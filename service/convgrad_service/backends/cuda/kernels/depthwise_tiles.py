@@ -6,11 +6,11 @@ import ctypes
 from dataclasses import dataclass
 
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "Plane", "Tiling", "chunk_rows", "plane_of"]
-__all__ += ["resident_blocks", "why_not_plane"]
+__all__ += ["resident_blocks", "why_not_counted", "why_not_plane"]
 
 BLOCK_CHANNELS = 32
 """Channels of a warp: two sectors of memory a pixel for 16-bit types."""
@@ -98,6 +98,12 @@ def why_not_plane(work: ConvWork, general: bool = False) -> str | None:
         if sum(stride * extent for stride, extent in spans) >= 2**31:
             return "an image of more than 2^31 elements"
     return None
+
+
+def why_not_counted(columns: int) -> str | None:
+    """Why the blocks of so many columns cannot count each other."""
+    most = ZEROS_BYTES // 4
+    return f"{columns} columns of blocks are more than {most}" if columns > most else None
 
 
 def plane_of(work: ConvWork) -> Plane | None:

@@ -16,16 +16,16 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     chunk_rows,
     plane_of,
     resident_blocks,
+    why_not_counted,
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import (
-    Clear,
+    ZEROS,
     Fragment,
     Instance,
     Launch,
-    Step,
     Workspace,
     ceil_div,
 )
@@ -127,6 +127,9 @@ class DepthwiseWeight:
         ):
             return f"tensor cores are faster on {elements} elements"
         tile = _tile(work, plane)
+        reason = why_not_counted(_columns(work, plane, tile))
+        if reason is not None:
+            return reason
         needed = _shared_bytes(work.dtype, plane, tile)
         if needed > device.shared_bytes_per_block:
             return (
@@ -154,7 +157,7 @@ class DepthwiseWeight:
         row_groups = ceil_div(plane.kernel[0], tile.kernel_rows)
         shared_bytes = _shared_bytes(work.dtype, plane, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
-        columns = channel_tiles * row_groups
+        columns = _columns(work, plane, tile)
         resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
         groups = ceil_div(plane.output[1], _strips(tile) * tile.columns)
         if chunk is None:
@@ -175,17 +178,12 @@ class DepthwiseWeight:
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
         args.kernel_rows = plane.kernel[0]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
-        partials = arrived = None
-        steps: tuple[Step, ...] = ()
+        partials = None
         workspace: tuple[Workspace, ...] = ()
         if blocks > 1:
-            partials, arrived = f"{work.prefix}partials", f"{work.prefix}arrived"
+            partials = f"{work.prefix}partials"
             part = tile.kernel_rows * plane.kernel[1] * BLOCK_CHANNELS
-            workspace = (
-                Workspace(partials, blocks * columns * part * 4),
-                Workspace(arrived, columns * 4),
-            )
-            steps = (Clear(arrived, columns * 4),)
+            workspace = (Workspace(partials, blocks * columns * part * 4),)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, (*plane.kernel, plane.stride), tile),
             (blocks * channel_tiles, 1, row_groups),
@@ -197,11 +195,11 @@ class DepthwiseWeight:
                 w=work.w,
                 accumulate=work.accumulate,
                 partials=partials,
-                arrived=arrived,
+                arrived=ZEROS,
             ),
             shared_bytes,
         )
-        return Fragment(self.name, (*steps, launch), workspace)
+        return Fragment(self.name, (launch,), workspace)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -237,6 +235,11 @@ def _tile_of(dtype: DType, kernel: tuple[int, int, int], small: bool) -> WeightT
 def _tile(work: ConvWork, plane: Plane) -> WeightTile:
     small = _elements(work, plane) < TENSOR_CORES_FROM
     return _tile_of(work.dtype, (*plane.kernel, plane.stride), small)
+
+
+def _columns(work: ConvWork, plane: Plane, tile: WeightTile) -> int:
+    """Of blocks, that each add up to some of the results."""
+    return ceil_div(work.groups, BLOCK_CHANNELS) * ceil_div(plane.kernel[0], tile.kernel_rows)
 
 
 def _strips(tile: WeightTile) -> int:

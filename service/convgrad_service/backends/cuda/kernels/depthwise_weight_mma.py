@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -22,15 +23,19 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     variants,
     why_not_strips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
+    Plane,
+    plane_of,
+    why_not_counted,
+    why_not_plane,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import (
-    Clear,
+    ZEROS,
     Fragment,
     Instance,
     Launch,
-    Step,
     Workspace,
     ceil_div,
 )
@@ -129,6 +134,9 @@ class DepthwiseWeightMma:
         down, across = _parts(plane, tile)
         if down * across > MOST_PARTS:
             return f"a kernel that reaches over {plane.reach[0]} rows and {plane.reach[1]} columns"
+        reason = why_not_counted(_columns(work, plane, tile))
+        if reason is not None:
+            return reason
         needed = _shared_bytes(tile, _strips(plane).slots)
         if needed > device.shared_bytes_per_block:
             return (
@@ -161,7 +169,7 @@ class DepthwiseWeightMma:
         # The kernel in parts of about the same size.
         down, across = _parts(plane, tile)
         part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
-        columns = channel_tiles * down * across
+        columns = _columns(work, plane, tile)
         held, architectures = variant(tile.kernel_rows, tile.blocks, device)
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
         if chunk is None:
@@ -187,17 +195,12 @@ class DepthwiseWeightMma:
         args.tiling = StripTiling(
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
-        partials = arrived = None
-        steps: tuple[Step, ...] = ()
+        partials = None
         workspace: tuple[Workspace, ...] = ()
         if blocks > 1:
-            partials, arrived = f"{work.prefix}partials", f"{work.prefix}arrived"
+            partials = f"{work.prefix}partials"
             sums = part[0] * part[1] * channels
-            workspace = (
-                Workspace(partials, blocks * columns * sums * 4),
-                Workspace(arrived, columns * 4),
-            )
-            steps = (Clear(arrived, columns * 4),)
+            workspace = (Workspace(partials, blocks * columns * sums * 4),)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, tile, held, architectures),
             (blocks * columns, 1, 1),
@@ -209,11 +212,11 @@ class DepthwiseWeightMma:
                 w=work.w,
                 accumulate=work.accumulate,
                 partials=partials,
-                arrived=arrived,
+                arrived=ZEROS,
             ),
             shared_bytes,
         )
-        return Fragment(self.name, (*steps, launch), workspace)
+        return Fragment(self.name, (launch,), workspace)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -238,6 +241,12 @@ def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
     """Into how many parts, down and across, a kernel is cut."""
     rows, columns = plane.reach
     return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
+
+
+def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
+    """Of blocks, that each add up to some of the results."""
+    channel_tiles = ceil_div(work.groups * work.out_channels, tile.channels)
+    return channel_tiles * prod(_parts(plane, tile))
 
 
 def _strips(plane: Plane) -> Strips:
