@@ -47,6 +47,8 @@ MAX_GRID_YZ = 65535
 MOST_SPAN = 2**32 - 2
 MAX_INDEX = 2**31 - 1
 RESERVED_BYTES = 1024
+# What a multiprocessor might copy while a warp has a product of tensor cores and its operands.
+PRODUCT_BYTES = 512
 # In shared memory beside what a launch asks for.
 PLACE_BYTES = 384
 
@@ -310,7 +312,22 @@ def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice)
     waves = ceil_div(blocks, device.multiprocessors * resident)
     # Fewer blocks at once hide less of each other's waiting, and so do fewer copies.
     hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
-    return waves * together * (per_block + boxes * per_box) * hidden
+    copied = together * (per_block + boxes * per_box) * hidden
+    return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * PRODUCT_BYTES)
+
+
+def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
+    """Of tensor cores, that a warp has one after another for a box."""
+    read, written = merge.in_chunks, merge.out_channels
+    if backward:
+        read, written = merge.out_chunks, merge.in_channels
+    units = (
+        ceil_div(box.positions, 16 * unit.fragments)
+        * ceil_div(box.slice, unit.merges)
+        * ceil_div(written, 8 * unit.columns)
+    )
+    steps = ceil_div(prod(axis.taps for axis in axes) * read, 2)
+    return ceil_div(units, unit.warps) * steps * unit.fragments * unit.merges * unit.columns
 
 
 def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:

@@ -24,6 +24,24 @@ struct LaneSumArgs {
   int lanes;
 };
 
+// Adds to the offsets of a result, and of what is accumulated there, what its digits make.
+__device__ __forceinline__ void place_of(const LaneSumArgs& args, i64 index, i64& to, i64& old) {
+  const bool few = args.results < (i64{1} << 32);
+#pragma unroll 1
+  for (int dim = 5; dim >= 0; --dim) {
+    i64 at;
+    if (few) {
+      const u32 whole = static_cast<u32>(index), above = whole / static_cast<u32>(args.extent[dim]);
+      at = whole - above * static_cast<u32>(args.extent[dim]);
+      index = above;
+    } else {
+      index = divide(index, args.extent[dim], at);
+    }
+    to += at * args.stride[dim];
+    old += at * args.accumulate_stride[dim];
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     lane_sum(const __grid_constant__ LaneSumArgs args) {
   using T = RESULT;
@@ -58,15 +76,18 @@ extern "C" __global__ void __launch_bounds__(256)
     }
   }
   if (lane != 0 || index >= args.results) return;
+  // Four neighbours mostly differ in the last digit alone.
+  const bool together = args.extent[5] % 4 == 0;
   const float value[4] = {sum.x, sum.y, sum.z, sum.w};
+  i64 to = 0, old = 0;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    i64 rest = index + e, to = 0, old = 0;
-    for (int dim = 5; dim >= 0; --dim) {
-      i64 at;
-      rest = divide(rest, args.extent[dim], at);
-      to += at * args.stride[dim];
-      old += at * args.accumulate_stride[dim];
+    if (together && e > 0) {
+      to += args.stride[5];
+      old += args.accumulate_stride[5];
+    } else {
+      to = old = 0;
+      place_of(args, index + e, to, old);
     }
     const T* accumulate = static_cast<const T*>(args.accumulate);
     if (accumulate != nullptr) accumulate += old;
