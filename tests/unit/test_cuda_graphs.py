@@ -17,6 +17,7 @@ class Stream:
     """Notes what it is told, as a capture or at once."""
 
     def __init__(self) -> None:
+        self.ptr = id(self)
         self.done: list[str] = []
         self.capture: list[str] | None = None
 
@@ -104,3 +105,13 @@ def test_a_recording_that_fails_ends(graphs: Graphs, steppers: Steppers) -> None
     steppers.fails = False
     graphs.run(steps, {"a": 1}, stream)
     assert stream.done[2:] == ["graph of a@1 a@1"]
+
+
+def test_other_streams_record_their_own(graphs: Graphs) -> None:
+    """Their kernels count in zeros of their own."""
+    first, second, steps = Stream(), Stream(), steps_of("a")
+    for _ in range(3):
+        graphs.run(steps, {"a": 1}, first)
+    graphs.run(steps, {"a": 1}, second)
+    assert first.done[-1] == "graph of a@1 a@1"
+    assert second.done == ["a@1", "a@1"]

@@ -18,7 +18,7 @@ Steps = tuple[Step, ...]
 
 
 class Graphs:
-    """Runs plans on streams; what has run before at the same addresses, from its graph.
+    """Runs plans on streams; what has run there before at the same addresses, from its graph.
 
     A server's requests repeat, and so does the memory that they are given. The first run launches
     step by step, the second records a graph, and later ones launch that: a few microseconds for
@@ -37,7 +37,8 @@ class Graphs:
 
         What it returns must be kept until they have.
         """
-        key = id(steps), tuple(addresses.values())
+        # A graph has the zeros of the stream that it was recorded on, which two must not use at once.
+        key = id(steps), (stream.ptr, *addresses.values())
         with self._lock:
             seen, (_, graph) = key in self._seen, self._seen.get(key, (steps, None))
         if graph is None and seen:
