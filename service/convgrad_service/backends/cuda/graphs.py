@@ -37,7 +37,7 @@ class Graphs:
 
         What it returns must be kept until they have.
         """
-        # A graph has the zeros of the stream that it was recorded on, which two must not use at once.
+        # A graph uses the zeros of the stream it was recorded on, which only one may at a time.
         key = id(steps), (stream.ptr, *addresses.values())
         with self._lock:
             seen, (_, graph) = key in self._seen, self._seen.get(key, (steps, None))
