@@ -102,7 +102,7 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
 
 
 # One block and two in a cluster, phases at once and in turns, either order of pixels.
-HOPPER = (Schedule(HopperTile(128, 64)), Schedule(HopperTile(128, 128, cluster=2), True, 2))
+HOPPER = (Schedule(HopperTile(128, 64)), Schedule(HopperTile(128, 128, rows=2), True, 2))
 
 
 @pytest.mark.parametrize("schedule", HOPPER, ids=["block", "cluster"])

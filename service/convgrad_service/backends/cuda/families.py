@@ -27,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
@@ -61,9 +62,11 @@ DEPTHWISE_WEIGHT = (
 # Few channels a group.
 GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
+# Many channels, no groups or large ones, forward or in the input.
+DENSE = (HopperGather(), DenseGather())
 # First layers: few channels of the input.
-FIRST_FORWARD = (Patches((DenseGather(),)), FirstForward())
-FIRST_DATA = (Patches((DenseGather(),)), FirstWarpgroup(), FirstGroups(), FirstData())
+FIRST_FORWARD = (Patches(DENSE), FirstForward())
+FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.
@@ -73,8 +76,8 @@ FUSED = (
 )
 
 FAMILIES = Families(
-    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, DenseGather(), GatherTile(), GatherDirect()),
-    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, DenseGather(), GatherTile(), GatherDirect()),
+    fwd=(*DEPTHWISE, *GROUPED, *FIRST_FORWARD, *DENSE, GatherTile(), GatherDirect()),
+    bwd_data=(*DEPTHWISE, *GROUPED, *FIRST_DATA, *DENSE, GatherTile(), GatherDirect()),
     bwd_weight=(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,

@@ -5,16 +5,16 @@
 // dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
 // [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
 //
-// Grid: one block a multiprocessor, in clusters of CLUSTER; each takes every so many'th tile of all
-// phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels. One warp starts the copies:
-// the pixels of a step by im2col, zeros outside the source, and the weights, of which each block of a
-// cluster copies a part to all. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
+// Grid: one block a multiprocessor, in clusters of CLUSTER = CLUSTER_M x CLUSTER_N; each cluster takes
+// one tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN
+// channels. One warp starts the copies: the pixels of a step by im2col, zeros outside the source, and
+// the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
 // in a ring of STAGES steps. Taps that no pixel of a tile meets are left out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
-// many bytes of weights as BN rows; 16 KB for each warpgroup's results on their way; two barriers a
+// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's results on their way; two barriers a
 // stage.
-// Relies on its launcher for tensor maps of sources and results whose strides are multiples of 16
-// bytes; one group. The weight's rows run along the source's channels (ACROSS 0), or along the
+// Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
+// group. The weight's rows run along the source's channels (ACROSS 0), or along the
 // result's (ACROSS 1), 16-bit types alone. Needs sm_90a.
 // Deterministic: one order of additions for each result, whatever the tile. Positions outside the
 // source enter as zeros, which times an infinity is NaN: results that are not finite are summed again
@@ -30,17 +30,31 @@ using T = ELEMENT;
 constexpr int kRowBytes = 128, kDepth = kRowBytes / static_cast<int>(sizeof(T));
 constexpr int kDeep = 32 / static_cast<int>(sizeof(T));  // of one product
 constexpr int kProducts = kDepth / kDeep;
-constexpr u32 kABytes = BM * kRowBytes, kBBytes = BN * kRowBytes, kStageBytes = kABytes + kBBytes;
+// Weights come in boxes of 64 rows, or columns: the last of an odd width is not all used.
+constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
+constexpr u32 kABytes = BM * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
+constexpr u32 kStageBytes = kABytes + kBBytes;
+constexpr u32 kLoadedBytes = kABytes + (ACROSS ? kBBytes : BN * kRowBytes);
 constexpr int kRowsOf = BM / CONSUMERS;  // of a warpgroup
 constexpr int kParts = kRowsOf / 64, kFragments = BN / 8;
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
-// Of the weights across: columns of a box, and how far apart boxes lie.
-constexpr int kBoxColumns = 64, kBoxBytes = kDepth * kRowBytes;
+// Of the weights across: how far apart boxes lie.
+constexpr int kBoxBytes = kDepth * kRowBytes;
 
-static_assert(BM % (64 * CONSUMERS) == 0 && BN % (64 * CLUSTER) == 0, "whole boxes for each");
+constexpr int kCluster = CLUSTER_M * CLUSTER_N;
+// Of a step, what one block copies: to all that share it.
+constexpr int kOwnPixels = BM / CLUSTER_N, kOwnChannels = BN / CLUSTER_M;
+// Of weights across: whole boxes, or where they do not come out even, a part of each.
+constexpr bool kWholeBoxes = kBoxes % CLUSTER_M == 0;
+constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / CLUSTER_M : kBoxes;
+constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / CLUSTER_M;
+
+static_assert(BM % (64 * CONSUMERS) == 0 && kOwnPixels % 8 == 0, "whole boxes for each");
+static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
 
 struct Place {
   u32 ring, full, empty;  // shared addresses
+  int row, column;        // of the block in its cluster: its pixels and its channels
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
   __device__ __forceinline__ u32 filled(int i) const { return full + i * 8; }
@@ -63,11 +77,28 @@ __device__ __forceinline__ void step(int& stage, u32& parity) {
   if (++stage == STAGES) stage = 0, parity ^= 1;
 }
 
-// Starts the copies of one step's pixels.
-__device__ __forceinline__ void load_source(const HopperGatherArgs& args, const GatherPhase& phase,
-                                            const TensorMap& map, const PixelAt& pixel, u32 to,
-                                            u32 barrier, int channel, int j0, int j1, int j2) {
+template <int kDims>
+__device__ __forceinline__ void load_shared_pixels(u32 blocks, u32 to, const TensorMap& map,
+                                                   u32 barrier, const int (&at)[kDims],
+                                                   const int (&by)[kDims - 2]) {
+  if constexpr (CLUSTER_N > 1) {
+    load_pixels_to<kDims>(blocks, to, map, barrier, at, by);
+  } else {
+    load_pixels<kDims>(to, map, barrier, at, by);
+  }
+}
+
+// Starts the copies of this block's part of one step's pixels, to the blocks of its row.
+__device__ __forceinline__ void load_source(const HopperGatherArgs& args, const Place& place,
+                                            const GatherPhase& phase, const TensorMap& map,
+                                            const PixelAt& pixel, u32 to, u32 barrier, int channel,
+                                            int j0, int j1, int j2) {
   const bool images_first = args.images_first;
+  u32 blocks = 0;
+#pragma unroll
+  for (int i = 0; i < CLUSTER_N; ++i) blocks |= 1u << (i * CLUSTER_M);
+  blocks <<= place.row;
+  to += place.column * kOwnPixels * kRowBytes;
   const int tap[3] = {j0, j1, j2};
   int at[3], by[3];
 #pragma unroll
@@ -79,68 +110,77 @@ __device__ __forceinline__ void load_source(const HopperGatherArgs& args, const 
   const int n = image(pixel, images_first);
   // Of the slowest dimension there are no corners: what moves it is part of where it is.
   switch (args.dims + (images_first ? 3 : 0)) {
-    case 3: load_pixels<3>(to, map, barrier, {channel, at[2], n}, {by[2]}); break;
-    case 4: load_pixels<4>(to, map, barrier, {channel, at[2], at[1], n}, {by[2], by[1]}); break;
-    case 5:
-      load_pixels<5>(to, map, barrier, {channel, at[2], at[1], at[0], n}, {by[2], by[1], by[0]});
+    case 3:
+      load_shared_pixels<3>(blocks, to, map, barrier, {channel, at[2], n}, {by[2]});
       break;
-    case 6: load_pixels<3>(to, map, barrier, {channel, n, at[2] + by[2]}, {0}); break;
-    case 7: load_pixels<4>(to, map, barrier, {channel, n, at[2], at[1] + by[1]}, {0, by[2]}); break;
+    case 4:
+      load_shared_pixels<4>(blocks, to, map, barrier, {channel, at[2], at[1], n}, {by[2], by[1]});
+      break;
+    case 5:
+      load_shared_pixels<5>(blocks, to, map, barrier, {channel, at[2], at[1], at[0], n},
+                            {by[2], by[1], by[0]});
+      break;
+    case 6:
+      load_shared_pixels<3>(blocks, to, map, barrier, {channel, n, at[2] + by[2]}, {0});
+      break;
+    case 7:
+      load_shared_pixels<4>(blocks, to, map, barrier, {channel, n, at[2], at[1] + by[1]},
+                            {0, by[2]});
+      break;
     default:
-      load_pixels<5>(to, map, barrier, {channel, n, at[2], at[1], at[0] + by[0]},
-                     {0, by[2], by[1]});
+      load_shared_pixels<5>(blocks, to, map, barrier, {channel, n, at[2], at[1], at[0] + by[0]},
+                            {0, by[2], by[1]});
   }
 }
 
-// Starts the copies of this block's part of one step's weights, to all blocks of the cluster.
-__device__ __forceinline__ void load_weight(const TensorMap& map, u32 to, u32 barrier, u32 rank,
-                                            int first_channel, int channel, int t, int r, int s) {
-  constexpr u32 kAll = (1u << CLUSTER) - 1;
-  if constexpr (ACROSS) {
-    constexpr int kBoxes = BN / kBoxColumns / CLUSTER;
-#pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      const int box = rank * kBoxes + i;
-      const int at[5] = {first_channel + box * kBoxColumns, s, r, t, channel};
-      const u32 there = to + box * kBoxBytes;
-      if constexpr (CLUSTER > 1) {
-        load_tile_to<5>(kAll, there, map, barrier, at, kKeepMost);
-      } else {
-        load_tile<5>(there, map, barrier, at, kKeepMost);
-      }
-    }
-  } else {
-    constexpr int kRows = BN / CLUSTER;
-    const int at[5] = {channel, s, r, t, first_channel + static_cast<int>(rank) * kRows};
-    const u32 there = to + rank * kRows * kRowBytes;
-    if constexpr (CLUSTER > 1) {
-      load_tile_to<5>(kAll, there, map, barrier, at, kKeepMost);
+// Starts the copies of this block's part of one step's weights, to the blocks of its column.
+__device__ __forceinline__ void load_weight(const TensorMap& map, const Place& place, u32 to,
+                                            u32 barrier, int first_channel, int channel, int t,
+                                            int r, int s) {
+  const u32 blocks = ((1u << CLUSTER_M) - 1) << (place.column * CLUSTER_M);
+  auto load = [&](u32 there, const int (&at)[5]) {
+    if constexpr (CLUSTER_M > 1) {
+      load_tile_to<5>(blocks, there, map, barrier, at, kKeepMost);
     } else {
       load_tile<5>(there, map, barrier, at, kKeepMost);
     }
+  };
+  if constexpr (ACROSS) {
+#pragma unroll
+    for (int i = 0; i < kOwnBoxes; ++i) {
+      const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
+      const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
+      load(to + box * kBoxBytes + own * kRowBytes,
+           {first_channel + box * kBoxColumns, s, r, t, channel + own});
+    }
+  } else {
+    const int own = place.row * kOwnChannels;
+    load(to + own * kRowBytes, {channel, s, r, t, first_channel + own});
   }
 }
 
-__device__ __forceinline__ void produce(const HopperGatherArgs& args, const Place& place, u32 rank,
+__device__ __forceinline__ void produce(const HopperGatherArgs& args, const Place& place,
                                         const Turns& turns) {
   int stage = 0;
   u32 parity = 1;
   for (int turn = 0; turn < turns.count(); ++turn) {
     GatherTile tile;
-    if (!tile_at<BM * CLUSTER, BN>(args, turns.place(turn), turns.all, tile)) continue;
-    const KeptTaps kept = kept_taps<BM * CLUSTER>(args, tile);
+    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) continue;
+    const KeptTaps kept = kept_taps<BM * CLUSTER_M>(args, tile);
     const GatherPhase& phase = args.phase[tile.phase];
     const TensorMap& source = args.source[tile.phase];
-    const PixelAt pixel = pixel_at(phase, tile.first_pixel + static_cast<int>(rank) * BM);
+    const PixelAt pixel =
+        pixel_at(phase, tile.first_pixel + place.row * BM + place.column * kOwnPixels);
     for (int channel = 0; channel < args.in_channels; channel += kDepth) {
       for (int t = next_bit(kept.axis[0], -1); t < 32; t = next_bit(kept.axis[0], t)) {
         for (int r = next_bit(kept.axis[1], -1); r < 32; r = next_bit(kept.axis[1], r)) {
           for (int s = next_bit(kept.axis[2], -1); s < 32; s = next_bit(kept.axis[2], s)) {
             wait_for(place.read(stage), parity);
             const u32 barrier = place.filled(stage), to = place.stage(stage);
-            arrive_expecting(barrier, kStageBytes);
-            load_source(args, phase, source, pixel, to, barrier, channel, t, r, s);
-            load_weight(args.weight, to + kABytes, barrier, rank, tile.first_channel, channel,
+            arrive_expecting(barrier, kLoadedBytes);
+            load_source(args, place, phase, source, pixel, to, barrier, channel, t, r, s);
+            load_weight(args.weight, place, to + kABytes, barrier,
+                        tile.first_channel + place.column * BN, channel,
                         phase.axis[0].r0 + t * args.r_step[0],
                         phase.axis[1].r0 + r * args.r_step[1],
                         phase.axis[2].r0 + s * args.r_step[2]);
@@ -168,14 +208,16 @@ __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4
   for (int i = 0; i < kProducts; ++i) one(i, i > 0 ? 1 : add);
 }
 
-__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place, u32 rank,
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place,
                                         const Turns& turns, u32 staging) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   int stage = 0;
   u32 parity = 0;
   auto release = [&](int which) {
-    if constexpr (CLUSTER > 1) {
-      if (lane < CLUSTER) arrive_at(place.read(which), lane);
+    if constexpr (kCluster > 1) {
+      // Whoever copies to this block: those of its row and of its column.
+      const bool shares = lane / CLUSTER_M == place.column || lane % CLUSTER_M == place.row;
+      if (lane < kCluster && shares) arrive_at(place.read(which), lane);
     } else {
       if (lane == 0) arrive(place.read(which));
     }
@@ -185,15 +227,16 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   GatherTile next;
   auto find_next = [&]() {
     while (turn < turns.count()) {
-      if (!tile_at<BM * CLUSTER, BN>(args, turns.place(turn++), turns.all, next)) continue;
-      steps = kept_taps<BM * CLUSTER>(args, next).count() * chunks;
+      if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn++), turns.all, next)) continue;
+      steps = kept_taps<BM * CLUSTER_M>(args, next).count() * chunks;
       return true;
     }
     return false;
   };
   bool more = find_next();
   while (more) {
-    const GatherTile tile = next;
+    const GatherTile tile = {next.phase, next.first_pixel + place.row * BM + warpgroup * kRowsOf,
+                             next.first_channel + place.column * BN};
     float sum[kParts][kFragments][4];
     if (steps == 0) {
 #pragma unroll
@@ -224,18 +267,16 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
     if (any) release(before);
 
-    const Results<T, kParts, kFragments> results(args, tile, warpgroup,
-                                                 static_cast<int>(rank) * BM + warpgroup * kRowsOf,
+    const Results<T, kParts, kFragments> results(args, tile,
                                                  staging + warpgroup * kStagingBytes);
     results.store(sum);
   }
-  if (threadIdx.x % 128 == 0) wait_stores<0>();
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
-#if CLUSTER > 1
+#if CLUSTER_M * CLUSTER_N > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
@@ -245,18 +286,18 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const u32 staging = place.ring + STAGES * kStageBytes;
   place.full = staging + CONSUMERS * kStagingBytes;
   place.empty = place.full + STAGES * 8;
-  u32 rank = 0;
-  if constexpr (CLUSTER > 1) rank = block_of_cluster();
-  const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
-                       static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
+  const int rank = kCluster > 1 ? static_cast<int>(block_of_cluster()) : 0;
+  place.row = rank % CLUSTER_M, place.column = rank / CLUSTER_M;
+  const Turns turns = {static_cast<int>(blockIdx.x) / kCluster,
+                       static_cast<int>(gridDim.x) / kCluster, args.rounds * args.slots};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 1);
-      make_barrier(place.read(i), CLUSTER * CONSUMERS * 4);
+      make_barrier(place.read(i), (CLUSTER_M + CLUSTER_N - 1) * CONSUMERS * 4);
     }
     publish_barriers();
   }
-  if constexpr (CLUSTER > 1) {
+  if constexpr (kCluster > 1) {
     synchronize_cluster();
   } else {
     __syncthreads();
@@ -264,14 +305,14 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32 && elected()) {
-      produce(args, place, rank, turns);
+      produce(args, place, turns);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(args, place, rank, turns, staging);
+    consume(args, place, turns, staging);
   }
   // A block's shared memory stays until others of its cluster have arrived there for the last time.
-  if constexpr (CLUSTER > 1) {
+  if constexpr (kCluster > 1) {
     __syncwarp();
     synchronize_cluster();
   }

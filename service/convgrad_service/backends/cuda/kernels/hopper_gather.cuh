@@ -24,7 +24,6 @@ struct GatherPhase {
 struct HopperGatherArgs {
   TensorMap weight;
   TensorMap source[MAPS];
-  TensorMap result[MAPS];
   const void* x;           // the source: input, or grad_output
   const void* w;           //
   void* y;                 // the result: output, or grad_input
@@ -38,11 +37,11 @@ struct HopperGatherArgs {
   int in_channels;    // of the source
   int out_channels;   // of the result
   int activation;
-  int plain;          // results are sums, and are stored by the copy engine
+  int plain;          // results are sums, with wide stores
   int wide_stores;    // the result's channels are side by side in whole, aligned 16-byte chunks
   int may_skip;       // some tile may lie wholly outside some tap
   int images_first;   // neighbouring pixels are those of neighbouring images
-  int dims;           // of the maps of the source and the result
+  int dims;           // of the source's maps
   int rounds;
   int slots;          // of a round: tiles of all phases, of pixels and channels
   int channel_tiles;

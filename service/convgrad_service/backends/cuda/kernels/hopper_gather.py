@@ -29,12 +29,14 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand
 __all__ = ["HopperGather"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-LEAST_CHANNELS = 16
-# Of one kernel: its argument holds two maps a phase.
+# With fewer on either side most of a tile or of a step would be empty.
+LEAST_CHANNELS = 48
+# Of one kernel: its argument holds a map a phase.
 MAPS = (1, 8, 32)
 # A dimension's taps in one phase: a bit each.
 MAX_TAPS = 32
 MAX_PIXELS = 2**31 - 2048
+UNBOUNDED = 2**31 - 1
 
 
 class AxisArgs(ctypes.Structure):
@@ -63,7 +65,6 @@ def _args_type(maps: int) -> type[ctypes.Structure]:
         _fields_ = (
             ("weight", MapField),
             *((f"source{i}", MapField) for i in range(maps)),
-            *((f"result{i}", MapField) for i in range(maps)),
             *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
             *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
             ("alpha", ctypes.c_float),
@@ -162,7 +163,7 @@ class HopperGather:
         args.images_first = schedule.images_first
         args.dims = work.conv.ndim + 2
         args.rounds = schedule.rounds
-        args.channel_tiles = ceil_div(written, tile.n)
+        args.channel_tiles = ceil_div(written, tile.channels)
         args.phases = len(phases)
         for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
             getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
@@ -177,22 +178,22 @@ class HopperGather:
                     along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
                 )
             counts = [along.count for along in reversed(phase)]
-            extents = [work.batch, *counts[:2]] if schedule.images_first else counts
+            extents = counts
+            if schedule.images_first:
+                # The slowest goes on past its end, where nothing is stored.
+                extents = [work.batch, *counts[:2]]
+                if work.conv.ndim < 3:
+                    extents[work.conv.ndim] = UNBOUNDED
             here.extent[:] = extents
             here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
             here.pixels = work.batch * prod(counts)
-            here.tiles = ceil_div(here.pixels, tile.m * tile.cluster)
+            here.tiles = ceil_div(here.pixels, tile.pixels)
             here.share = ceil_div(here.tiles, schedule.rounds)
             shares += here.share
             given[f"source{i}"] = (
                 sides.x,
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
-            if args.plain:
-                given[f"result{i}"] = (
-                    result,
-                    sides.result_map(axes, phase, schedule.images_first),
-                )
         args.slots = shares * args.channel_tiles
         most = device.multiprocessors // tile.cluster
         blocks = min(most, args.slots * args.rounds) * tile.cluster
@@ -212,7 +213,7 @@ class HopperGather:
             tile.shared_bytes(stages),
         )
         return Fragment(
-            f"{self.name}_{work.direction}_{tile.m}x{tile.n}x{tile.cluster}",
+            f"{self.name}_{work.direction}_{schedule}",
             (*sides.steps, launch),
             sides.workspace,
         )

@@ -8,6 +8,7 @@ from itertools import product
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import (
+    CHUNK_BYTES,
     prepare_activation,
     prepare_weight,
 )
@@ -16,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, HopperTile
 from convgrad_service.backends.cuda.kernels.tensor_maps import PixelMap, TileMap
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Step, Workspace
+from convgrad_service.plans.cuda_program import Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
@@ -24,7 +25,6 @@ __all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
 Combined = tuple[Phase, Phase, Phase]
 """A phase along each of D, H and W."""
 
-STORED_PIXELS = 64
 # The largest offset of a tap from the first, by the map's dimensions.
 MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
 
@@ -68,79 +68,33 @@ class Sides:
         """Spatial ones."""
         return self.work.conv.ndim
 
-    def _pixel_map(
-        self,
-        operand: Operand,
-        channels: int,
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        steps: Sequence[int],
-        low: Sequence[int],
-        high: Sequence[int],
-        pixels: int,
-        images_first: bool,
-        offset: int = 0,
-        rounds: bool = False,
-    ) -> PixelMap:
-        """Sequences are of D, H and W; strides in elements."""
-        item = operand.dtype.itemsize
-        row = -(-channels * item // 16) * 16
-        spatial = [2 - i for i in range(self._dims)]  # W first
-        dims = [(sizes[d], strides[d] * item, steps[d], low[d], high[d]) for d in spatial]
-        images = (self.work.batch, operand.strides[0] * item, 1, 0, 0)
-        dims = [images, *dims] if images_first else [*dims, images]
-        return PixelMap(
-            operand.dtype,
-            (channels, *(size for size, *_ in dims)),
-            tuple(stride if size > 1 else row for size, stride, *_ in dims),
-            swizzle=ROW_BYTES,
-            steps=(1, *(step for _, _, step, _, _ in dims)),
-            offset_bytes=offset * item,
-            rounds=rounds,
-            lower=tuple(lower for *_, lower, _ in dims[:-1]),
-            upper=tuple(upper for *_, upper in dims[:-1]),
-            channels=ROW_BYTES // item,
-            pixels=pixels,
-        )
-
     def source_map(
         self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
     ) -> PixelMap:
-        """The pixels that a phase reads for its first tap."""
-        low, high = [], []
-        for axis, along in zip(axes, phase, strict=True):
-            start = lowest(axis, along)
-            low.append(start)
-            high.append((along.count - 1) * axis.x_step + start + 1 - axis.x_size)
-        if not all(along.taps for along in phase):
-            low = high = [0, 0, 0]  # nothing is read
-        return self._pixel_map(
-            self.x,
-            self._channels[0],
-            [axis.x_size for axis in axes],
-            self.x.strides[3:],
-            [axis.x_step for axis in axes],
-            low,
-            high,
-            tile.m,
-            images_first,
-            rounds=self.x.dtype is DType.FLOAT32,
-        )
-
-    def result_map(self, axes: Sequence[Axis], phase: Combined, images_first: bool) -> PixelMap:
-        """The pixels that a phase writes."""
-        strides = self.result.strides[3:]
-        return self._pixel_map(
-            self.result,
-            self._channels[1],
-            [along.count for along in phase],
-            [axis.y_step * stride for axis, stride in zip(axes, strides, strict=True)],
-            [1, 1, 1],
-            [0, 0, 0],
-            [0, 0, 0],
-            STORED_PIXELS,
-            images_first,
-            sum(along.y0 * stride for along, stride in zip(phase, strides, strict=True)),
+        """The pixels that a phase reads for its lowest tap."""
+        x, channels = self.x, self._channels[0]
+        item = x.dtype.itemsize
+        dims = []  # size, stride, step, corners
+        for dim in (2, 1, 0)[: self._dims]:
+            axis, along = axes[dim], phase[dim]
+            low = lowest(axis, along)
+            high = (along.count - 1) * axis.x_step + low + 1 - axis.x_size
+            if not all(each.taps for each in phase):
+                low = high = 0  # nothing is read
+            dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
+        images = (self.work.batch, x.strides[0] * item, 1, 0, 0)
+        dims = [images, *dims] if images_first else [*dims, images]
+        return PixelMap(
+            x.dtype,
+            (channels, *(size for size, *_ in dims)),
+            tuple(stride if size > 1 else _row_bytes(x, channels) for size, stride, *_ in dims),
+            swizzle=ROW_BYTES,
+            steps=(1, *(step for _, _, step, _, _ in dims)),
+            rounds=x.dtype is DType.FLOAT32,
+            lower=tuple(low for *_, low, _ in dims[:-1]),
+            upper=tuple(high for *_, high in dims[:-1]),
+            channels=ROW_BYTES // item,
+            pixels=tile.m // tile.columns,
         )
 
     def weight_map(self, tile: HopperTile) -> TileMap:
@@ -152,7 +106,7 @@ class Sides:
         channels, others, step = work.in_channels, work.out_channels, k
         if c != 1:
             channels, others, step = work.out_channels, work.in_channels, c
-        row = -(-channels * item // 16) * 16
+        row = _row_bytes(self.w, channels)
         sizes = *reversed(work.kernel), others
         strides = *reversed(kernel), step
         depth = ROW_BYTES // item
@@ -165,7 +119,7 @@ class Sides:
             ),
             swizzle=ROW_BYTES,
             rounds=self.w.dtype is DType.FLOAT32,
-            box=(depth, 1, 1, 1, depth if self.across else tile.n // tile.cluster),
+            box=(depth, 1, 1, 1, tile.weight_rows(depth if self.across else None)),
         )
 
     def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
@@ -213,3 +167,8 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         (*x.steps, *w.steps),
         (*x.workspace, *w.workspace),
     )
+
+
+def _row_bytes(operand: Operand, channels: int) -> int:
+    """A stride that the copy engine takes, for a dimension of one position."""
+    return ceil_div(channels * operand.dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES

@@ -20,7 +20,14 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["Schedule", "choose_schedule", "expected_s", "kept_taps", "may_start_with_images"]
+__all__ = [
+    "Schedule",
+    "candidates",
+    "choose_schedule",
+    "expected_s",
+    "kept_taps",
+    "may_start_with_images",
+]
 
 # Of the source, what is read by all phases of a round should stay in the L2 cache.
 ROUND_BYTES = 8 * 2**20
@@ -37,6 +44,9 @@ class Schedule:
     tile: HopperTile
     images_first: bool = False
     rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.tile}_by_image" if self.images_first else str(self.tile)
 
 
 def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
@@ -89,12 +99,12 @@ def kept_taps(
 def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
     """The one that should take the least time. Every one gives the same bits."""
     return min(
-        _candidates(work, axes, device),
+        candidates(work, axes, device),
         key=lambda schedule: expected_s(work, axes, device, schedule),
     )
 
 
-def _candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
+def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
     backward = work.direction == "bwd_data"
     read = work.out_channels if backward else work.in_channels
     written = work.in_channels if backward else work.out_channels
@@ -108,7 +118,7 @@ def _candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Ite
         for j in range(along.taps)
     )
     for tile in TILES:
-        if tile.n - written >= 64 and tile.n > 64:
+        if tile.channels - written >= 64 and tile.channels > 64:
             continue
         rounds = 1
         if len(phases) > 1:
@@ -129,11 +139,10 @@ def expected_s(
     read = work.out_channels if backward else work.in_channels
     written = work.in_channels if backward else work.out_channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    columns = ceil_div(written, tile.n)
+    columns = ceil_div(written, tile.channels)
     workers = device.multiprocessors // tile.cluster
-    pixels = tile.m * tile.cluster
     steps = [
-        kept_taps(axes, phase, work.batch, pixels, schedule.images_first) * chunks
+        kept_taps(axes, phase, work.batch, tile.pixels, schedule.images_first) * chunks
         for phase in combined(axes)
     ]
     times = np.repeat(np.concatenate(steps), columns) * tile.step_s + tile.tile_s

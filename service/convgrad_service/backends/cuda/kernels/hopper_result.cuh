@@ -7,43 +7,37 @@
 
 namespace convgrad {
 
-// Of shared memory, for each warpgroup: two buffers of 64 rows of 128 bytes.
-constexpr u32 kBufferBytes = 64 * 128, kStagingBytes = 2 * kBufferBytes;
+// Of shared memory, for each warp: 16 rows of 128 bytes.
+constexpr u32 kPatchBytes = 16 * 128, kStagingBytes = 4 * kPatchBytes;
 
 // kParts times 64 pixels x kFragments times 8 channels, as warpgroup products leave them.
 template <class T, int kParts, int kFragments>
 struct Results {
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
   static constexpr int kRowOf = 128 / static_cast<int>(sizeof(T));  // channels in a buffer's row
-  static constexpr int kBlocks = kParts * kFragments / 8;           // of 64 channels
+  static constexpr int kBlocks = kParts * kFragments / 4;           // of 32 channels
 
   const HopperGatherArgs& args;
   const GatherPhase& phase;
-  int phase_index, first_pixel, first_channel;
-  int thread, lane, warp;  // of the warpgroup
-  int warpgroup;
+  int first_pixel, first_channel;
+  int lane, warp;  // of the warpgroup
   u32 staging;
 
   __device__ __forceinline__ Results(const HopperGatherArgs& args, const GatherTile& tile,
-                                     int warpgroup, int first_row, u32 staging)
+                                     u32 staging)
       : args(args),
         phase(args.phase[tile.phase]),
-        phase_index(tile.phase),
-        first_pixel(tile.first_pixel + first_row),
+        first_pixel(tile.first_pixel),
         first_channel(tile.first_channel),
-        thread(threadIdx.x % 128),
         lane(threadIdx.x % 32),
         warp(threadIdx.x % 128 / 32),
-        warpgroup(warpgroup),
         staging(staging) {}
 
-  __device__ __forceinline__ void synchronize() const { wait_at(1 + warpgroup, 128); }
-
-  // Stores all sums; every thread of the warpgroup together. Sums are used up.
+  // Stores all sums; every thread of a warp together. Sums are used up.
   __device__ __forceinline__ void store(float (&sum)[kParts][kFragments][4]) const {
     if (any_odd(sum)) repair(sum);
     if (args.plain) {
-      store_boxes(sum);
+      store_rows(sum);
     } else {
       store_finished(sum);
     }
@@ -127,36 +121,51 @@ struct Results {
     return value;
   }
 
-  // Rounded, through shared memory, by the copy engine.
-  __device__ __forceinline__ void store_boxes(const float (&sum)[kParts][kFragments][4]) const {
-    constexpr int kOfBuffer = kRowOf / 8, kBuffers = kFragments / kOfBuffer;
+  // Rounded, in rows of 128 bytes: through shared memory, where a warp has its own part, so that
+  // eight lanes store a row. The copy engine would keep them waiting behind the next tile's loads.
+  __device__ __forceinline__ void store_rows(const float (&sum)[kParts][kFragments][4]) const {
+    constexpr int kOfBuffer = kRowOf / 8;
+    constexpr int kBuffers = (kFragments + kOfBuffer - 1) / kOfBuffer;
+    const u32 patch = staging + warp * kPatchBytes;
+    const int column = lane % 8 * kChunk;
+    T* const y = static_cast<T*>(args.y) + first_channel + column;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const PixelAt pixel = pixel_at(phase, first_pixel + part * 64);
+      i64 to[4];
+      bool there[4];
 #pragma unroll
-      for (int i = 0; i < kBuffers; ++i) {
-        const u32 buffer = staging + (part * kBuffers + i) % 2 * kBufferBytes;
-        if (thread == 0) wait_stores_read<1>();
-        synchronize();
-        write_rows(buffer, sum[part], i * kOfBuffer);
-        publish_shared();
-        synchronize();
-        if (thread == 0 && first_channel + i * kRowOf < args.out_channels) {
-          store_box(buffer, pixel, first_channel + i * kRowOf);
+      for (int i = 0; i < 4; ++i) {
+        const int pixel = first_pixel + part * 64 + warp * 16 + i * 4 + lane / 8;
+        there[i] = pixel < phase.pixels;
+        to[i] = result_at(pixel_at(phase, pixel));
+      }
+#pragma unroll
+      for (int j = 0; j < kBuffers; ++j) {
+        __syncwarp();
+        write_rows(patch, sum[part], j * kOfBuffer);
+        __syncwarp();
+        if (first_channel + j * kRowOf + column >= args.out_channels) continue;
+        if (j * kRowOf + column >= kFragments * 8) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = i * 4 + lane / 8;
+          u32 chunk[4];
+          load_words(chunk, patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+          if (!there[i]) continue;
+          *reinterpret_cast<uint4*>(y + to[i] + j * kRowOf) = {chunk[0], chunk[1], chunk[2], chunk[3]};
         }
-        if (thread == 0) commit_stores();
       }
     }
   }
 
-  // This warp's 16 rows of a buffer, from fragment `first` on.
-  __device__ __forceinline__ void write_rows(u32 buffer, const float (&sum)[kFragments][4],
+  // A warp's 16 rows of 128 bytes, from fragment `first` on.
+  __device__ __forceinline__ void write_rows(u32 patch, const float (&sum)[kFragments][4],
                                              int first) const {
     if constexpr (sizeof(T) == 2) {
-      const int row = warp * 16 + lane % 16, chunk = lane / 16;
+      const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        const u32 to = buffer + row * 128 + ((j + chunk) ^ (row & 7)) * 16;
+      for (int j = 0; j < 8 && first + j < kFragments; j += 2) {
+        const u32 to = patch + row * 128 + ((j + chunk) ^ (row & 7)) * 16;
         const u32 words[4] = {narrow_two<T>(sum[first + j][0], sum[first + j][1]),
                               narrow_two<T>(sum[first + j][2], sum[first + j][3]),
                               narrow_two<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
@@ -166,72 +175,52 @@ struct Results {
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int row = warp * 16 + lane / 4, chunk = j * 2 + lane % 4 / 2;
-        const u32 to = buffer + row * 128 + (chunk ^ (row & 7)) * 16 + lane % 2 * 8;
-        store_pair(to, sum[first + j][0], sum[first + j][1]);
-        store_pair(to + 8 * 128, sum[first + j][2], sum[first + j][3]);
+        const int row = lane / 4, column = j * 8 + lane % 4 * 2;
+        store_pair(patch_at(patch, row, column), sum[first + j][0], sum[first + j][1]);
+        store_pair(patch_at(patch, row + 8, column), sum[first + j][2], sum[first + j][3]);
       }
     }
   }
 
-  // 64 pixels from a buffer, and what of them there is.
-  __device__ __forceinline__ void store_box(u32 buffer, const PixelAt& pixel, int channel) const {
-    const TensorMap& map = args.result[phase_index];
-    const int *const at = pixel.at;
-    switch (args.dims + (args.images_first ? 3 : 0)) {
-      case 3: store_pixels<3>(map, buffer, {channel, at[0], at[3]}); break;
-      case 4: store_pixels<4>(map, buffer, {channel, at[0], at[1], at[3]}); break;
-      case 6: store_pixels<3>(map, buffer, {channel, at[0], at[1]}); break;
-      case 7: store_pixels<4>(map, buffer, {channel, at[0], at[1], at[2]}); break;
-      default: store_pixels<5>(map, buffer, {channel, at[0], at[1], at[2], at[3]});
-    }
-  }
-
-  // With an epilogue, or to where the copy engine does not reach: 64 channels of a warp's 16 pixels
-  // at a time, as sums through shared memory. Here too sums move up.
+  // With an epilogue, or to channels apart: 32 of them of a warp's 16 pixels at a time, as sums
+  // through shared memory. Here too sums move up.
   __device__ __forceinline__ void store_finished(float (&sum)[kParts][kFragments][4]) const {
-    const u32 patch = staging + warp * (kStagingBytes / 4);
+    const u32 patch = staging + warp * kPatchBytes;
 #pragma unroll 1
     for (int block = 0; block < kBlocks; ++block) {
-      const int part = block / (kFragments / 8);
+      const int part = block / (kFragments / 4);
       const int pixel = first_pixel + part * 64 + warp * 16;
-      const int channel = first_channel + block % (kFragments / 8) * 64;
-      if (channel >= args.out_channels || pixel >= phase.pixels) {
-        shift(sum);
-        continue;
-      }
-      __syncwarp();
+      const int channel = first_channel + block % (kFragments / 4) * 32;
+      if (channel < args.out_channels && pixel < phase.pixels) {
+        __syncwarp();
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int row = lane / 4, column = j * 8 + lane % 4 * 2;
-        store_pair(patch_at(patch, row, column), sum[0][j][0], sum[0][j][1]);
-        store_pair(patch_at(patch, row + 8, column), sum[0][j][2], sum[0][j][3]);
+        for (int j = 0; j < 4; ++j) {
+          const int row = lane / 4, column = j * 8 + lane % 4 * 2;
+          store_pair(patch_at(patch, row, column), sum[0][j][0], sum[0][j][1]);
+          store_pair(patch_at(patch, row + 8, column), sum[0][j][2], sum[0][j][3]);
+        }
+        __syncwarp();
+        if (args.wide_stores) {
+          store_chunks(patch, pixel, channel);
+        } else {
+          store_each(patch, pixel, channel);
+        }
       }
-      __syncwarp();
-      if (args.wide_stores) {
-        store_chunks(patch, pixel, channel);
-      } else {
-        store_each(patch, pixel, channel);
-      }
-      shift(sum);
-    }
-  }
-
-  __device__ __forceinline__ static void shift(float (&sum)[kParts][kFragments][4]) {
 #pragma unroll
-    for (int j = 0; j + 8 < kParts * kFragments; ++j) {
+      for (int j = 0; j + 4 < kParts * kFragments; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum[j / kFragments][j % kFragments][e] =
-            sum[(j + 8) / kFragments][(j + 8) % kFragments][e];
+        for (int e = 0; e < 4; ++e) {
+          sum[j / kFragments][j % kFragments][e] =
+              sum[(j + 4) / kFragments][(j + 4) % kFragments][e];
+        }
       }
     }
   }
 
-  // Of a patch of 16 rows of 64 sums, chunks of four in an order that keeps rows out of each other's
+  // Of a patch of 16 rows of 32 sums, chunks of four in an order that keeps rows out of each other's
   // banks.
   __device__ __forceinline__ static u32 patch_at(u32 patch, int row, int column) {
-    return patch + row * 256 + (column / 4 ^ (row & 7)) * 16 + column % 4 * 4;
+    return patch + row * 128 + (column / 4 ^ (row & 7)) * 16 + column % 4 * 4;
   }
 
   __device__ __forceinline__ float finished(float value, i64 at, int channel) const {
@@ -244,7 +233,7 @@ struct Results {
 
   __device__ __forceinline__ void store_chunks(u32 patch, int pixel, int channel) const {
     using Neighbours = Vector<T, kChunk>;
-    constexpr int kOfRow = 64 / kChunk;
+    constexpr int kOfRow = 32 / kChunk;
 #pragma unroll 1
     for (int i = lane; i < 16 * kOfRow; i += 32) {
       const int row = i / kOfRow, column = i % kOfRow * kChunk;
@@ -276,8 +265,8 @@ struct Results {
   __device__ __forceinline__ void store_each(u32 patch, int pixel, int channel) const {
     const bool channels_last = args.y_stride[2] == 1;
 #pragma unroll 1
-    for (int i = lane; i < 16 * 64; i += 32) {
-      const int row = channels_last ? i / 64 : i % 16, column = channels_last ? i % 64 : i / 16;
+    for (int i = lane; i < 16 * 32; i += 32) {
+      const int row = channels_last ? i / 32 : i % 16, column = channels_last ? i % 32 : i / 16;
       if (pixel + row >= phase.pixels || channel + column >= args.out_channels) continue;
       const i64 at =
           result_at(pixel_at(phase, pixel + row)) + (channel + column) * args.y_stride[2];

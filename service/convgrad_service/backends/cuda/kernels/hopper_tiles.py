@@ -7,35 +7,68 @@ from dataclasses import dataclass
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
 
 __all__ = ["ROW_BYTES", "TILES", "HopperTile"]
 
 ROW_BYTES = 128
 """Of an operand in shared memory: a step's depth."""
-STAGING_BYTES = 2 * 64 * ROW_BYTES
+BOX_ROWS = 64
+"""Of weights: what a stage has room for is a multiple of it."""
+STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
 # Of a multiprocessor, and what a block has whatever it asks for.
 WARPGROUP = 128
+# What one H200 does a second: products of 16 bits, in tiles; bytes from its L2 cache to all
+# multiprocessors. And what a tile takes beside its steps, with each of its results.
+MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 800e12, 8.6e12
+TILE_S, ELEMENT_S = 1e-6, 4e-11
 # By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+REGISTERS = {2: (56, 224), 3: (56, 152)}
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """M pixels x N channels of a block, by so many warpgroups, in clusters of so many blocks that
-    share the weights.
-
-    ``step_s`` a step (128 bytes of the reduction), while all multiprocessors of an H200 are busy,
-    and ``tile_s`` a tile besides, were fitted to tests/perf's dense layers there; they serve to
-    choose.
+    """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
+    weights (``rows`` of them, with pixels of their own) or pixels (``columns``).
     """
 
     m: int
     n: int
     warpgroups: int = 2
-    cluster: int = 1
-    step_s: float = 0.0
-    tile_s: float = 1e-6
+    rows: int = 1
+    columns: int = 1
+
+    def __str__(self) -> str:
+        cluster = f"_{self.rows}x{self.columns}" if self.cluster > 1 else ""
+        return f"{self.m}x{self.n}{cluster}"
+
+    @property
+    def cluster(self) -> int:
+        """Blocks."""
+        return self.rows * self.columns
+
+    @property
+    def pixels(self) -> int:
+        """Of a cluster."""
+        return self.m * self.rows
+
+    @property
+    def channels(self) -> int:
+        """Of a cluster."""
+        return self.n * self.columns
+
+    @property
+    def step_s(self) -> float:
+        """Of a step, while all multiprocessors of an H200 work: products, or copies from L2."""
+        products = self.m * self.n * ROW_BYTES / FLOPS
+        copied = (self.m / self.columns + self.n / self.rows) * ROW_BYTES
+        return max(products, copied / L2_BYTES_S) * MULTIPROCESSORS
+
+    @property
+    def tile_s(self) -> float:
+        """Of a tile, beside its steps."""
+        return TILE_S + self.m * self.n * ELEMENT_S
 
     @property
     def threads(self) -> int:
@@ -43,7 +76,14 @@ class HopperTile:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.m + self.n) * ROW_BYTES
+        return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
+
+    def weight_rows(self, depth: int | None) -> int:
+        """What one block copies of a step's weights at a time: rows, each a channel of the result,
+        or each a channel of the source where a step has ``depth`` of those as rows."""
+        if depth is None:
+            return self.n // self.rows
+        return depth // self.rows if ceil_div(self.n, BOX_ROWS) % self.rows else depth
 
     def stages(self, device: CudaDevice) -> int:
         """As many as fit."""
@@ -65,6 +105,8 @@ class HopperTile:
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
             "CLUSTER": self.cluster,
+            "CLUSTER_M": self.rows,
+            "CLUSTER_N": self.columns,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
@@ -73,12 +115,23 @@ class HopperTile:
 
 TILES = (
     HopperTile(128, 256),
-    HopperTile(128, 256, cluster=2),
+    HopperTile(128, 256, rows=2),
     HopperTile(256, 128),
-    HopperTile(256, 128, cluster=2),
+    HopperTile(256, 128, rows=2),
+    HopperTile(256, 128, columns=2),
     HopperTile(128, 128),
-    HopperTile(128, 128, cluster=2),
+    HopperTile(128, 128, rows=2),
+    HopperTile(128, 128, columns=2),
+    HopperTile(128, 128, rows=2, columns=2),
     HopperTile(192, 128, 3),
+    HopperTile(192, 128, 3, rows=2),
+    HopperTile(192, 128, 3, columns=2),
+    HopperTile(128, 192),
+    HopperTile(128, 192, rows=2),
+    HopperTile(256, 160),
+    HopperTile(128, 160),
+    HopperTile(256, 96),
     HopperTile(256, 64),
     HopperTile(128, 64),
+    HopperTile(128, 64, columns=2),
 )
