@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from convgrad_service.backends.base import Backend, ServingBackend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.arena import default_arena_bytes
 from convgrad_service.engine.dataplane import Dataplane
@@ -90,7 +90,7 @@ def dataplane_on(engine: Engine, settings: Settings) -> Dataplane:
     )
 
 
-def dataplane_inside(settings: Settings, backend: Backend | None = None) -> Dataplane:
+def dataplane_inside(settings: Settings, backend: ServingBackend | None = None) -> Dataplane:
     """A dataplane with an engine of its own in this process."""
     hub = hub_inside(backend or backend_of(settings), engine_options(settings))
     count_in(hub)

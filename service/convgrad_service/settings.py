@@ -149,6 +149,12 @@ class Settings(BaseSettings):
         "tensors. Whoever can send requests can then have the server read and write any such "
         "file that it may open.",
     )
+    cuda_shared_memory: bool = Field(
+        default=False,
+        description="Let clients on this machine name memory of its GPUs, by CUDA's IPC handles, "
+        "that holds their tensors. Whoever can send requests can then have the server read and "
+        "write any allocation of which they know the handle.",
+    )
     max_shared_regions: _Count = Field(
         default=256, description="Regions of shared memory that may be registered."
     )

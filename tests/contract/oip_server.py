@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.grpc_api.server import GrpcServer
 from convgrad_service.http_api.app import create_app
@@ -33,7 +33,7 @@ class OipServer:
 
 
 @contextmanager
-def serving_oip(backend: Backend, **settings: Any) -> Iterator[OipServer]:
+def serving_oip(backend: ServingBackend, **settings: Any) -> Iterator[OipServer]:
     """A server with this backend and these settings until the block ends."""
     chosen = Settings(http_port=0, grpc_port=0, **{"log_level": "error", **settings})
     bound = listening_socket(chosen.http_host, 0)

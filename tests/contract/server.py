@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.hub import Hub
 from convgrad_service.http_api.app import create_app
@@ -94,7 +94,7 @@ class LiveServer:
 
 
 @contextmanager
-def serving(backend: Backend, **settings: Any) -> Iterator[LiveServer]:
+def serving(backend: ServingBackend, **settings: Any) -> Iterator[LiveServer]:
     """A server with this backend and these settings until the block ends."""
     chosen = Settings(http_port=0, **settings)
     bound = listening_socket(chosen.http_host, 0)

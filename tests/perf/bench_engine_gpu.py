@@ -3,7 +3,8 @@
     python -m tests.perf.bench_engine_gpu
 
 One layer's bwd_data (ck_headline: 85 MB up, 165 MB down), real front ends, hub and worker, 4 calls
-in flight through shared memory; then binary HTTP with 1, 2 and 4 front-end processes. Every answer
+in flight and one: through shared memory, with tensors that the server keeps, and in CUDA shared
+memory; then binary HTTP with 1, 2 and 4 front-end processes. Every answer
 that is looked at must be the same to the bit. Prints a table and writes
 `tests/perf/results/engine_gpu.jsonl`: ``ours_ms`` is the time between two answers, ``peer_ms`` the
 time that the longer way over PCIe takes alone, by page-locked copies in both directions at once
@@ -13,47 +14,18 @@ that were measured in this run. Needs a GPU and CuPy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import socket
+import math
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.perf.provenance import origin
+from tests.perf.serve.gpu_server import Loaded, Way, gpu_origin, loaded, serving
 from tests.perf.serve.load import layer_named, shapes_of
-from tests.perf.serve.sizes import MALLOC
 
-ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "engine_gpu.jsonl"
-START_S = 120.0
-# As `convgrad serve`, also where the package is not installed.
-_SERVE = "import sys; from convgrad_service.command import serve; sys.exit(serve())"
 # What one front-end process is asked for, and by how many client processes.
 CALLS_A_FRONT_END, CLIENTS_A_FRONT_END = 4, 2
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to the server, and what loads it."""
-
-    name: str
-    transport: str
-    front_ends: int
-    clients: int
-    threads: int
-
-    @property
-    def in_flight(self) -> int:
-        return self.clients * self.threads
 
 
 def ways(front_ends: int) -> list[Way]:
@@ -62,88 +34,22 @@ def ways(front_ends: int) -> list[Way]:
     threads = CALLS_A_FRONT_END // CLIENTS_A_FRONT_END
     found = [Way("binary HTTP, SDK", "http", front_ends, clients, threads)]
     if front_ends == 1:
-        found.insert(0, Way("shared memory, SDK", "shm", 1, 1, 4))
+        # One at a time too: how long one answer takes, its upload, kernels and download included.
+        alone = (
+            ("shared memory, SDK", "shm"),
+            ("stored tensors, SDK", "stored"),
+            ("CUDA shared memory, tritonclient", "cuda"),
+        )
+        found[:0] = [Way(*way, 1, 1, threads) for way in alone for threads in (4, 1)]
     return found
 
 
-@contextlib.contextmanager
-def serving(backend: str, front_ends: int) -> Iterator[str]:
-    """A server's URL."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", _SERVE, "--port", str(port)]
-    chosen = {
-        "CONVGRAD_GRPC_PORT": "0",
-        "CONVGRAD_BACKEND": backend,
-        "CONVGRAD_HTTP_WORKERS": str(front_ends),
-        "CONVGRAD_SYSTEM_SHARED_MEMORY": "true",
-        "CONVGRAD_LOG_LEVEL": "warning",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "port"
-        process = subprocess.Popen(
-            [*command, "--port-file", str(told)],
-            env={**os.environ, **chosen},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-        )
-        try:
-            until_s = time.monotonic() + START_S
-            while not told.exists():
-                if process.poll() is not None or time.monotonic() > until_s:
-                    raise SystemExit("the server did not start")
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def loaded(url: str, way: Way, given: argparse.Namespace) -> tuple[list[Any], set[int]]:
-    """When each call ended and how long it took, and the checksums of answers."""
-    program = [sys.executable, "-m", "tests.perf.serve.load", url]
-    options = ["--layer", given.layer, "--transport", way.transport]
-    options += ["--threads", str(way.threads), "--seconds", str(given.seconds)]
-    if given.batch:
-        options += ["--batch", str(given.batch)]
-    clients = [
-        subprocess.Popen(
-            [*program, *options],
-            env={**os.environ, **MALLOC},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(way.clients)
-    ]
-    try:
-        for client in clients:
-            assert client.stdout is not None
-            if client.stdout.readline() != "ready\n":
-                raise SystemExit(f"{way.name}: a client failed")
-        for client in clients:
-            assert client.stdin is not None
-            client.stdin.write("begin\n")
-            client.stdin.flush()
-        found = [json.loads(client.communicate(timeout=120)[0]) for client in clients]
-    finally:
-        for client in clients:
-            client.kill()
-            client.wait()
-    times = sorted(tuple(each) for one in found for each in one["times"])
-    return times, {each for one in found for each in one["sums"]}
-
-
-def record(
-    way: Way, times: list[Any], layer: dict[str, Any], down_gb_per_s: float
-) -> dict[str, Any]:
+def record(way: Way, found: Loaded, layer: dict[str, Any], down_gb_per_s: float) -> dict[str, Any]:
     """A line of the results."""
-    moved = {name: 2 * _product(shape) for name, shape in shapes_of(layer).items()}
+    moved = {name: 2 * math.prod(shape) for name, shape in shapes_of(layer).items()}
     up_bytes, down_bytes = moved["grad_output"] + moved["weight"], moved["grad_input"]
-    spent_s = [seconds for _, seconds in times]
-    # From the first answer to the last, so many less one came.
-    between_s = (times[-1][0] - times[0][0]) / (len(times) - 1)
+    spent_s = [seconds for _, seconds in found.times]
+    between_s = found.between_s
     return {
         "bench": "engine_gpu",
         "op": "conv_bwd_data",
@@ -164,7 +70,7 @@ def record(
         "peer_ms": round(down_bytes / down_gb_per_s / 1e6, 4),
         "pcie_down_gb_per_s": round(down_gb_per_s, 2),
         "reference_ms": round(down_bytes / 55e9 * 1e3, 4),
-        "samples": len(times),
+        "samples": len(found.times),
     }
 
 
@@ -193,20 +99,6 @@ def pcie_gb_per_s() -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
-
-
-def _gpu() -> dict[str, Any]:
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    name, driver = said.splitlines()[0].split(", ")
-    return {"device": name, "driver": driver}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layer", default="ck_headline")
@@ -222,24 +114,28 @@ def main() -> None:
     real = given.backend == "cuda"
     up, down = pcie_gb_per_s() if real else (55.0, 55.0)
     print(f"PCIe, both ways at once: {up:.1f} GB/s up, {down:.1f} GB/s down", flush=True)
-    lines, sums = [], set()
+    lines: list[dict[str, Any]] = []
+    sums: set[int] = set()
     for front_ends in given.front_ends:
         chosen = [way for way in ways(front_ends) if given.only in way.name]
         if not chosen:
             continue
-        with serving(given.backend, front_ends) as url:
+        environment = {
+            "CONVGRAD_BACKEND": given.backend,
+            "CONVGRAD_HTTP_WORKERS": str(front_ends),
+            "CUDA_VISIBLE_DEVICES": "0",
+        }
+        with serving(environment) as server:
             for way in chosen:
-                times, found = loaded(url, way, given)
-                sums |= found
-                lines.append(record(way, times, layer, down))
+                found = loaded(server, way, given.layer, batch=given.batch, seconds=given.seconds)
+                sums |= found.sums
+                lines.append(record(way, found, layer, down))
                 _show(lines[-1])
     if len(sums) != 1:
         raise SystemExit(f"answers differ: {len(sums)} checksums")
     if not real or given.batch:
         return
-    packages = ("numpy", "cupy-cuda13x", "fastapi", "uvicorn", "uvloop")
-    stamp = origin("", {name: version(name) for name in packages}) | _gpu()
-    stamp["git_sha"] = given.git_sha or stamp["git_sha"]
+    stamp = gpu_origin(given.git_sha)
     given.out.write_text("".join(json.dumps(line | stamp) + "\n" for line in lines))
 
 

@@ -19,6 +19,7 @@ from convgrad.errors import InvalidProblem, MalformedRequest, NotFound, Overload
 from convgrad_service.engine.regions import InRegion, RegionInfo, RegionPart, Regions
 from convgrad_service.engine.segments import Segments
 from convgrad_service.problems.base import TensorSpec
+from tests.fake_backends import Zeros
 
 SHM = Path("/dev/shm")  # noqa: S108 - what is tested
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -170,7 +171,7 @@ def test_a_name_may_go_once_it_is_registered(regions: Regions, key: str) -> None
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (SHM / key[1:]).unlink()
     (place,) = regions.use([RegionPart("", "a", 8, 8)])
-    segments = Segments()
+    segments = Segments(Zeros().open_handle)
     segments.open(place.file, regions.descriptor(place.file))
     array = segments.array(place, TensorSpec((2,), DType.FLOAT32))
     array[:] = (1, 2)
@@ -182,7 +183,7 @@ def test_a_name_may_go_once_it_is_registered(regions: Regions, key: str) -> None
 def test_a_shortened_file_reads_as_zeros_and_is_told(regions: Regions, key: str) -> None:
     regions.register("", RegionInfo("a", key, 0, 4 * PAGE))
     (place,) = regions.use([RegionPart("", "a", 0, 4 * PAGE)])
-    segments = Segments()
+    segments = Segments(Zeros().open_handle)
     segments.open(place.file, regions.descriptor(place.file))
     array = segments.array(place, TensorSpec((PAGE,), DType.FLOAT32))
     array[:] = 1
@@ -235,7 +236,7 @@ def test_a_device_is_told_of_memory_before_it_is_used_and_before_it_goes(
             del self.held[address]
 
     adopter = Adopter()
-    segments = Segments(adopter)
+    segments = Segments(Zeros().open_handle, adopter)
     regions.register("", RegionInfo("a", key, 0, PAGE))
     (place,) = regions.use([RegionPart("", "a", 0, 4)])
     segments.open(place.file, regions.descriptor(place.file))

@@ -10,10 +10,20 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.base import Plan
-from convgrad_service.problems.base import Problem
+from convgrad_service.problems.base import Problem, TensorSpec
 
-__all__ = ["Backend", "OnHost", "Outcome", "Plan", "ServingBackend", "Vitals"]
+__all__ = [
+    "Backend",
+    "DeviceMemory",
+    "DeviceTensor",
+    "OnHost",
+    "Outcome",
+    "Plan",
+    "ServingBackend",
+    "Vitals",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,30 @@ class Backend(Protocol):
         ...
 
 
+class DeviceTensor(Protocol):
+    """A tensor on a device, which `run` takes in an array's place. Cut like one."""
+
+    def fill(self, array: NDArray[Any]) -> None:
+        """Fill it from the host, and wait."""
+        ...
+
+    def read(self, target: NDArray[Any]) -> None:
+        """Copy it to the host, and wait."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """Memory of a device that another process owns."""
+
+    def array(self, offset: int, spec: TensorSpec) -> DeviceTensor:
+        """A tensor in it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it: nothing uses it any more."""
+        ...
+
+
 class ServingBackend(Backend, Protocol):
     """A backend that a worker of a server runs."""
 
@@ -105,6 +139,26 @@ class ServingBackend(Backend, Protocol):
 
     def disown(self, address: int) -> None:
         """Let go of the memory adopted at ``address``: it is about to be unmapped."""
+        ...
+
+    def open_handle(self, handle: bytes, size_bytes: int) -> DeviceMemory:
+        """Map another process's memory of the device by the handle that CUDA gave it.
+
+        Raises:
+            InvalidProblem: it cannot be opened, or is smaller than ``size_bytes``.
+            UnsupportedProblem: there is no such memory here.
+        """
+        ...
+
+    def resident(self, key: int, array: NDArray[Any]) -> Any:
+        """What `run` may take for an input that never changes and will be used again.
+
+        Until `forget` is called with the key, it may be kept on the device.
+        """
+        ...
+
+    def forget(self, key: int) -> None:
+        """Let go of what `resident` kept under a key."""
         ...
 
 
@@ -126,6 +180,17 @@ class OnHost:
 
     def disown(self, address: int) -> None:
         """Nor to let go of."""
+
+    def open_handle(self, handle: bytes, size_bytes: int) -> DeviceMemory:
+        """Refuse."""
+        raise UnsupportedProblem("this server computes on the CPU, which has no CUDA memory")
+
+    def resident(self, key: int, array: NDArray[Any]) -> Any:
+        """The array: it is where it is computed with."""
+        return array
+
+    def forget(self, key: int) -> None:
+        """Nothing was kept."""
 
 
 def _host_memory_bytes() -> tuple[int, int]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from convgrad.errors import DeviceUnavailable, Overloaded, ServiceError
+from convgrad.errors import DeviceUnavailable, InvalidProblem, Overloaded, ServiceError
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, Job
@@ -139,16 +139,24 @@ class Engine(Protocol):
         """See `Regions.register`."""
         ...
 
-    async def unregister_region(self, owner: str, name: str) -> None:
+    async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
         """See `Regions.unregister`."""
         ...
 
-    async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
+    async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
         """See `Regions.listed`."""
         ...
 
     async def stored(self, method: str, *arguments: Any) -> Any:
         """Call a method of `Stored`; see `StoredTensors`."""
+        ...
+
+
+class Prober(Protocol):
+    """A worker, as far as regions on its device go."""
+
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """See `ProcessWorker.probe`."""
         ...
 
 
@@ -179,6 +187,7 @@ class Hub:
         self.inferences = Statistics()
         self.quotas = Quotas()
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
+        self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
         self.regions = Regions(options.max_regions)
         self.tensors = Stored(
@@ -272,16 +281,24 @@ class Hub:
         return lease
 
     async def register_region(self, owner: str, info: RegionInfo) -> None:
-        """See `Regions.register`."""
+        """See `Regions.register`; what a device's worker cannot open is refused here."""
+        if info.device is not None:
+            workers = self.workers()
+            if info.device not in workers:
+                raise InvalidProblem(
+                    f"device_id is {info.device}; the devices that work here are "
+                    f"{', '.join(map(str, sorted(workers))) or 'none'}"
+                )
+            await workers[info.device].probe(info.handle, info.size_bytes)
         self.regions.register(owner, info)
 
-    async def unregister_region(self, owner: str, name: str) -> None:
+    async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
         """See `Regions.unregister`."""
-        await self.regions.unregister(owner, name)
+        await self.regions.unregister(owner, name, on_device=on_device)
 
-    async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
+    async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
         """See `Regions.listed`."""
-        return self.regions.listed(owner, name)
+        return self.regions.listed(owner, name, on_device=on_device)
 
     async def stored(self, method: str, *arguments: Any) -> Any:
         """See `Engine.stored`."""

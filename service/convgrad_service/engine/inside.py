@@ -6,7 +6,7 @@ process of its own, see `supervisor`.
 
 from __future__ import annotations
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
@@ -19,7 +19,7 @@ __all__ = ["hub_inside"]
 _SLOTS = 2
 
 
-def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
+def hub_inside(backend: ServingBackend, options: EngineOptions) -> Hub:
     """A hub with one worker, which takes no jobs any more once the hub is closed."""
     arena = Arena.create(options.arena_bytes)
     schedule = Schedule(options.max_queue, large_s=options.large_s)
@@ -27,6 +27,7 @@ def hub_inside(backend: Backend, options: EngineOptions) -> Hub:
     hub.fault = lambda: backend.fault
     hub.vitals = lambda: {0: backend.vitals()}
     worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule.finished)
+    hub.workers = lambda: {0: worker}
     schedule.add(worker)
     hub.on_close.append(worker.close)
     return hub

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from convgrad_service.backends.base import Backend, Outcome
+from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.arrangement import Arrangement, PackedArrangement, Tensor
 from convgrad_service.engine.finished import Finished
@@ -21,7 +21,8 @@ from convgrad_service.problems.pieces import piece_tensors, place_part
 
 __all__ = ["Finished", "Job", "run_job"]
 
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, Any]
+"""Arrays by name; of those on a device `DeviceTensor`s."""
 
 
 class Job(NamedTuple):
@@ -39,6 +40,20 @@ class Job(NamedTuple):
     def cost(self) -> float:
         """In units of `Pace`."""
         return self.arrangement.cost
+
+    @property
+    def device(self) -> int | None:
+        """The one on which it must be computed; None where any will do.
+
+        Raises InvalidProblem where its tensors lie on several.
+        """
+        if not self.regions:
+            return None
+        devices = {place.device for place in self.regions} - {None}
+        if len(devices) > 1:
+            listed = " and ".join(map(str, sorted(each for each in devices if each is not None)))
+            raise InvalidProblem(f"the tensors lie on the devices {listed}; expected one device")
+        return next(iter(devices), None)
 
     @classmethod
     def of(cls, arrangement: Arrangement, base: int, regions: tuple[InRegion, ...]) -> Job:
@@ -59,6 +74,15 @@ def _is_taken(tensor: Tensor) -> bool:
     return tensor.offset is not None and tensor.region is not None
 
 
+def _in_region(tensor: Tensor, regions: tuple[InRegion, ...], segments: Segments) -> Any:
+    """A tensor in shared memory; on a device a `DeviceTensor`."""
+    assert tensor.region is not None  # noqa: S101
+    place = regions[tensor.region]
+    if place.device is not None:
+        return segments.on_device(place, tensor.spec)
+    return segments.array(place, tensor.spec)
+
+
 def _unfit(arrangement: Arrangement, regions: tuple[InRegion, ...]) -> set[str]:
     """The tensors in shared memory that cannot be computed where they lie."""
     inside = [
@@ -72,7 +96,7 @@ def _unfit(arrangement: Arrangement, regions: tuple[InRegion, ...]) -> set[str]:
 
 
 def run_job(
-    backend: Backend,
+    backend: ServingBackend,
     arena: Arena,
     segments: Segments,
     job: Job,
@@ -85,25 +109,35 @@ def run_job(
     """
     arrangement = job.arrangement.unpacked()
 
-    def array(tensor: Tensor) -> NDArray[Any]:
+    def array(tensor: Tensor) -> Any:
         if tensor.offset is not None:
             return arena.array(job.base + tensor.offset, tensor.spec)
-        assert tensor.region is not None  # noqa: S101
-        return segments.array(job.regions[tensor.region], tensor.spec)
+        return _in_region(tensor, job.regions, segments)
 
-    inputs = {tensor.name: array(tensor) for tensor in arrangement.inputs}
-    for name, spec, offset, region in arrangement.inputs:
-        if offset is not None and region is not None:
-            # What is validated may not change any more.
-            np.copyto(inputs[name], segments.array(job.regions[region], spec))
-    for tensor in inputs.values():
-        tensor.flags.writeable = False
+    inputs: dict[str, Any] = {tensor.name: array(tensor) for tensor in arrangement.inputs}
+    for tensor in arrangement.inputs if job.regions else ():
+        if _is_taken(tensor):
+            source = _in_region(tensor, job.regions, segments)
+            if isinstance(source, np.ndarray):
+                np.copyto(inputs[tensor.name], source)
+            else:
+                source.read(inputs[tensor.name])
+    for given in inputs.values():
+        if isinstance(given, np.ndarray):
+            given.flags.writeable = False
+    for name, _, offset, region in arrangement.inputs if job.regions else ():
+        if offset is None and region is not None and job.regions[region].kept:
+            inputs[name] = backend.resident(job.regions[region].file, inputs[name])
     outputs = {tensor.name: array(tensor) for tensor in arrangement.outputs}
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
     unfit = _unfit(arrangement, job.regions) if job.regions else set()
-    direct = {
-        name: np.empty_like(place) if name in unfit else place for name, place in outputs.items()
-    }
+    direct = dict(outputs)
+    for name in unfit & outputs.keys():
+        if not isinstance(outputs[name], np.ndarray):
+            raise InvalidProblem(
+                f"{name} is to be written where another tensor of the request lies"
+            )
+        direct[name] = np.empty_like(outputs[name])
     if arrangement.sizes.parts == 1:
         given = {name: array.copy() if name in unfit else array for name, array in inputs.items()}
         outcome = backend.run(arrangement.problem, given, cancelled, direct)
@@ -118,14 +152,18 @@ def run_job(
         found = direct
     for name, place in outputs.items():
         # A backend may compute where it likes; most write to the place itself.
-        if found[name] is not place:
+        if found[name] is place:
+            continue
+        if isinstance(place, np.ndarray):
             np.copyto(place, found[name], casting="no")
+        else:
+            place.fill(found[name])
     segments.check(region.file for region in job.regions)
     return finished
 
 
 def _run_piece(
-    backend: Backend,
+    backend: ServingBackend,
     piece: Piece,
     inputs: Arrays,
     unfit: set[str],
@@ -143,11 +181,20 @@ def _run_piece(
         if name not in piece.take and not piece.shifts.get(name)
     }
     # Rows of one sample, say, do not lie side by side; a backend computes those elsewhere.
-    offered = {name: place for name, place in places.items() if place.flags.c_contiguous}
+    offered = {
+        name: place
+        for name, place in places.items()
+        if not isinstance(place, np.ndarray) or place.flags.c_contiguous
+    }
     outcome = backend.run(piece.problem, own, cancelled, offered)
     for name, array in outcome.outputs.items():
-        if array is not offered.get(name):
+        if array is offered.get(name):
+            continue
+        if isinstance(outputs[name], np.ndarray):
             place_part(piece, name, array, outputs[name])
+        else:
+            kept = array[piece.take[name]] if name in piece.take else array
+            outputs[name][piece.outputs[name]].fill(kept)
     return _finished(outcome)
 
 

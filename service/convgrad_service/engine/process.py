@@ -21,7 +21,16 @@ from convgrad_service.engine.glossary import Glossary
 from convgrad_service.engine.jobs import Finished
 from convgrad_service.engine.regions import InRegion, Regions
 from convgrad_service.engine.schedule import Task
-from convgrad_service.engine.worker import Cancel, Forget, Hello, Start, worker_main
+from convgrad_service.engine.worker import (
+    Cancel,
+    Forget,
+    Hello,
+    NewRegion,
+    Probe,
+    Probed,
+    Start,
+    worker_main,
+)
 
 __all__ = ["ProcessWorker", "WorkerRecipe"]
 
@@ -45,9 +54,9 @@ class ProcessWorker:
     """See `schedule.Worker`. ``lost`` is set once its process has ended and is gone for good."""
 
     def __init__(
-        self, recipe: WorkerRecipe, regions: Regions, finished: Callable[..., None]
+        self, recipe: WorkerRecipe, device: int, regions: Regions, finished: Callable[..., None]
     ) -> None:
-        self.slots = recipe.slots or 1
+        self.slots, self.device = recipe.slots or 1, device
         self._regions = regions
         self._sent_regions: set[int] = set()
         self.greeting: Hello
@@ -60,6 +69,7 @@ class ProcessWorker:
         self._tasks: dict[int, tuple[Task, int]] = {}
         self._named = Glossary()
         self._brief: set[int] = set()  # of what it was told, what took it no time the last time
+        self._probes: dict[int, asyncio.Future[ServiceError | None]] = {}
         self._ending: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes]
         self._jobs: Channel
@@ -82,7 +92,7 @@ class ProcessWorker:
         DeviceUnavailable
             Its backend cannot work here, or its process ended before it could say.
         """
-        worker = cls(recipe, regions, finished)
+        worker = cls(recipe, device, regions, finished)
         ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
         numbers = [end.fileno() for end in theirs]
         start = Start(
@@ -144,14 +154,33 @@ class ProcessWorker:
         self._gone()
         await self.lost
 
-    def _sent(self, regions: Sequence[InRegion]) -> Sequence[int]:
-        """Send the files of regions that the worker has not mapped yet; their numbers."""
-        new = sorted({region.file for region in regions} - self._sent_regions)
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """Open a handle of its device's memory and close it again.
+
+        Raises what `ServingBackend.open_handle` does, and DeviceUnavailable if it ends meanwhile.
+        """
+        number = next(self._numbers)
+        answered = self._probes[number] = asyncio.get_running_loop().create_future()
+        self._control.tell(Probe(number, handle, size_bytes))
+        try:
+            if (error := await answered) is not None:
+                raise error
+        finally:
+            del self._probes[number]
+
+    def _sent(self, regions: Sequence[InRegion]) -> Sequence[NewRegion]:
+        """The regions that the worker has not opened yet; the files of those that have one are
+        sent."""
+        new = [
+            (region, self._regions.handle(region))
+            for region in sorted({region.file for region in regions} - self._sent_regions)
+        ]
         # A worker that has just died takes none; then the job runs again with all the others.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for region in new:
-                socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
-        self._sent_regions.update(new)
+            for region, handle in new:
+                if handle is None:
+                    socket.send_fds(self._files, [b"."], [self._regions.descriptor(region)])
+        self._sent_regions.update(region for region, _ in new)
         return new
 
     def _forget(self, region: int) -> None:
@@ -174,6 +203,10 @@ class ProcessWorker:
         if isinstance(message, Vitals):
             self.vitals = message
             return
+        if isinstance(message, Probed):
+            if (answered := self._probes.get(message.number)) and not answered.done():
+                answered.set_result(message.error)
+            return
         if self._greeted.done():
             return
         if isinstance(message, Hello):
@@ -194,6 +227,9 @@ class ProcessWorker:
         self._jobs.close()
         self._control.close()
         self._files.close()
+        for answered in self._probes.values():
+            if not answered.done():
+                answered.set_result(DeviceUnavailable("the worker ended", retry_after_s=1.0))
         if not self._greeted.done():
             self._greeted.set_exception(
                 DeviceUnavailable(f"a worker's process ended as it started (exit code {code})")

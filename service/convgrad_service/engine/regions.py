@@ -34,12 +34,14 @@ _OURS = "convgrad-"
 
 
 class RegionInfo(NamedTuple):
-    """A region as it was registered."""
+    """A region as it was registered: of a file, or of a ``device``'s memory by its ``handle``."""
 
     name: str
     key: str
     offset: int
     size_bytes: int
+    handle: bytes = b""
+    device: int | None = None
 
 
 class RegionPart(NamedTuple):
@@ -52,21 +54,24 @@ class RegionPart(NamedTuple):
 
 
 class InRegion(NamedTuple):
-    """A place in a region's file; ``file`` is the number that the hub gave the region.
+    """A place in a region; ``file`` is the number that the hub gave the region.
 
-    Regions of the same ``identity`` are parts of one file.
+    Regions of the same ``identity`` are parts of one file, or one allocation on a ``device``. What
+    lies in a ``kept`` one never changes.
     """
 
     file: int
     offset: int
     identity: tuple[int, int] = (0, 0)
+    device: int | None = None
+    kept: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Region:
     info: RegionInfo
     number: int
-    descriptor: int
+    descriptor: int | None
     identity: tuple[int, int]
     uses: int = 0
     gone: bool = False
@@ -92,7 +97,7 @@ class Regions:
         return sum(region.closed is None for region in self._regions.values())
 
     def register(self, owner: str, info: RegionInfo) -> None:
-        """Open a region's file.
+        """Open a region's file; of one on a device only a worker can, which has done it once.
 
         Raises
         ------
@@ -114,9 +119,13 @@ class Regions:
             raise Overloaded(
                 f"{self._most} regions are registered, the most there may be", retry_after_s=1.0
             )
-        descriptor = _opened(info)
         self._numbers += 1
-        region = _Region(info, self._numbers, descriptor, _identity(descriptor))
+        if info.device is None:
+            descriptor = _opened(info)
+            region = _Region(info, self._numbers, descriptor, _identity(descriptor))
+        else:
+            number = int.from_bytes(info.handle, "little")
+            region = _Region(info, self._numbers, None, (-1 - info.device, number))
         self._regions[owner, info.name] = self._by_number[region.number] = region
 
     def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[], None]) -> None:
@@ -133,14 +142,15 @@ class Regions:
         if not region.uses:
             self._close((owner, name), region)
 
-    async def unregister(self, owner: str, name: str) -> None:
-        """Close a region, or with no name all of the owner's, once nothing in flight uses it.
+    async def unregister(self, owner: str, name: str, *, on_device: bool = False) -> None:
+        """Close a region, or with no name all of the owner's of its kind, once nothing in flight
+        uses it.
 
         No request can use it from now on. Where nothing of that name is registered, nothing is
         done: whoever unregisters twice is right the second time too.
         """
         waits: list[asyncio.Future[None]] = []
-        for key, region in self._of(owner, name):
+        for key, region in self._of(owner, name, on_device=on_device):
             if not region.uses:
                 self._close(key, region)
                 continue
@@ -149,15 +159,15 @@ class Regions:
         if waits:
             await asyncio.wait(waits)
 
-    def listed(self, owner: str, name: str) -> list[RegionInfo]:
-        """The owner's regions, or the one of that name.
+    def listed(self, owner: str, name: str, *, on_device: bool = False) -> list[RegionInfo]:
+        """The owner's regions of a kind, or the one of that name.
 
         Raises
         ------
         NotFound
             The owner has no region of that name.
         """
-        found = [region.info for _, region in self._of(owner, name)]
+        found = [region.info for _, region in self._of(owner, name, on_device=on_device)]
         if name and not found:
             raise _unknown(name)
         return found
@@ -176,7 +186,13 @@ class Regions:
         for region, _ in found:
             region.uses += 1
         return tuple(
-            InRegion(region.number, region.info.offset + part.offset, region.identity)
+            InRegion(
+                region.number,
+                region.info.offset + part.offset,
+                region.identity,
+                region.info.device,
+                region.closed is not None,
+            )
             for region, part in found
         )
 
@@ -191,7 +207,14 @@ class Regions:
 
     def descriptor(self, number: int) -> int:
         """The file of a region, for a worker to map."""
-        return self._by_number[number].descriptor
+        descriptor = self._by_number[number].descriptor
+        assert descriptor is not None  # noqa: S101 - see `handle`
+        return descriptor
+
+    def handle(self, number: int) -> tuple[bytes, int] | None:
+        """Handle and size of a region on a device, for its worker to open; None for a file."""
+        info = self._by_number[number].info
+        return None if info.device is None else (info.handle, info.size_bytes)
 
     def close(self) -> None:
         """Close every file."""
@@ -201,13 +224,16 @@ class Regions:
     def _drop_orphans(self) -> None:
         """Close what clients of ours have left behind: each locks its files while it lives."""
         for key, region in list(self._regions.items()):
-            name = region.info.key.removeprefix("/")
-            if name.startswith(_OURS) and not region.uses and _is_unlocked(region.descriptor):
+            name, file = region.info.key.removeprefix("/"), region.descriptor
+            if name.startswith(_OURS) and not region.uses and file and _is_unlocked(file):
                 self._close(key, region)
 
-    def _of(self, owner: str, name: str) -> Iterator[tuple[tuple[str, str], _Region]]:
+    def _of(
+        self, owner: str, name: str, *, on_device: bool
+    ) -> Iterator[tuple[tuple[str, str], _Region]]:
         for key, region in list(self._regions.items()):
-            if key[0] == owner and (not name or key[1] == name):
+            kind = region.info.device is not None
+            if key[0] == owner and kind == on_device and (not name or key[1] == name):
                 yield key, region
 
     def _used(self, part: RegionPart) -> _Region:
@@ -220,7 +246,8 @@ class Regions:
                 f"bytes {part.offset:,} to {end:,} of the region {shown(part.name)} were asked "
                 f"for; it has {region.info.size_bytes:,}"
             )
-        if region.info.offset + end > os.fstat(region.descriptor).st_size:
+        file = region.descriptor
+        if file is not None and region.info.offset + end > os.fstat(file).st_size:
             raise InvalidProblem(
                 f"the file of the region {shown(part.name)} is shorter than when it was registered"
             )
@@ -228,7 +255,8 @@ class Regions:
 
     def _close(self, key: tuple[str, str], region: _Region) -> None:
         del self._regions[key], self._by_number[region.number]
-        os.close(region.descriptor)
+        if region.descriptor is not None:
+            os.close(region.descriptor)
         for forget in self.forgotten:
             forget(region.number)
         if region.closed is not None:

@@ -214,13 +214,13 @@ class RemoteHub:
         """See `Engine.register_region`."""
         await self._ask("register_region", owner, info)
 
-    async def unregister_region(self, owner: str, name: str) -> None:
+    async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
         """See `Engine.unregister_region`."""
-        await self._ask("unregister_region", owner, name)
+        await self._ask("unregister_region", owner, name, on_device)
 
-    async def list_regions(self, owner: str, name: str) -> list[RegionInfo]:
+    async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
         """See `Engine.list_regions`."""
-        listed: list[RegionInfo] = await self._ask("list_regions", owner, name)
+        listed: list[RegionInfo] = await self._ask("list_regions", owner, name, on_device)
         return listed
 
     async def stored(self, method: str, *arguments: Any) -> Any:

@@ -47,6 +47,7 @@ class Task:
     ) -> None:
         self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
         self.cost = job.cost if part is None else job.cost / job.tasks
+        self.device = job.device
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_looked_at)
         self.wanted = True
@@ -69,6 +70,7 @@ class Worker(Protocol):
     """What computes, as the schedule sees it; it calls `Schedule.finished` for each task."""
 
     slots: int
+    device: int
 
     def start(self, task: Task) -> None:
         """Begin to compute a task; at most ``slots`` at a time."""
@@ -251,6 +253,8 @@ class Schedule:
 
     def _may_start(self, worker: Worker, task: Task) -> bool:
         held = self._running[worker]
+        if task.device is not None and task.device != worker.device:
+            return False
         if task.suspect:
             return not held
         if len(held) >= worker.slots or any(other.suspect for other in held):

@@ -10,13 +10,14 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import DeviceMemory, DeviceTensor
 from convgrad_service.backends.cpu.guard import Guard
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.problems.base import TensorSpec
@@ -46,19 +47,33 @@ class _Segment:
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
         self.guard = Guard(address, found.st_size)
-        # The mapping goes with the last tensor in it, and these just before.
-        weakref.finalize(self.bytes, self.guard.remove).atexit = False
         if adopter is not None:
             adopter.adopt(address, found.st_size)
-            weakref.finalize(self.bytes, adopter.disown, address).atexit = False
+        ending = weakref.finalize(self.bytes, _let_go, memory, self.guard, adopter, address)
+        ending.atexit = False
+
+
+def _let_go(memory: mmap.mmap, guard: Guard, adopter: Adopter | None, address: int) -> None:
+    """Called when the last tensor in a mapping has gone.
+
+    It holds the mapping until this is done: before that, no other may have its address.
+    """
+    guard.remove()
+    if adopter is not None:
+        adopter.disown(address)
 
 
 class Segments:
     """Mappings by the number that the hub gave each region. Safe to use from any thread."""
 
-    def __init__(self, adopter: Adopter | None = None) -> None:
-        self._adopter = adopter
+    def __init__(
+        self,
+        open_handle: Callable[[bytes, int], DeviceMemory],
+        adopter: Adopter | None = None,
+    ) -> None:
+        self._open_handle, self._adopter = open_handle, adopter
         self._segments: dict[int, _Segment] = {}
+        self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
 
     def open(self, number: int, descriptor: int) -> None:
@@ -73,9 +88,30 @@ class Segments:
             if number not in self._segments:
                 self._segments[number] = _Segment(descriptor, self._adopter)
 
+    def open_on_device(self, number: int, handle: bytes, size_bytes: int) -> None:
+        """Open a region of a device's memory, unless it is open.
+
+        Raises
+        ------
+        InvalidProblem
+            It cannot be opened any more, or has become smaller.
+        """
+        with self._opening:
+            if number not in self._on_device:
+                self._on_device[number] = self._open_handle(handle, size_bytes)
+
     def close(self, number: int) -> None:
         """Unmap a region that no job uses any more."""
         self._segments.pop(number, None)
+        if (memory := self._on_device.pop(number, None)) is not None:
+            memory.close()
+
+    def on_device(self, place: InRegion, spec: TensorSpec) -> DeviceTensor:
+        """A tensor in a region of a device's memory."""
+        memory = self._on_device.get(place.file)
+        if memory is None:
+            raise InvalidProblem("a region of CUDA shared memory could not be opened")
+        return memory.array(place.offset, spec)
 
     def array(self, place: InRegion, spec: TensorSpec) -> NDArray[Any]:
         """A writable tensor in a region.
@@ -102,7 +138,8 @@ class Segments:
             Something of a region was missing: what was computed from it is worth nothing.
         """
         for number in numbers:
-            if self._segments[number].guard.lost() is not None:
+            segment = self._segments.get(number)
+            if segment is not None and segment.guard.lost() is not None:
                 raise _shortened()
 
 
@@ -117,8 +154,12 @@ def apart(
         name: (place.identity, place.offset, place.offset + specs[name].size_bytes)
         for name, place in places.items()
     }
-    # Files are mapped from their start, on whole pages.
-    names = {name for name, (_, start, _) in extents.items() if start % _ALIGNMENT_BYTES}
+    # Files are mapped from their start, on whole pages; of devices, backends know what suits.
+    names = {
+        name
+        for name, ((device, _), start, _) in extents.items()
+        if device >= 0 and start % _ALIGNMENT_BYTES
+    }
     for name in outputs:
         if name not in extents:
             continue

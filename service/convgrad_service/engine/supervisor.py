@@ -28,6 +28,7 @@ class Supervisor:
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
         hub.fault = lambda: self.fault
+        hub.workers = lambda: self.workers
         hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
 
     @property

@@ -22,7 +22,18 @@ from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.segments import Segments
 from convgrad_service.priority import give_way
 
-__all__ = ["Cancel", "Forget", "Hello", "Order", "Start", "WorkerFailed", "worker_main"]
+__all__ = [
+    "Cancel",
+    "Forget",
+    "Hello",
+    "NewRegion",
+    "Order",
+    "Probe",
+    "Probed",
+    "Start",
+    "WorkerFailed",
+    "worker_main",
+]
 
 _log = logging.getLogger("convgrad.worker")
 
@@ -53,6 +64,10 @@ class Hello(NamedTuple):
     pins: bool
 
 
+NewRegion = tuple[int, tuple[bytes, int] | None]
+"""A region that a worker is to open: its number, and handle and size of one on its device."""
+
+
 class Order(NamedTuple):
     """One job for a worker: see `Job`, whose arrangement goes by a name here.
 
@@ -65,7 +80,7 @@ class Order(NamedTuple):
     base: int
     regions: tuple[tuple[Any, ...], ...]
     part: int | None
-    new_regions: Sequence[int]
+    new_regions: Sequence[NewRegion]
     brief: bool
 
 
@@ -79,6 +94,21 @@ class Forget(NamedTuple):
     """No job uses a region any more."""
 
     region: int
+
+
+class Probe(NamedTuple):
+    """Try to open a handle of the device's memory."""
+
+    number: int
+    handle: bytes
+    size_bytes: int
+
+
+class Probed(NamedTuple):
+    """How that went."""
+
+    number: int
+    error: ServiceError | None
 
 
 # How often the hub is told how the device is, where that has changed.
@@ -101,7 +131,7 @@ def worker_main(start: Start) -> None:
     files = socket.socket(fileno=start.files)
     arena = Arena(start.arena)
     backend.adopt(arena.address, arena.size_bytes)
-    worker = _Worker(backend, arena, Pipe(start.jobs), files)
+    worker = _Worker(backend, arena, Pipe(start.jobs), control, files)
     slots = start.slots or backend.slots
     for index in range(slots):
         threading.Thread(target=worker.serve, name=f"compute-{index}", daemon=True).start()
@@ -130,10 +160,16 @@ def _tell_vitals(backend: ServingBackend, control: Pipe) -> None:
 
 class _Worker:
     def __init__(
-        self, backend: ServingBackend, arena: Arena, jobs: Pipe, files: socket.socket
+        self,
+        backend: ServingBackend,
+        arena: Arena,
+        jobs: Pipe,
+        control: Pipe,
+        files: socket.socket,
     ) -> None:
-        self._backend, self._arena, self._jobs, self._files = backend, arena, jobs, files
-        self._segments = Segments(backend)
+        self._backend, self._arena = backend, arena
+        self._jobs, self._control, self._files = jobs, control, files
+        self._segments = Segments(backend.open_handle, backend)
         self._arrangements: dict[int, Arrangement] = {}
         self._turn = threading.Lock()
         self._lock = threading.Lock()
@@ -185,11 +221,25 @@ class _Worker:
         plain = tuple(result) if isinstance(result, Finished) else result
         self._jobs.send((order.number, plain))
 
-    def told(self, message: Cancel | Forget) -> None:
-        """Pass on that nobody wants a job, which may not have begun or may have ended."""
+    def told(self, message: Cancel | Forget | Probe) -> None:
+        """Do what the hub says beside jobs."""
         if isinstance(message, Forget):
             self._segments.close(message.region)
-            return
+            self._backend.forget(message.region)
+        elif isinstance(message, Probe):
+            self._control.send(Probed(message.number, self._tried(message)))
+        else:
+            self._cancel(message)
+
+    def _tried(self, probe: Probe) -> ServiceError | None:
+        try:
+            self._backend.open_handle(probe.handle, probe.size_bytes).close()
+        except ServiceError as error:
+            return error
+        return None
+
+    def _cancel(self, message: Cancel) -> None:
+        """Nobody wants a job, which may not have begun or may have ended."""
         with self._lock:
             if message.number in self._cancelled:
                 self._cancelled[message.number].set()
@@ -197,10 +247,16 @@ class _Worker:
                 self._early.add(message.number)
 
     def _learn(self, order: Order) -> Arrangement | ServiceError:
-        """What is to be computed, with the regions mapped whose files the hub has sent for it; or
+        """What is to be computed, with the regions opened whose files or handles came with it; or
         what is wrong with one."""
         refusal = None
-        for region in order.new_regions:
+        for region, handle in order.new_regions:
+            if handle is not None:
+                try:
+                    self._segments.open_on_device(region, *handle)
+                except ServiceError as error:
+                    refusal = error
+                continue
             _, descriptors, _, _ = socket.recv_fds(self._files, 1, 1)
             try:
                 self._segments.open(region, descriptors[0])

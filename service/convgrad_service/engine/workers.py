@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, run_job
 from convgrad_service.engine.regions import Regions
@@ -27,12 +27,12 @@ class ThreadWorker:
     """``slots`` threads; ``finished`` is called in the loop's thread for every task."""
 
     def __init__(
-        self, backend: Backend, arena: Arena, regions: Regions, slots: int, finished: Report
+        self, backend: ServingBackend, arena: Arena, regions: Regions, slots: int, finished: Report
     ) -> None:
-        self.slots = slots
+        self.slots, self.device = slots, 0
         self._backend, self._arena, self._finished = backend, arena, finished
-        self._regions, self._segments = regions, Segments()
-        regions.forgotten.append(self._segments.close)
+        self._regions, self._segments = regions, Segments(backend.open_handle)
+        regions.forgotten += [self._segments.close, backend.forget]
         self._cancelled: dict[Task, threading.Event] = {}
         self._tasks: queue.SimpleQueue[
             tuple[Task, threading.Event, asyncio.AbstractEventLoop] | None
@@ -50,6 +50,10 @@ class ThreadWorker:
         """See `Worker.cancel`."""
         self._cancelled[task].set()
 
+    async def probe(self, handle: bytes, size_bytes: int) -> None:
+        """See `ProcessWorker.probe`."""
+        self._backend.open_handle(handle, size_bytes).close()
+
     def close(self) -> None:
         """End the threads, once what they compute has ended."""
         for _ in range(self.slots):
@@ -63,7 +67,10 @@ class ThreadWorker:
             try:
                 job = task.job
                 for region in job.regions:
-                    self._segments.open(region.file, self._regions.descriptor(region.file))
+                    if (found := self._regions.handle(region.file)) is not None:
+                        self._segments.open_on_device(region.file, *found)
+                    else:
+                        self._segments.open(region.file, self._regions.descriptor(region.file))
                 result = run_job(
                     self._backend, self._arena, self._segments, job, cancelled, task.part
                 )

@@ -53,7 +53,11 @@ class GrpcServer:
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
         self._exchanges = Exchanges(dataplane.engine, keys, self._traces)
-        memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
+        memory = shared_memory_of(
+            dataplane.engine,
+            system=settings.system_shared_memory,
+            cuda=settings.cuda_shared_memory,
+        )
         infer = InferMethods(dataplane, settings, self._exchanges, memory)
         describing = DescribingMethods(dataplane, memory)
         health = HealthMethods(dataplane, self._exchanges)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from convgrad import _version
 from convgrad.contract import OPERATIONS
 from convgrad_service.assembly import dataplane_inside
-from convgrad_service.backends.base import Backend
+from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.hub import Hub
 from convgrad_service.http_api.at_once import SmallRequests
@@ -37,7 +37,7 @@ from convgrad_service.tracing import traces_to
 __all__ = ["app_on", "create_app"]
 
 
-def create_app(settings: Settings | None = None, backend: Backend | None = None) -> FastAPI:
+def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
     """The server as an ASGI application, with an engine of its own in this process.
 
     ``settings`` default to the environment's, ``backend`` to the one that they name. The dataplane

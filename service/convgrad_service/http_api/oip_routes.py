@@ -49,7 +49,11 @@ def add_oip(app: FastAPI, dataplane: Dataplane, settings: Settings) -> Paths:
 
     Returns those that compute.
     """
-    memory = shared_memory_of(dataplane.engine, system=settings.system_shared_memory)
+    memory = shared_memory_of(
+        dataplane.engine,
+        system=settings.system_shared_memory,
+        cuda=settings.cuda_shared_memory,
+    )
     app.include_router(_describing(dataplane, memory))
     app.include_router(shared_memory_router(memory))
     endpoint = InferEndpoint(dataplane, settings, memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.hub import Engine
@@ -10,40 +10,52 @@ from convgrad_service.engine.regions import RegionInfo, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.shared_memory import Kind, NoSharedMemory, Registration, SharedMemory
 
-__all__ = ["SystemSharedMemory", "shared_memory_of"]
+__all__ = ["RegisteredMemory", "shared_memory_of"]
 
 
-class SystemSharedMemory:
-    """Regions of files below /dev/shm; those of a GPU's memory are refused."""
+class RegisteredMemory:
+    """Regions of the ``kinds`` that are switched on: files below /dev/shm, or GPUs' memory."""
 
-    extensions = ("system_shared_memory",)
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, kinds: Collection[Kind]) -> None:
+        self._engine, self._kinds = engine, kinds
+        self.extensions = tuple(f"{kind}_shared_memory" for kind in kinds)
 
     async def register(self, owner: str, registration: Registration) -> None:
         """See `SharedMemory.register`."""
-        _refuse_cuda(registration.kind)
+        self._refuse_other(registration.kind)
         await self._engine.register_region(
             owner,
             RegionInfo(
-                registration.name, registration.key, registration.offset, registration.size_bytes
+                registration.name,
+                registration.key,
+                registration.offset,
+                registration.size_bytes,
+                registration.handle,
+                registration.device if registration.kind == "cuda" else None,
             ),
         )
 
     async def unregister(self, owner: str, kind: Kind, name: str) -> None:
         """See `SharedMemory.unregister`."""
         # Triton's clients drop the regions of both kinds before they register any.
-        if kind == "system" or name:
-            _refuse_cuda(kind)
-            await self._engine.unregister_region(owner, name)
+        if name:
+            self._refuse_other(kind)
+        if kind in self._kinds:
+            await self._engine.unregister_region(owner, name, kind == "cuda")
 
     async def status(self, owner: str, kind: Kind, name: str) -> list[Registration]:
         """See `SharedMemory.status`."""
-        _refuse_cuda(kind)
+        self._refuse_other(kind)
         return [
-            Registration("system", info.name, info.size_bytes, info.offset, info.key)
-            for info in await self._engine.list_regions(owner, name)
+            Registration(
+                kind,
+                info.name,
+                info.size_bytes,
+                info.offset,
+                info.key,
+                device=info.device or 0,
+            )
+            for info in await self._engine.list_regions(owner, name, kind == "cuda")
         ]
 
     def parts(self, owner: str, request: InferRequest) -> Mapping[str, RegionPart]:
@@ -56,12 +68,13 @@ class SystemSharedMemory:
             if isinstance(region, Region)
         }
 
+    def _refuse_other(self, kind: Kind) -> None:
+        if kind not in self._kinds:
+            raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
 
-def shared_memory_of(engine: Engine, *, system: bool) -> SharedMemory:
+
+def shared_memory_of(engine: Engine, *, system: bool, cuda: bool) -> SharedMemory:
     """What is switched on."""
-    return SystemSharedMemory(engine) if system else NoSharedMemory()
-
-
-def _refuse_cuda(kind: Kind) -> None:
-    if kind == "cuda":
-        raise UnsupportedProblem("cuda shared memory is not enabled on this server")
+    kinds: dict[Kind, bool] = {"system": system, "cuda": cuda}
+    chosen = [kind for kind, is_on in kinds.items() if is_on]
+    return RegisteredMemory(engine, chosen) if chosen else NoSharedMemory()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 import threading
 import time
@@ -18,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import convgrad
 from convgrad.dtypes import DType
@@ -44,26 +45,28 @@ def shapes_of(layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 class Caller:
-    """One thread's client and tensors."""
+    """One thread's client and tensors, over HTTP or through shared memory."""
 
-    def __init__(self, arguments: argparse.Namespace, layer: dict[str, Any], seed: int) -> None:
-        self._layer = layer
-        self._client = convgrad.Client(
-            arguments.url, transport=arguments.transport, timeout=120, retries=0
-        )
+    transport = "http"
+
+    def __init__(self, url: str, layer: dict[str, Any], number: int) -> None:
+        self.layer = layer
+        self.client = convgrad.Client(url, transport=self.transport, timeout=120, retries=0)
         shapes = shapes_of(layer)
-        draw = np.random.default_rng(seed)
-        self._tensors: dict[str, NDArray[Any]] = {}
+        # Every thread the same numbers, so that all answers must be the same.
+        draw = np.random.default_rng(0)
+        self.tensors: dict[str, Any] = {}
         for name in ("grad_output", "weight"):
-            tensor = self._client.empty(shapes[name], DType.BFLOAT16.numpy)
+            tensor = self.client.empty(shapes[name], DType.BFLOAT16.numpy)
             tensor[...] = draw.integers(-2, 3, shapes[name], np.int8)
-            self._tensors[name] = tensor
+            self.tensors[name] = tensor
 
-    def call(self) -> NDArray[Any]:
-        layer = self._layer
-        return self._client.conv_bwd_data(
-            self._tensors["grad_output"],
-            self._tensors["weight"],
+    def call(self) -> Any:
+        """One answer."""
+        layer = self.layer
+        return self.client.conv_bwd_data(
+            self.tensors["grad_output"],
+            self.tensors["weight"],
             stride=layer["stride"],
             padding=layer["padding"],
             dilation=layer["dilation"],
@@ -71,12 +74,85 @@ class Caller:
             layout="NHWC",
         )
 
+    def checksum(self, answer: Any) -> int:
+        """Of an answer's elements."""
+        return zlib.crc32(answer.view(np.uint8).data)
+
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
 
-def checksum(answer: NDArray[Any]) -> int:
-    return zlib.crc32(answer.view(np.uint8).data)
+class ShmCaller(Caller):
+    """Tensors and answers lie in system shared memory."""
+
+    transport = "shm"
+
+
+class StoredCaller(Caller):
+    """The server keeps the tensors, and the answer too: nothing but names is sent."""
+
+    def __init__(self, url: str, layer: dict[str, Any], number: int) -> None:
+        super().__init__(url, layer, number)
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = self.client.put(f"{name}-{number}", tensor)
+        self.client = self.client.with_options(store={"grad_input": f"answer-{number}"})
+
+    def checksum(self, answer: Any) -> int:
+        return super().checksum(self.client.fetch(answer.name))
+
+
+class CudaCaller(Caller):
+    """Tensors and answer lie in allocations of this process on the GPU; with tritonclient."""
+
+    def __init__(self, url: str, layer: dict[str, Any], number: int) -> None:
+        import tritonclient.http as triton
+        from tritonclient.utils import cuda_shared_memory
+
+        super().__init__(url, layer, number)
+        self._memory = cuda_shared_memory
+        self._triton = triton.InferenceServerClient(url.removeprefix("http://"))
+        self._shape = shapes_of(layer)["grad_input"]
+        self._given: list[Any] = []
+        self._regions: dict[str, Any] = {}
+        for name, tensor in self.tensors.items():
+            region = self._region(f"{name}-{os.getpid()}-{number}", tensor.nbytes)
+            cuda_shared_memory.set_shared_memory_region(
+                self._regions[region], [tensor.view(np.uint16)]
+            )
+            self._given.append(triton.InferInput(name, tensor.shape, "BF16"))
+            self._given[-1].set_shared_memory(region, tensor.nbytes)
+        size = 2 * math.prod(self._shape)
+        self._target = self._region(f"grad_input-{os.getpid()}-{number}", size)
+        self._wanted = triton.InferRequestedOutput("grad_input")
+        self._wanted.set_shared_memory(self._target, size)
+        steps = ("stride", "padding", "dilation", "input_size")
+        self._parameters = {"layout": "NHWC", **{name: json.dumps(layer[name]) for name in steps}}
+
+    def _region(self, name: str, size_bytes: int) -> str:
+        region = self._memory.create_shared_memory_region(name, size_bytes, 0)
+        handle = self._memory.get_raw_handle(region)
+        self._triton.register_cuda_shared_memory(name, handle, 0, size_bytes)
+        self._regions[name] = region
+        return name
+
+    def call(self) -> Any:
+        return self._triton.infer(
+            "conv_bwd_data", self._given, outputs=[self._wanted], parameters=self._parameters
+        )
+
+    def checksum(self, answer: Any) -> int:
+        target = self._regions[self._target]
+        found = self._memory.get_contents_as_numpy(target, np.uint16, self._shape)
+        return super().checksum(found)
+
+    def close(self) -> None:
+        for name, region in self._regions.items():
+            self._triton.unregister_cuda_shared_memory(name)
+            self._memory.destroy_shared_memory_region(region)
+        super().close()
+
+
+CALLERS = {"http": Caller, "shm": ShmCaller, "stored": StoredCaller, "cuda": CudaCaller}
 
 
 def main() -> None:
@@ -84,7 +160,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--layer", default="ck_headline")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--transport", default="http", choices=("http", "shm"))
+    parser.add_argument("--transport", default="http", choices=CALLERS)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=3, help="calls of each thread")
     parser.add_argument("--seconds", type=float, default=3.0)
@@ -93,12 +169,12 @@ def main() -> None:
     began, barrier = threading.Event(), threading.Barrier(arguments.threads + 1)
     until_s = [0.0]
 
-    def work(_: int) -> tuple[list[tuple[float, float]], list[int]]:
-        caller = Caller(arguments, layer, seed=0)
+    def work(number: int) -> tuple[list[tuple[float, float]], list[int]]:
+        caller = CALLERS[arguments.transport](arguments.url, layer, number)
         sums = []
         for _ in range(arguments.warm_up):
             answer = caller.call()
-        sums.append(checksum(answer))
+        sums.append(caller.checksum(answer))
         # Nothing of it may be alive when memory is measured or reused.
         del answer
         barrier.wait()
@@ -110,7 +186,7 @@ def main() -> None:
             # What ends later ran beside fewer others.
             if end_s <= until_s[0]:
                 times.append((end_s, end_s - start_s))
-        sums.append(checksum(answer))
+        sums.append(caller.checksum(answer))
         caller.close()
         return times, sums
 

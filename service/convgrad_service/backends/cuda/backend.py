@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad.dtypes import DType
 from convgrad.errors import (
     DeadlineExceeded,
     DeviceOutOfMemory,
@@ -33,9 +34,18 @@ from convgrad_service.backends.cuda.device import (
 )
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import fatal_fault, is_out_of_memory
+from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, arena_of
+from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, Turns, arena_of
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.backends.cuda.on_device import (
+    IpcMemory,
+    OnDevice,
+    Residents,
+    on_the_host,
+    read_in_place,
+    write_in_place,
+)
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -43,7 +53,7 @@ from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_pieces import parts_for
 from convgrad_service.plans.cuda_program import CudaPlan
 from convgrad_service.problems import run_in_pieces
-from convgrad_service.problems.base import Problem
+from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = ["CudaBackend"]
 
@@ -102,13 +112,16 @@ class CudaBackend:
         self._families = families
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
+        self._residents = Residents(self._uploaded)
         with self._cuda.Device(device):
             self._compiler, self._kernels = compiler, Kernels(compiler)
+            self._graphs = Graphs(self._kernels, lambda: self._cuda.Stream(non_blocking=True))
             self._pinned = Pinned()
             self._copiers = ThreadPoolExecutor(COPIERS, "convgrad-cuda-copy")
             self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+            turns = Turns()
             for _ in range(lanes):
-                self._lanes.put(Lane(self._copiers, self._pinned))
+                self._lanes.put(Lane(self._copiers, self._pinned, turns))
 
     def vitals(self) -> Vitals:
         """See `Backend.vitals`."""
@@ -127,6 +140,19 @@ class CudaBackend:
     def disown(self, address: int) -> None:
         """See `ServingBackend.disown`."""
         self._pinned.disown(address)
+
+    def open_handle(self, handle: bytes, size_bytes: int) -> IpcMemory:
+        """See `ServingBackend.open_handle`."""
+        with self._cuda.Device(self._index):
+            return IpcMemory(handle, size_bytes)
+
+    def resident(self, key: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
+        """See `ServingBackend.resident`: uploaded the first time, if there is room."""
+        return self._residents.of(key, array)
+
+    def forget(self, key: int) -> None:
+        """See `ServingBackend.forget`."""
+        self._residents.forget(key)
 
     @property
     def fault(self) -> str | None:
@@ -252,22 +278,27 @@ class CudaBackend:
         addresses = arena.addresses(base)
         started = time.perf_counter()
         try:
-            lane.upload(((arena.offsets[name], tensors[name]) for name in problem.inputs), base)
+            given = {name: tensors[name] for name in problem.inputs}
+            on_host = read_in_place(given, addresses, lane.stream)
+            lane.upload(((arena.offsets[name], array) for name, array in on_host.items()), base)
             if self._poison:
                 size = arena.size_bytes - arena.input_bytes
                 self._cuda.runtime.memsetAsync(
                     base + arena.input_bytes, 0xFF, size, lane.stream.ptr
                 )
-            begin, end = self._cuda.Event(), self._cuda.Event()
-            begin.record(lane.stream)
-            self._kernels.run(plan.steps, addresses, lane.stream)
-            end.record(lane.stream)
             outputs = {
                 name: places[name] if name in places else np.empty(spec.shape, spec.dtype.numpy)
                 for name, spec in problem.outputs.items()
             }
+            to_move = write_in_place(outputs, addresses)
+            begin, end = self._cuda.Event(), self._cuda.Event()
+            begin.record(lane.stream)
+            running = self._graphs.run(plan, addresses, lane.stream)
+            end.record(lane.stream)
+            for name, place in to_move.items():
+                place.copy_from(addresses[name], lane.stream)
             found = {check.buffer: np.zeros(1, np.int32) for check in plan.checks}
-            wanted = {**outputs, **found}
+            wanted = {**on_the_host(outputs), **found}
             # What needs no staging follows the kernels at once: the host is not waited for.
             rest = lane.download_soon(
                 ((arena.offsets[name], wanted[name]) for name in wanted), base
@@ -295,6 +326,20 @@ class CudaBackend:
         spent.kernel = plan.kernel
         return outputs
 
+    def _uploaded(self, array: NDArray[Any]) -> OnDevice | None:
+        """A tensor on the device; None where there is no room for it."""
+        with self._lane() as lane:
+            try:
+                memory = self._cuda.alloc(array.nbytes)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return None
+            lane.upload([(0, array)], memory.ptr)
+            lane.stream.synchronize()
+        dtype = DType(array.dtype.name)
+        return OnDevice.whole(memory.ptr, TensorSpec(array.shape, dtype), memory)
+
     def _allocate(self, size: int, problem: Problem) -> Any:
         """Memory of this size; where there is too little, what is cached goes first.
 
@@ -306,6 +351,7 @@ class CudaBackend:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+        self._residents.clear()
         self._free_cached()
         try:
             return self._cuda.alloc(size)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +18,7 @@ from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, ceil_div
 from convgrad_service.problems.base import Problem
 
-__all__ = ["Arena", "Lane", "arena_of"]
+__all__ = ["Arena", "Lane", "Turns", "arena_of"]
 
 STAGING_BYTES = 32 * 2**20
 """A pinned buffer; there are two, so that one is filled while the other travels."""
@@ -62,25 +64,57 @@ def arena_of(problem: Problem, plan: CudaPlan) -> Arena:
     )
 
 
+class Turns:
+    """Has large uploads of several streams travel one after another, in the order they were asked.
+
+    Side by side they would share the bus and all arrive late; so the first is computed, and its
+    result on the way down, while the second travels. Safe to use from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Any = None
+
+    @contextmanager
+    def taken(self, stream: Any, event: Any, size: int) -> Iterator[None]:
+        """What is copied inside, ``size`` bytes, waits for its turn; ``event`` is the stream's."""
+        if size < SHARED_COPY_BYTES:
+            yield  # sooner there than its turn would come
+            return
+        with self._lock:
+            if self._last is not None:
+                stream.wait_event(self._last)
+            yield
+            event.record(stream)
+            self._last = event
+
+
 class Lane:
     """A stream with its staging buffers: what one request at a time computes on.
 
     ``copiers`` are at least `COPIERS` threads, which several lanes may share. What lies in
-    ``pinned`` memory is copied from and to where it is, the rest by way of staging buffers.
+    ``pinned`` memory is copied from and to where it is, the rest by way of staging buffers. Lanes
+    share ``turns``.
     """
 
-    def __init__(self, copiers: Executor, pinned: Pinned | None = None) -> None:
-        self._direct = pinned
+    def __init__(
+        self, copiers: Executor, pinned: Pinned | None = None, turns: Turns | None = None
+    ) -> None:
+        self._direct, self._turns = pinned, turns or Turns()
         self._cuda: Any = import_cupy().cuda
         self._copiers = copiers
         self.stream: Any = self._cuda.Stream(non_blocking=True)
+        self._uploaded: Any = self._cuda.Event(disable_timing=True)
         self._pinned: list[Any] = []
         self._events: list[Any] = []
 
     def upload(self, tensors: Iterable[tuple[int, NDArray[Any]]], base: int) -> None:
         """Tensors to their offsets from ``base``, in rising order; returns before the copy ends."""
         given = list(tensors)
-        if not self._copy_directly(given, base, to_host=False):
+        size = sum(array.nbytes for _, array in given)
+        with self._turns.taken(self.stream, self._uploaded, size):
+            rest = self._copy_directly(given, base, to_host=False)
+        if not rest:
             return
         places = [(offset, _flat(array)) for offset, array in given]
         size = max((offset + data.nbytes for offset, data in places), default=0)

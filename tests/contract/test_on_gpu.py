@@ -1,0 +1,148 @@
+"""The whole server on a real GPU: others' memory there, stored tensors kept there, and parts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+import convgrad
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda import CudaBackend
+from tests.contract.tree_server import TreeServer, serving_tree
+
+pytestmark = pytest.mark.gpu
+MiB = 2**20
+
+
+def cuda(device: int) -> CudaBackend:
+    """For a worker's process."""
+    return CudaBackend(device)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TreeServer]:
+    with serving_tree(cuda, slots=4, cuda_shared_memory=True, system_shared_memory=True) as serving:
+        yield serving
+
+
+@pytest.fixture
+def client(server: TreeServer) -> Iterator[convgrad.Client]:
+    with convgrad.Client(server.url, retries=0) as made:
+        yield made
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> NDArray[Any]:
+    found = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return found.astype(DType.BFLOAT16.numpy)
+
+
+class Device:
+    """Allocations of this process on the GPU, registered with a server: inputs, and the output."""
+
+    def __init__(self, client: Any, inputs: dict[str, NDArray[Any]], output_bytes: int) -> None:
+        from tritonclient.utils import cuda_shared_memory
+
+        self.module, self.client = cuda_shared_memory, client
+        in_bytes = sum(array.nbytes for array in inputs.values())
+        self.source = self._made("in", in_bytes)
+        self.target = self._made("out", output_bytes)
+        arrays = [array.view(np.uint16) for array in inputs.values()]
+        self.module.set_shared_memory_region(self.source, arrays)
+        self.given, at = [], 0
+        for name, array in inputs.items():
+            self.given.append(triton.InferInput(name, array.shape, "BF16"))
+            self.given[-1].set_shared_memory("in", array.nbytes, at)
+            at += array.nbytes
+
+    def _made(self, name: str, size_bytes: int) -> Any:
+        region = self.module.create_shared_memory_region(name, size_bytes, 0)
+        handle = self.module.get_raw_handle(region)
+        self.client.register_cuda_shared_memory(name, handle, 0, size_bytes)
+        return region
+
+    def read(self, at: int, like: NDArray[Any]) -> NDArray[Any]:
+        everything = self.module.get_contents_as_numpy(
+            self.target, np.uint16, [(at + like.nbytes) // 2]
+        )
+        return everything[at // 2 :].reshape(like.shape)
+
+    def close(self) -> None:
+        self.client.unregister_cuda_shared_memory()
+        self.module.destroy_shared_memory_region(self.source)
+        self.module.destroy_shared_memory_region(self.target)
+
+
+def tritonclient_of(server: TreeServer) -> Any:
+    return triton.InferenceServerClient(server.url.removeprefix("http://"))
+
+
+@pytest.mark.parametrize(("batch", "at"), [(1, 0), (3, 2), (64, 0), (64, 2)])
+def test_tensors_of_another_process_are_computed_where_they_lie(
+    server: TreeServer, client: convgrad.Client, batch: int, at: int
+) -> None:
+    """A batch of 64 is computed in parts; two bytes further no kernel can write."""
+    grad, weight = drawn((batch, 127, 63, 63), 0), drawn((127, 65, 3, 3), 1)
+    wanted = client.conv_bwd_data(grad, weight, padding=1)
+    with tritonclient_of(server) as other:
+        device = Device(other, {"grad_output": grad, "weight": weight}, at + wanted.nbytes)
+        output = triton.InferRequestedOutput("grad_input")
+        output.set_shared_memory("out", wanted.nbytes, at)
+
+        def infer() -> NDArray[Any]:
+            other.infer("conv_bwd_data", device.given, outputs=[output], parameters={"padding": 1})
+            return device.read(at, wanted)
+
+        assert (infer() == wanted.view(np.uint16)).all()
+        assert (infer() == wanted.view(np.uint16)).all()
+        server.kill_worker()  # the next one opens the handles again
+        assert (infer() == wanted.view(np.uint16)).all()
+        device.close()
+
+
+def test_a_region_beyond_its_allocation_is_refused(server: TreeServer) -> None:
+    with tritonclient_of(server) as other:
+        device = Device(other, {"grad_output": drawn((1, 1, 1024, 1024), 0)}, MiB)
+        handle = device.module.get_raw_handle(device.source)
+        with pytest.raises(InferenceServerException, match="a region of 67,108,864 is not in it"):
+            other.register_cuda_shared_memory("more", handle, 0, 64 * MiB)
+        with pytest.raises(InferenceServerException, match="device_id is 9"):
+            other.register_cuda_shared_memory("more", handle, 9, MiB)
+        with pytest.raises(InferenceServerException, match="raw handle"):
+            other.register_cuda_shared_memory("wrong", base64.b64encode(bytes(64)), 0, MiB)
+        device.close()
+
+
+def test_a_stored_tensor_is_uploaded_once(client: convgrad.Client) -> None:
+    grad, weight = drawn((64, 64, 64, 64), 0), drawn((64, 64, 3, 3), 1)
+    wanted = client.conv_bwd_data(grad, weight, padding=1)
+    kept = client.put("grad", grad), client.put("weight", weight)
+    call = convgrad.calls.conv_bwd_data(*kept, padding=1)
+    uploads = []
+    for _ in range(4):
+        answer = client.call(call)
+        assert (answer.outputs.view(np.uint16) == wanted.view(np.uint16)).all()
+        uploads.append(answer.server_timing_s["upload"])
+    print("upload_s of a stored tensor of", grad.nbytes, "bytes:", uploads)
+    assert min(uploads[1:]) < uploads[0] / 2
+    # A new tensor of the same name is another one.
+    client.put("grad", grad * DType.BFLOAT16.numpy.type(2))
+    doubled = client.call(call).outputs
+    assert (doubled.astype(np.float32) == 2 * wanted.astype(np.float32)).all()
+    for name in ("grad", "weight"):
+        client.drop(name)
+
+
+def test_parts_come_before_all_is_computed(client: convgrad.Client) -> None:
+    grad, weight = drawn((256, 64, 64, 64), 0), drawn((64, 64, 3, 3), 1)
+    wanted = client.conv_bwd_data(grad, weight, padding=1)
+    call = convgrad.calls.conv_bwd_data(grad, weight, padding=1)
+    rows = list(client.iterate(call))
+    assert len(rows) > 1
+    assert (rows[-1].whole.view(np.uint16) == wanted.view(np.uint16)).all()

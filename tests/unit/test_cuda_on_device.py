@@ -1,0 +1,126 @@
+"""Tensors in a GPU's memory: cut as arrays are, and copied row by row. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.on_device import (
+    OnDevice,
+    Residents,
+    on_the_host,
+    read_in_place,
+    write_in_place,
+)
+from convgrad_service.problems import problem_from
+from convgrad_service.problems.base import TensorSpec
+
+SHAPE = (4, 3, 6, 5)
+BASE = 1 << 20
+
+
+def whole(shape: tuple[int, ...] = SHAPE, address: int = BASE) -> OnDevice:
+    return OnDevice.whole(address, TensorSpec(shape, DType.BFLOAT16), None)
+
+
+def elements(found: OnDevice, data: NDArray[Any]) -> NDArray[Any]:
+    """What the rows of a tensor hold, in an allocation that holds ``data`` at BASE."""
+    count, pitch, width = found.rows
+    flat = data.reshape(-1).view(np.uint8)
+    starts = [found.address - BASE + row * pitch for row in range(count)]
+    rows = [flat[start : start + width] for start in starts]
+    return np.concatenate(rows).view(data.dtype).reshape(found.shape)
+
+
+CUTS = [
+    (slice(None),) * 4,
+    (slice(1, 3),),
+    (slice(2, 3), slice(None), slice(1, 4)),
+    (slice(None), slice(None), slice(1, 4), slice(None)),
+    (slice(0, 2), slice(None), slice(5, 6)),
+    (slice(None), slice(1, 2)),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_part_is_the_part_that_arrays_have(cut: tuple[slice, ...]) -> None:
+    data = np.arange(np.prod(SHAPE), dtype=np.int16).reshape(SHAPE)
+    found = whole()[cut]
+    assert found.shape == data[cut].shape
+    assert found.nbytes == data[cut].nbytes
+    assert (elements(found, data) == data[cut]).all()
+
+
+def test_every_piece_of_a_problem_is_a_set_of_rows() -> None:
+    for layout in ("NCHW", "NHWC", "NGCHW", "NHWGC", "GNHWC"):
+        shape = {"N": 2, "G": 2, "C": 3, "H": 8, "W": 5}
+        sizes = tuple(shape[each] for each in layout)
+        weight = {"NCHW": (4, 3, 3, 3), "NHWC": (4, 3, 3, 3)}.get(layout, (2, 4, 3, 3, 3))
+        images = np.zeros(sizes, np.float32)
+        fields: dict[str, Any] = {"input": images, "weight": np.zeros(weight, np.float32)}
+        if "G" in layout:
+            fields["groups"] = 2
+        request = validate(OPERATIONS["conv_fwd"].request, {**fields, "layout": layout})
+        problem = problem_from("conv_fwd", request)
+        for parts in (2, 5, 8):
+            for piece in problem.split(parts):
+                for name, cut in (*piece.inputs.items(), *piece.outputs.items()):
+                    spec = {**problem.inputs, **problem.outputs}[name]
+                    found = OnDevice.whole(BASE, spec, None)[cut]
+                    count, _, width = found.rows
+                    assert count * width == found.nbytes
+
+
+def test_what_is_no_set_of_rows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no set of rows"):
+        _ = whole()[slice(None), slice(0, 2), slice(0, 2), slice(0, 2)].rows
+
+
+def test_kernels_use_what_suits_them_where_it_lies() -> None:
+    here, odd = whole(), whole(address=BASE + 2)
+    array = np.zeros(3)
+    copied: list[tuple[int, Any]] = []
+    addresses = {"a": 1, "b": 2, "c": 3}
+
+    class Odd(OnDevice):
+        def copy_to(self, address: int, stream: Any) -> None:
+            copied.append((address, stream))
+
+    strange = Odd(odd.address, odd.shape, odd.strides, odd.dtype, None)
+    given = {"a": here, "b": strange, "c": array}
+    assert read_in_place(given, addresses, "stream") == {"c": array}
+    assert addresses == {"a": BASE, "b": 2, "c": 3}
+    assert copied == [(2, "stream")]
+    addresses = {"a": 1, "b": 2, "c": 3}
+    assert write_in_place(given, addresses) == {"b": strange}
+    assert addresses == {"a": BASE, "b": 2, "c": 3}
+    assert on_the_host(given) == {"c": array}
+
+
+def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
+    uploads: list[Any] = []
+    room = [True]
+
+    def upload(array: NDArray[Any]) -> OnDevice | None:
+        uploads.append(array)
+        return whole() if room[0] else None
+
+    residents, array = Residents(upload), np.zeros(SHAPE)
+    first = residents.of(7, array)
+    assert isinstance(first, OnDevice)
+    assert residents.of(7, array) is first
+    assert len(uploads) == 1
+    residents.of(8, array)
+    residents.forget(7)
+    assert residents.of(7, array) is not first
+    residents.clear()
+    room[0] = False
+    assert residents.of(8, array) is array  # computed from the host, as without all this
+    room[0] = True
+    assert residents.of(8, array) is not array
+    assert len(uploads) == 5
