@@ -123,11 +123,16 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan(Plan):
-    """A problem's steps, in order, and the memory that they need beside inputs and outputs."""
+    """A problem's steps, in order, and the memory that they need beside inputs and outputs.
+
+    ``branches`` are the places in the steps where something begins that needs nothing of what
+    stands before it, so that it may run beside that.
+    """
 
     steps: tuple[Step, ...] = ()
     workspace: tuple[Workspace, ...] = ()
     checks: tuple[Check, ...] = ()
+    branches: tuple[int, ...] = ()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -4,62 +4,87 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.plans.cuda_program import Step
+from convgrad_service.plans.cuda_program import CudaPlan
 
 __all__ = ["Graphs"]
 
 KEPT = 128
-
-Steps = tuple[Step, ...]
 
 
 class Graphs:
     """Runs plans on streams; what has run there before at the same addresses, from its graph.
 
     A server's requests repeat, and so does the memory that they are given. The first run launches
-    step by step, the second records a graph, and later ones launch that: a few microseconds for
-    the host, and none between the kernels of a plan. ``KEPT`` plans and addresses are remembered,
-    the latest. Safe to call from several threads, as long as no two run on the same memory at once.
+    step by step, the second records a graph, in which a plan's branches are side by side, and later
+    ones launch that: a few microseconds for the host, and none between the kernels of a plan.
+    ``KEPT`` plans and addresses are remembered, the latest. ``new_stream`` makes the streams that
+    branches are recorded on. Safe to call from several threads, as long as no two run on the same
+    memory, or the same stream, at once.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        # Steps are told apart by identity, and kept, so that no others get theirs.
-        self._seen: OrderedDict[tuple[int, tuple[int, ...]], tuple[Steps, Any]] = OrderedDict()
+    def __init__(self, kernels: Kernels, new_stream: Callable[[], Any]) -> None:
+        self._kernels, self._new_stream = kernels, new_stream
+        # Plans are told apart by identity, and kept, so that no other gets one's graph.
+        self._seen: OrderedDict[tuple[int, tuple[int, ...]], tuple[CudaPlan, Any]] = OrderedDict()
+        # The latest of each stream: it may run, so it must not go even if others push it out.
+        self._running: dict[int, Any] = {}
+        # Beside each stream, those of the branches after the first.
+        self._beside: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
 
-    def run(self, steps: Steps, addresses: Mapping[str, int], stream: Any) -> Any:
-        """Put the steps on a stream, in order; returns before they have run.
-
-        What it returns must be kept until they have.
-        """
+    def run(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> None:
+        """Put a plan on a stream; returns before it has run. The one before it there must have."""
         # A graph uses the zeros of the stream it was recorded on, which only one may at a time.
-        key = id(steps), (stream.ptr, *addresses.values())
+        key = id(plan), (stream.ptr, *addresses.values())
         with self._lock:
-            seen, (_, graph) = key in self._seen, self._seen.get(key, (steps, None))
+            seen, (_, graph) = key in self._seen, self._seen.get(key, (plan, None))
         if graph is None and seen:
-            graph = self._recorded(steps, addresses, stream)
+            graph = self._recorded(plan, addresses, stream)
         if graph is None:
-            self._kernels.run(steps, addresses, stream)
+            self._kernels.run(plan.steps, addresses, stream)
         else:
             graph.launch(stream)
         with self._lock:
-            self._seen[key] = steps, graph
+            self._seen[key] = plan, graph
             self._seen.move_to_end(key)
             if len(self._seen) > KEPT:
                 self._seen.popitem(last=False)
-        return graph
+            self._running[stream.ptr] = graph
 
-    def _recorded(self, steps: Steps, addresses: Mapping[str, int], stream: Any) -> Any:
-        """A graph of the steps."""
+    def side_by_side(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> None:
+        """Put a plan on a stream, step by step, its branches on others that this one waits for."""
+        beside = self._streams_beside(stream, len(plan.branches))
+        cuts = pairwise([0, *plan.branches, len(plan.steps)])
+        start = stream.record()
+        for side in beside:
+            side.wait_event(start)
+        for one, cut in zip((stream, *beside), cuts, strict=True):
+            self._kernels.run(plan.steps[slice(*cut)], addresses, one)
+        for side in beside:
+            stream.wait_event(side.record())
+
+    def _recorded(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
+        self._streams_beside(stream, len(plan.branches))
         stream.begin_capture()
         try:
-            self._kernels.run(steps, addresses, stream)
+            self.side_by_side(plan, addresses, stream)
         finally:
             # Also where a step could not be recorded: the stream must be one again.
             graph = stream.end_capture()
         return graph
+
+    def _streams_beside(self, stream: Any, count: int) -> list[Any]:
+        """So many streams that only branches beside this one use."""
+        beside = self._beside.setdefault(stream.ptr, [])
+        while len(beside) < count:
+            side = self._new_stream()
+            # Its buffer of zeros is made now, not in a recording, which would do it in every run.
+            self._kernels.run((), {}, side)
+            side.synchronize()
+            beside.append(side)
+        return beside[:count]
