@@ -293,7 +293,7 @@ class CudaBackend:
             to_move = write_in_place(outputs, addresses)
             begin, end = self._cuda.Event(), self._cuda.Event()
             begin.record(lane.stream)
-            running = self._graphs.run(plan, addresses, lane.stream)
+            self._graphs.run(plan, addresses, lane.stream)
             end.record(lane.stream)
             for name, place in to_move.items():
                 place.copy_from(addresses[name], lane.stream)
