@@ -54,8 +54,13 @@ def test_request_of_another_client() -> None:
         _run(code.replace(GRPC_ADDRESS, server.grpc))
 
 
+def test_answer_in_parts(computing: LiveServer) -> None:
+    _, _, code, *_ = _blocks("python")
+    _run(code.replace(ADDRESS, computing.url))
+
+
 def test_request_through_shared_memory() -> None:
-    _, _, code, _ = _blocks("python")
+    _, _, _, code, _ = _blocks("python")
     with serving(CpuBackend(), system_shared_memory=True, log_level="error") as server:
         _run(code.replace(ADDRESS, server.url))
 
