@@ -74,7 +74,7 @@ class AtOnce:
 
     def words(self, finished: Finished, made: Callable[[Known, Report], Words]) -> Words:
         """The words of the answer, made once for all alike."""
-        backend = self._plane.engine.status.backend
+        backend = self._plane.engine.backend
         key = backend, finished.kernel, finished.pieces, finished.workspace_bytes
         known = self.known.alike.words
         words = known.get(key)

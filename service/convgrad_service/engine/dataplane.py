@@ -76,8 +76,9 @@ class Dataplane:
         DeviceUnavailable
             The server is about to stop, or its device has failed for good.
         """
-        status = self.engine.status
-        status._replace(draining=status.draining or self.draining).admit()
+        if self.draining:
+            self.engine.status._replace(draining=True).admit()
+        self.engine.admit()
 
     @asynccontextmanager
     async def begin(
@@ -138,6 +139,10 @@ class Dataplane:
             finally:
                 if kept and not stored:
                     await asyncio.shield(self.stored.abandon(kept.values()))
+
+    def knows(self, call: Call) -> bool:
+        """Whether there was a call like it."""
+        return (call.operation.name, call.key) in self._known
 
     def at_once(self, call: Call) -> AtOnce | None:
         """A call like one before it, if its place is free now; else None, and it is for `begin`.

@@ -87,6 +87,15 @@ class Engine(Protocol):
     @property
     def status(self) -> Status: ...
 
+    @property
+    def backend(self) -> str:
+        """The name of what computes."""
+        ...
+
+    def admit(self) -> None:
+        """See `Status.admit`."""
+        ...
+
     async def enter(self, caller: Caller) -> Ticket:
         """See `Quotas.enter`."""
         ...
@@ -229,6 +238,11 @@ class Hub:
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
         )
+
+    def admit(self) -> None:
+        """See `Engine.admit`."""
+        if self.draining or self.schedule.full or self.fault() is not None:
+            self.status.admit()
 
     def publish(self) -> None:
         """Tell the front ends in other processes what has changed, if it concerns them."""

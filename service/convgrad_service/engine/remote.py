@@ -94,6 +94,15 @@ class RemoteHub:
         self._channel = await Channel.open(channel_end, self._received, self._lost, KINDS)
         await self._welcomed
 
+    @property
+    def backend(self) -> str:
+        """See `Engine.backend`."""
+        return self.status.backend
+
+    def admit(self) -> None:
+        """See `Engine.admit`."""
+        self.status.admit()
+
     def tell(self, message: Any) -> None:
         """Send the hub a message that it does not answer."""
         self._channel.tell(message)

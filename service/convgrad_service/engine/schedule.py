@@ -150,6 +150,8 @@ class Schedule:
         large = self.pace.estimate_s(job.cost) > self._large_s
         if job.tasks == 1:
             task = Task(job, deadline_s, large=large)
+            if not self._waiting and self._started(task):
+                return task  # without having waited, which nobody else need know of
             self._waiting.append(task)
             self._dispatch()
             return task
@@ -189,7 +191,8 @@ class Schedule:
         elif not task.done.done():
             self.pace.learn(task.cost, time.monotonic() - task.started_s)
             task.done.set_result(result)
-        self._dispatch()
+        if self._waiting:
+            self._dispatch()
 
     def lost(self, worker: Worker) -> None:
         """A worker has died: what it held runs again, or is refused for having killed it."""
@@ -238,15 +241,22 @@ class Schedule:
                 continue
             if not self._free_slots():
                 return
-            able = [worker for worker in self._running if self._may_start(worker, task)]
-            if not able:
-                continue
+            if self._started(task):
+                self._waiting.remove(task)
+
+    def _started(self, task: Task) -> bool:
+        """Start a task on the worker that has the least to do, if one may take it now."""
+        now_s = time.monotonic()
+        able = [worker for worker in self._running if self._may_start(worker, task)]
+        if not able or now_s >= task.deadline_s:
+            return False
+        worker = able[0]
+        if len(able) > 1:
             worker = min(able, key=lambda worker: len(self._running[worker]))
-            self._waiting.remove(task)
-            self._running[worker].append(task)
-            task.worker = worker
-            task.started_s = time.monotonic()
-            worker.start(task)
+        self._running[worker].append(task)
+        task.worker, task.started_s = worker, now_s
+        worker.start(task)
+        return True
 
     def _free_slots(self) -> bool:
         return any(len(held) < worker.slots for worker, held in self._running.items())
@@ -255,8 +265,10 @@ class Schedule:
         held = self._running[worker]
         if task.device is not None and task.device != worker.device:
             return False
+        if not held:
+            return True
         if task.suspect:
-            return not held
+            return False
         if len(held) >= worker.slots or any(other.suspect for other in held):
             return False
         return not task.large or sum(other.large for other in held) < max(1, worker.slots - 1)

@@ -21,15 +21,20 @@ _NOT_THE_REQUESTS_FAULT = 429
 
 @dataclass(slots=True)
 class Duration:
-    """How often something was timed, and nanoseconds in all."""
+    """How often something was timed, and seconds in all."""
 
     count: int = 0
-    ns: int = 0
+    total_s: float = 0.0
+
+    @property
+    def ns(self) -> int:
+        """Nanoseconds in all."""
+        return round(self.total_s * 1e9)
 
     def add(self, seconds: float) -> None:
         """Count one more."""
         self.count += 1
-        self.ns += round(seconds * 1e9)
+        self.total_s += seconds
 
 
 @dataclass(slots=True)
@@ -62,11 +67,14 @@ class Statistics:
 
     def count(self, record: Record) -> None:
         """Count one request that has been answered, or will not be."""
-        row = CODES.get(record.code)
         ok = record.code == "ok"
-        if not ok and row is not None and row.http_status < _NOT_THE_REQUESTS_FAULT:
-            return
-        counts = self._operations.setdefault(record.operation, OperationStatistics())
+        if not ok:
+            row = CODES.get(record.code)
+            if row is not None and row.http_status < _NOT_THE_REQUESTS_FAULT:
+                return
+        counts = self._operations.get(record.operation)
+        if counts is None:
+            counts = self._operations[record.operation] = OperationStatistics()
         counts.last_inference_ms = time.time_ns() // 1_000_000
         if not ok:
             counts.fail.add(record.total_s)

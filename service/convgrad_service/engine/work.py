@@ -206,7 +206,7 @@ def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: 
 def report_of(plane: Dataplane, arrangement: Arrangement, finished: Finished) -> Report:
     """How a problem was computed, as its caller is told."""
     return Report(
-        backend=plane.engine.status.backend,
+        backend=plane.engine.backend,
         kernel=finished.kernel,
         flops=arrangement.sizes.flops,
         bytes=arrangement.sizes.compulsory_bytes,

@@ -69,6 +69,11 @@ class Asked:
         self.model, self.id = request.operation.name, request.id
         return request
 
+    @property
+    def whole(self) -> bytes | None:
+        """All of a message that came whole and is yet to be filled from."""
+        return self._body
+
     async def fill(self, request: InferRequest, work: Work) -> None:
         """Receive the tensors into the places that ``work`` has for them."""
         spans = {

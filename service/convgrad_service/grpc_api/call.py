@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, UnsupportedMediaType
 from convgrad_service.engine.quotas import ANYBODY
+from convgrad_service.engine.work import SMALL_BYTES
 from convgrad_service.grpc_api.http2.frames import Error
 from convgrad_service.grpc_api.http2.stream import Part, Stream
 
@@ -112,6 +113,15 @@ class Call:
         return Message(
             stream, size, self._encoding() if prefix[0] else None, self._max_message_bytes
         )
+
+    def whole_message(self) -> bytes | None:
+        """The one message of a call, if all of it has come already and it is a small one as it is;
+        it is not taken."""
+        shown = self._stream.ended_with(_PREFIX_BYTES + SMALL_BYTES)
+        if shown is None or len(shown) < _PREFIX_BYTES or shown[0]:
+            return None
+        size = int.from_bytes(shown[1:_PREFIX_BYTES], "big")
+        return bytes(shown[_PREFIX_BYTES:]) if size == len(shown) - _PREFIX_BYTES else None
 
     async def send(self, parts: Sequence[Part]) -> None:
         """Send one message; when it returns, nothing refers to the parts any more.

@@ -14,6 +14,7 @@ from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.quotas import entered
 from convgrad_service.grpc_api.asked import Asked
+from convgrad_service.grpc_api.at_once import SmallInfers
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.http2.stream import StreamGone
@@ -61,11 +62,16 @@ class InferMethods:
         self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
+        self._small = SmallInfers(dataplane, settings.max_timeout_s)
 
     async def infer(self, call: Call) -> None:
         """ModelInfer."""
 
         async def work(context: RequestContext) -> None:
+            at_once = await self._small.answer(call, context)
+            if at_once is not None:
+                await call.send(at_once)
+                return
             deadline = Deadline.after(self._allowed_s(call))
             async with deadline.enforced():
                 message = await call.message()
@@ -162,6 +168,8 @@ class InferMethods:
             small=True,  # shapes and parameters; the tensors are received below
             owner=context.owner,
         )
+        if reply is _send_whole and asked.whole is not None:
+            self._small.remember(job, asked.whole, request)
 
         def decode() -> Mapping[str, Any]:
             return request_fields(request, described)

@@ -40,6 +40,7 @@ __all__ = [
     "encode_stream_part",
     "encode_stream_response",
     "field_at",
+    "raw_output_prefix",
     "read_infer_head",
     "read_infer_request",
     "refuse_long_head",
@@ -261,8 +262,13 @@ def _response_parts(
     for name, array in chosen.items():
         # One for each output: of one that stays here it is empty.
         data = data_view(array) if request.sends(name) else b""
-        yield _length_prefix(_RAW_OUTPUT_CONTENTS, len(data))
+        yield raw_output_prefix(len(data))
         yield data
+
+
+def raw_output_prefix(size: int) -> bytes:
+    """What stands before the bytes of an output."""
+    return _length_prefix(_RAW_OUTPUT_CONTENTS, size)
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS
@@ -66,7 +68,7 @@ def app_on(
         if close is not None:
             close()
 
-    app = FastAPI(
+    app = _App(
         title="convgrad",
         summary="Gradients of convolution and pooling layers as a service.",
         version=_version.__version__,
@@ -111,10 +113,26 @@ def app_on(
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     app.add_middleware(HotPaths, paths=computing)
-    app.add_middleware(
-        ExchangeMiddleware, dataplane=dataplane, keys=keys, traces=traces, small=small
-    )
+    inner = partial(FastAPI.__call__, app)
+    app.exchange = ExchangeMiddleware(inner, dataplane, keys, traces, small)
     return app
+
+
+class _App(FastAPI):
+    """FastAPI within the bookkeeping of an exchange: what it does around every request itself
+    takes longer than a small request."""
+
+    exchange: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `ExchangeMiddleware`."""
+        await self.exchange(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Without its outermost layer, which would answer every error before ours could."""
+        outermost = super().build_middleware_stack()
+        assert isinstance(outermost, ServerErrorMiddleware)  # noqa: S101 - as Starlette has it
+        return outermost.app
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -92,24 +92,26 @@ class SmallRequests:
         ):
             return False
         form, plane, timings = self._form, self._plane, context.timings
-        with timings.stage("decode"):
-            asked = form.asked(headers, body, context.owner)
-            if asked is None:
-                return False
-            given_s = _timeout_s(headers)
-            deadline = Deadline.after(min(given_s, self._longest_s))
-            call = Call(self._operation, deadline, timings, key=asked.key, owner=context.owner)
-            context.operation = self._operation.name
-            plane.admit()
-            work = plane.at_once(call)
-            if work is None:
-                return False
-            allowed_s = form.timeout_s(work.known)
-            if allowed_s is not None and allowed_s < deadline.allowed_s:
-                call.deadline = Deadline(timings.started_s + allowed_s, allowed_s)
+        asked = form.asked(headers, body, context.owner)
+        if asked is None:
+            return False
+        deadline = Deadline.after(min(_timeout_s(headers), self._longest_s))
+        call = Call(self._operation, deadline, timings, key=asked.key, owner=context.owner)
+        if not plane.knows(call):
+            return False
+        context.operation = self._operation.name
+        plane.admit()
+        work = plane.at_once(call)
+        if work is None:
+            return False
+        allowed_s = form.timeout_s(work.known)
+        if allowed_s is not None and allowed_s < deadline.allowed_s:
+            call.deadline = Deadline(timings.started_s + allowed_s, allowed_s)
         try:
-            with timings.stage("decode"), memoryview(body) as view:
+            with memoryview(body) as view:
                 work.fill(view[asked.data_at :], form.spans)
+            timings.add("receive", 0.0)  # it has come, with its head
+            timings.add("decode", timings.total_s)
             context.received_bytes = len(body)
             with Leash(call.deadline) as leash:
                 connection.watch(lambda: leash.cut(ClientGone()))

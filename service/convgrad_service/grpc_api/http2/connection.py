@@ -31,9 +31,10 @@ from convgrad_service.grpc_api.http2.frames import (
     rst_stream,
     window_update,
 )
+from convgrad_service.grpc_api.http2.headers import HeaderDecoder
 from convgrad_service.grpc_api.http2.limits import MAX_FRAME_BYTES, Allowance, Limits, limits_told
 from convgrad_service.grpc_api.http2.parser import Parser, unpadded
-from convgrad_service.grpc_api.http2.stream import Header, Stream
+from convgrad_service.grpc_api.http2.stream import Stream
 
 __all__ = ["Http2Connection"]
 
@@ -72,7 +73,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, Stream] = {}
         self._tasks: dict[asyncio.Task[None], int] = {}
-        self._decoder = hpack.Decoder(max_header_list_size=limits.max_header_bytes)
+        self._decoder = HeaderDecoder(limits.max_header_bytes)
         self._last_seen = self._last_stream = 0  # opened by the client, served by us
         self._peer_window = _DEFAULT_WINDOW
         self._granted = MAX_WINDOW
@@ -248,7 +249,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         number, flags, block = self._block
         self._block = None
         # Decoded whatever becomes of it: the table must stay in step.
-        headers: list[Header] = list(self._decoder.decode(bytes(block), raw=True))
+        headers = self._decoder.decode(bytes(block))
         stream = self._streams.get(number)
         if stream is not None:
             if not flags & END_STREAM:

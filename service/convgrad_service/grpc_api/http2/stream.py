@@ -138,6 +138,12 @@ class Stream:
         """Bytes that have come and were not taken."""
         return len(self._ahead)
 
+    def ended_with(self, most: int) -> bytearray | None:
+        """All of the request, not taken, if it has come to its end and has no more than that."""
+        if not self.remote_ended or self.closed or len(self._ahead) > most:
+            return None
+        return self._ahead
+
     async def at_least(self, size: int, *, patiently: bool = False) -> bytearray:
         """What has come and was not taken: ``size`` bytes, or fewer if the request has ended.
 
