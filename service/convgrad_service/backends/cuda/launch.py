@@ -48,7 +48,8 @@ class Kernels:
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Put the steps on a stream, in order; returns before they have run."""
         launch, on = self._cuda.driver.launchKernel, stream.ptr
-        addresses = {ZEROS: self._zeros_of(stream), **addresses}
+        if ZEROS not in addresses:
+            addresses = {ZEROS: self._zeros_of(stream), **addresses}
         for step in steps:
             if isinstance(step, Clear):
                 self._cuda.runtime.memsetAsync(addresses[step.buffer], 0, step.size_bytes, on)
