@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from convgrad_service.backends.cuda.compile import Compiler
@@ -23,6 +23,19 @@ __all__ = ["Kernels"]
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8
+
+
+class _Addresses(dict[str, int]):
+    """Of a plan's buffers, and of the zeros, which are made as a kernel first asks for them."""
+
+    def __init__(self, given: Mapping[str, int], zeros: Callable[[], int]) -> None:
+        super().__init__(given)
+        self._zeros = zeros
+
+    def __missing__(self, name: str) -> int:
+        if name != ZEROS:
+            raise KeyError(name)
+        return self._zeros()
 
 
 class Kernels:
@@ -48,8 +61,7 @@ class Kernels:
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Put the steps on a stream, in order; returns before they have run."""
         launch, on = self._cuda.driver.launchKernel, stream.ptr
-        if ZEROS not in addresses:
-            addresses = {ZEROS: self._zeros_of(stream), **addresses}
+        addresses = _Addresses(addresses, lambda: self._zeros_of(stream))
         for step in steps:
             if isinstance(step, Clear):
                 self._cuda.runtime.memsetAsync(addresses[step.buffer], 0, step.size_bytes, on)
