@@ -83,6 +83,14 @@ static inline u32 transposed(u32 matrix) {
   return own.taken[0];
 }
 
+template <class T>
+static inline void mark_odd_if(bool wanted, u32& marked, u32 both) {
+  const u32 exponent = narrow<T>(__uint_as_float(0x7f800000)).bits;
+  for (int half = 0; wanted && half < 32; half += 16) {
+    if ((both >> half & exponent) == exponent) marked |= 0x7fffu << half;
+  }
+}
+
 static inline u32 load_word(u32 from) {
   u32 word;
   memcpy(&word, emulator::in_shared(from, 4, 4), 4);

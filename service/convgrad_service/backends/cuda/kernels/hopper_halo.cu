@@ -23,7 +23,7 @@
 // Zeros outside the source times an infinity are NaN: sums that are not finite are taken again by
 // the definition.
 // Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
-// elements, elsewhere 64-bit.
+// bytes, elsewhere 64-bit.
 #include "hopper_halo_result.cuh"
 #include "warpgroup.cuh"
 
@@ -37,6 +37,7 @@ constexpr int kDepth = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
 constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
 constexpr int kConsumers = kGroups * 4;                   // warps
+constexpr int kLead = 1;                                  // a barrier
 
 // Use `count` of a ring: where, and the parity of its turn.
 struct Place {
@@ -51,7 +52,8 @@ struct Barriers {
   u32 x_full, x_empty, w_full, w_empty;
 };
 
-__device__ void load_source(const HopperHaloArgs& args, u32 ring, const Barriers& barriers) {
+__device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables, u32 ring,
+                            const Barriers& barriers) {
   u32 count = 0;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
     const HaloTile at(args, tile);
@@ -61,7 +63,7 @@ __device__ void load_source(const HopperHaloArgs& args, u32 ring, const Barriers
         wait_for(barriers.x_empty + 8 * place.at, place.parity ^ 1);
         const u32 full = barriers.x_full + 8 * place.at;
         arrive_expecting(full, args.box_bytes);
-        const HaloSlice& from = args.slice[slice];
+        const HaloSlice& from = tables.slice[slice];
         const int corner[5] = {chunk * kDepth, at.m[2] * args.x_step[2] + from.at[2],
                                at.m[1] * args.x_step[1] + from.at[1],
                                at.m[0] * args.x_step[0] + from.at[0], at.n};
@@ -79,14 +81,15 @@ __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const Ha
   load_tile(to + load.to * 16, args.w_map, full, corner, kKeepMost);
 }
 
-__device__ void load_weights(const HopperHaloArgs& args, u32 weights, const Barriers& barriers) {
+__device__ void load_weights(const HopperHaloArgs& args, const HaloTables& tables, u32 weights,
+                             const Barriers& barriers) {
   const int blocks = 1 + args.group_blocks;
   if (args.slots == 0) {
-    arrive_expecting(barriers.w_full, args.chunks * args.all_loads * args.load_bytes);
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      const u32 full = barriers.w_full + 8 * chunk;
+      arrive_expecting(full, args.all_loads * args.load_bytes);
       for (int i = 0; i < args.all_loads; ++i) {
-        load_weight(args, args.load[i], weights + chunk * args.chunk_bytes, barriers.w_full, chunk,
-                    0);
+        load_weight(args, tables.load[i], weights + chunk * args.chunk_bytes, full, chunk, 0);
       }
     }
     return;
@@ -96,14 +99,14 @@ __device__ void load_weights(const HopperHaloArgs& args, u32 weights, const Barr
     const HaloTile at(args, tile);
     for (int pass = 0; pass < args.passes; ++pass) {
       for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        for (int i = 0; i < args.pass[pass].steps; ++i, ++count) {
-          const HaloStep& step = args.step[args.pass[pass].first_step + i];
+        for (int i = 0; i < tables.pass[pass].steps; ++i, ++count) {
+          const HaloStep& step = tables.step[tables.pass[pass].first_step + i];
           const Place place = place_of(count, args.slots);
           wait_for(barriers.w_empty + 8 * place.at, place.parity ^ 1);
           const u32 full = barriers.w_full + 8 * place.at;
           arrive_expecting(full, step.loads * args.load_bytes);
           for (int j = 0; j < step.loads; ++j) {
-            load_weight(args, args.load[step.first_load + j],
+            load_weight(args, tables.load[step.first_load + j],
                         weights + place.at * args.slot_bytes, full, chunk,
                         at.channel_tile * blocks);
           }
@@ -121,6 +124,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  // Read again and again by all warps, which the constants' cache is slow at.
+  __shared__ HaloTables tables;
+  for (u32 i = thread; i < sizeof tables / sizeof(int); i += kThreads) {
+    reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
+  }
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const u32 ring = base, weights = base + args.shared_weights;
   Barriers barriers;
@@ -128,13 +136,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                : args.slots * args.slot_bytes);
   barriers.x_empty = barriers.x_full + 8 * args.stages;
   barriers.w_full = barriers.x_empty + 8 * args.stages;
-  barriers.w_empty = barriers.w_full + 8 * max(args.slots, 1);
+  const int w_barriers = args.slots == 0 ? args.chunks : args.slots;
+  barriers.w_empty = barriers.w_full + 8 * w_barriers;
   if (thread == 0) {
     for (int i = 0; i < args.stages; ++i) {
       make_barrier(barriers.x_full + 8 * i, 1);
       make_barrier(barriers.x_empty + 8 * i, kConsumers);
     }
-    for (int i = 0; i < max(args.slots, 1); ++i) {
+    for (int i = 0; i < w_barriers; ++i) {
       make_barrier(barriers.w_full + 8 * i, 1);
       make_barrier(barriers.w_empty + 8 * i, kConsumers);
     }
@@ -144,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp >= kLoaders) {
     leave_registers<40>();
-    if (warp == kLoaders && elected()) load_source(args, ring, barriers);
-    if (warp == kLoaders + 1 && elected()) load_weights(args, weights, barriers);
+    if (warp == kLoaders && elected()) load_source(args, tables, ring, barriers);
+    if (warp == kLoaders + 1 && elected()) load_weights(args, tables, weights, barriers);
   } else {
     take_registers<232>();
     const int group = warp / 4;
@@ -160,11 +169,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u64 b_first =
         operand_along_k<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
 
+    // So that one warpgroup's results are stored beside the other's products.
+    if (group == 1 && args.lead > 0) wait_at(kLead, kConsumers * 32);
+    int lead = group == 0 ? args.lead : 0;
+
     float sum[kColumns / 8][4];
     u32 x_count = 0, w_count = 0;
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
       for (int pass = 0; pass < args.passes; ++pass) {
-        const HaloPass& now = args.pass[pass];
+        const HaloPass& now = tables.pass[pass];
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -182,11 +195,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         };
         for (int chunk = 0; chunk < args.chunks; ++chunk) {
           for (int i = 0; i < now.steps; ++i, ++w_count) {
-            const HaloStep& step = args.step[now.first_step + i];
+            const HaloStep& step = tables.step[now.first_step + i];
             const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
             const Place x_place =
                 place_of(x_count + chunk * args.slices + step.slice, args.stages);
-            Place w_place{0, 0};
+            Place w_place{static_cast<u32>(chunk), 0};
             u32 w_from = chunk * args.chunk_bytes;
             if (args.slots != 0) {
               w_place = place_of(w_count, args.slots);
@@ -199,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             int j = 0;
 #pragma unroll 1
             do {
-              const HaloTap tap = args.tap[step.first_tap + j];
+              const HaloTap tap = tables.tap[step.first_tap + j];
               const u64 a = a_step + tap.weight, b = b_step + tap.pixel * (kRowBytes / 16);
               begin_products();
               multiply<T, kWeights, kAlongK>(sum, a, b, 1);
@@ -208,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               wait_products<1>();
               if (j == 0) release();
             } while (++j < taps);
+            if (lead > 0 && --lead == 0) pass_by(kLead, kConsumers * 32);
             x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
             w_release = args.slots != 0 ? barriers.w_empty + 8 * w_place.at : 0;
           }

@@ -80,6 +80,18 @@ class LoadArgs(ctypes.Structure):
     )
 
 
+class TablesArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("pass", PassArgs * MAX_PASSES),
+        ("slice", SliceArgs * MAX_SLICES),
+        ("step", StepArgs * MAX_STEPS),
+        ("tap", TapArgs * MAX_TAPS),
+        ("load", LoadArgs * MAX_TAPS),
+    )
+
+
 class HopperHaloArgs(ctypes.Structure):
     """See ``hopper_halo_args.cuh``."""
 
@@ -123,13 +135,10 @@ class HopperHaloArgs(ctypes.Structure):
                 "group_weights",
                 "row_channels",
                 "passes",
+                "lead",
             )
         ),
-        ("pass", PassArgs * MAX_PASSES),
-        ("slice", SliceArgs * MAX_SLICES),
-        ("step", StepArgs * MAX_STEPS),
-        ("tap", TapArgs * MAX_TAPS),
-        ("load", LoadArgs * MAX_TAPS),
+        ("tables", TablesArgs),
     )
 
 
@@ -165,7 +174,7 @@ class HopperHalo:
             return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
         axes = [axis_of(work, dim) for dim in range(3)]
         rows = zip(axes[1:], result.strides[4:], strict=True)
-        if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX > MAX_INDEX:
+        if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
             return f"rows of the result that lie {max(result.strides[3:])} elements apart"
         if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
             return "no tap meets the input"
@@ -231,7 +240,7 @@ class HopperHalo:
                 accumulate=work.accumulate,
                 bias=work.bias,
             ),
-            tile.shared_bytes,
+            tile.dynamic_bytes,
         )
         return Fragment(
             f"{self.name}_{work.direction}_{tile.name}",

@@ -33,6 +33,14 @@ struct HaloLoad {
   unsigned char block;  // of the result's channels
 };
 
+struct HaloTables {
+  HaloPass pass[kMaxHaloPasses];
+  HaloSlice slice[kMaxHaloSlices];
+  HaloStep step[kMaxHaloSteps];
+  HaloTap tap[kMaxHaloTaps];
+  HaloLoad load[kMaxHaloTaps];
+};
+
 struct HopperHaloArgs {
   TensorMap x_map;         // C W H D N
   TensorMap w_map;         // C S R T K
@@ -79,11 +87,8 @@ struct HopperHaloArgs {
   int group_pixels, group_blocks, group_weights;
   int row_channels;  // of the result in a product: 64, or 32 and the same ones one position deeper
   int passes;
-  HaloPass pass[kMaxHaloPasses];
-  HaloSlice slice[kMaxHaloSlices];
-  HaloStep step[kMaxHaloSteps];
-  HaloTap tap[kMaxHaloTaps];
-  HaloLoad load[kMaxHaloTaps];
+  int lead;  // steps that the first warpgroup starts before the second one
+  HaloTables tables;
 };
 
 }  // namespace convgrad

@@ -137,32 +137,21 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
              bias == nullptr ? nullptr : bias + to.channel + row, args.activation));
 }
 
-// Two neighbours of 16 bits each, tested together: the highest bit of either is set in the answer where
-// it is no number.
-template <class T>
-__device__ __forceinline__ u32 odd_two(u32 both);
-template <>
-__device__ __forceinline__ u32 odd_two<bf16>(u32 both) {
-  return (both & 0x7f807f80) + 0x00800080;
-}
-template <>
-__device__ __forceinline__ u32 odd_two<f16>(u32 both) {
-  return (both & 0x7c007c00) + 0x04000400;
-}
-
 // All of a warpgroup's results; the sums are used up.
 template <class T, int kFragments>
 __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const HaloTile& tile,
                                             const HaloPass& pass, float (&sum)[kFragments][4]) {
-  const HaloResults to(args, pass, tile);
+  HaloResults to(args, pass, tile);
   if (!to.some()) return;
   const int lane = threadIdx.x & 31, quarter = lane & 3;
   const bool plain = args.plain && args.wide_stores;
   if (plain) {
     // Of a column, a lane stores four channels.
     const int first = (quarter & 1) * 8 + (quarter >> 1) * 4;
-    const bool mine = to.channel + first < args.out_channels;
-    T* const y = static_cast<T*>(args.y) + to.at + first;
+    const int width = to.width;
+    if (to.channel + first >= args.out_channels) to.width = 0;
+    char* const y = static_cast<char*>(args.y) + (to.at + first) * 2;
+    const int row_bytes = to.row_step * 2, bytes = to.step * 2;
     u32 odd = 0;
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
@@ -171,12 +160,14 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
       const u32 other = __shfl_xor_sync(0xffffffff, quarter & 1 ? low : high, 1);
       const uint2 four = quarter & 1 ? make_uint2(other, high) : make_uint2(low, other);
       int h, w;
-      const bool there = to.position(j * 8 + lane / 4, h, w) && mine;
-      store_if(there, y + to.offset(h, w), four);
-      odd |= choose(there, static_cast<int>(odd_two<T>(four.x) | odd_two<T>(four.y)), 0);
+      const bool there = to.position(j * 8 + lane / 4, h, w);
+      store_if(there, y + (h * row_bytes + w * bytes), four);
+      mark_odd_if<T>(there, odd, four.x);
+      mark_odd_if<T>(there, odd, four.y);
     }
-    if (!__any_sync(0xffffffff, (odd & 0x80008000) != 0)) return;
+    if (!__any_sync(0xffffffff, odd != 0)) return;
     __syncwarp();  // another lane writes them anew
+    to.width = width;
   }
   constexpr int kBatch = kFragments % 5 == 0 ? 5 : kFragments % 3 == 0 ? 3 : 2;
   static_assert(kFragments % kBatch == 0, "whole batches");

@@ -124,8 +124,8 @@ def tables_of(
     stay: bool,
     taps_a_step: int,
 ) -> Tables:
-    """``blocks`` of 64 result channels a tile; ``stay`` where all weights are in shared memory, and
-    a step may have all of a slice's taps."""
+    """``blocks`` of 64 result channels a tile; ``stay`` where all weights are in shared memory, one
+    step's behind another's."""
     passes: list[HaloPass] = []
     steps: list[HaloStep] = []
     taps: list[HaloTap] = []
@@ -136,9 +136,8 @@ def tables_of(
         first_step = len(steps)
         for number, place in enumerate(halo.slices):
             met = _taps_of(axes, phases, place, halo, row_pixels, twice=twice)
-            size = len(met) if stay else taps_a_step
-            for start in range(0, len(met), max(size, 1)):
-                group = met[start : start + size]
+            for start in range(0, len(met), taps_a_step):
+                group = met[start : start + taps_a_step]
                 first_tap, first_load = len(taps), len(loads)
                 if not stay:
                     at = 0

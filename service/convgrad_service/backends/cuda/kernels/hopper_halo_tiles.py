@@ -37,6 +37,7 @@ TAPS_A_STEP = 3
 ALIGNMENT = 1024
 TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
 MOST_SLICES = 16
+TABLE_BYTES = 2304
 """What the argument has room for."""
 # What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what a
 # launch does, and bytes that a multiprocessor is given in one.
@@ -142,11 +143,32 @@ class HaloTile:
     @property
     def shared_bytes(self) -> int:
         """What aligns it, stages, weights and barriers; products read past a slice's end."""
-        barriers = 16 * (self.stages + max(self.slots, 1))
+        barriers = 16 * (self.stages + (self.slots or self.chunks))
         columns = self.columns * GROUPS // self.blocks
         last = max(tap.pixel for tap in self.tables.taps) + columns
         past = last * ROW_BYTES - self.stage_bytes
-        return ALIGNMENT + self.stages * self.stage_bytes + max(self.weight_bytes + barriers, past)
+        return (
+            TABLE_BYTES
+            + ALIGNMENT
+            + self.stages * self.stage_bytes
+            + max(self.weight_bytes + barriers, past)
+        )
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Of ``shared_bytes``, what the kernel does not declare itself."""
+        return self.shared_bytes - TABLE_BYTES
+
+    @property
+    def lead(self) -> int:
+        """Steps that the first warpgroup is ahead of the second: half of a pass, or as many as the
+        second one's stages and slots allow."""
+        steps = self.tables.passes[0].steps * self.chunks
+        lead = min(steps // 2, self.slots - 2) if self.slots else steps // 2
+        if len(self.tables.passes) == 1:
+            a_slice = max(1, self.tables.passes[0].steps // len(self.halo.slices))
+            lead = min(lead, (self.stages - 1) * a_slice - 1)
+        return max(lead, 0)
 
     def clocks(self, device: CudaDevice) -> float:
         """What it is expected to take."""
@@ -178,20 +200,23 @@ class HaloTile:
         else:
             args.group_blocks, args.group_weights = 1, BLOCK_BYTES // 16
         args.row_channels = CHUNK if self.twice else 64
-        args.passes = len(tables.passes)
+        args.passes, args.lead = len(tables.passes), self.lead
         for index, one in enumerate(tables.passes):
-            into = getattr(args, "pass")[index]
+            into = getattr(args.tables, "pass")[index]
             into.first_step, into.steps = one.first_step, one.steps
             into.y0[:], into.count[:] = one.y0, one.count
         for index, place in enumerate(halo.slices):
-            args.slice[index].at[:] = place
+            args.tables.slice[index].at[:] = place
         for index, step in enumerate(tables.steps):
             for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
-                setattr(args.step[index], name, int(getattr(step, name)))
+                setattr(args.tables.step[index], name, int(getattr(step, name)))
         for index, tap in enumerate(tables.taps):
-            args.tap[index].pixel, args.tap[index].weight = tap.pixel, tap.weight // 16
+            args.tables.tap[index].pixel, args.tables.tap[index].weight = (
+                tap.pixel,
+                tap.weight // 16,
+            )
         for index, load in enumerate(tables.loads):
-            into = args.load[index]
+            into = args.tables.load[index]
             into.to, into.block = load.to // 16, load.block
             into.t, into.r, into.s = load.tap
 
