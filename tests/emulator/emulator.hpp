@@ -15,7 +15,7 @@ extern "C" char __stop_convgrad_shared[] __attribute__((visibility("hidden")));
 
 namespace emulator {
 
-constexpr unsigned kBlockThreads = 1024, kMostBlocks = 4, kLanes = 32;  // of a block; of a cluster
+constexpr unsigned kBlockThreads = 1024, kMostBlocks = 8, kLanes = 32;  // of a block; of a cluster
 constexpr unsigned kMostThreads = kBlockThreads * kMostBlocks;
 constexpr unsigned kMostShared = (228 + 4) * 1024;
 static unsigned current;  // the thread whose turn it is: of block current / kBlockThreads

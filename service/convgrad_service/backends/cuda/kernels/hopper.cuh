@@ -300,6 +300,18 @@ __device__ __forceinline__ void synchronize_cluster() {
           : "memory");
 }
 
+// Four floats that lie at a place of shared memory, in another block of the cluster.
+__device__ __forceinline__ float4 load_four_of(u32 from, u32 block) {
+  float4 four;
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+      : "r"(from), "r"(block)
+      : "memory");
+  return four;
+}
+
 // ---- Kernels one after another. Where the second one is launched to overlap the first
 // (Launch.overlaps), it may start as soon as every block of the first has called start_next or ended,
 // and waits itself for all that the first one wrote. Without such a launch neither does anything.

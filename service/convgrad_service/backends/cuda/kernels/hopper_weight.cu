@@ -23,7 +23,7 @@
 // input and beyond a row of y enter as zeros, which times an infinity is NaN: sums that are not
 // finite are taken again by the definition.
 // Index limits: pixels, with the halo, and results of one share below 2^31; elements 64-bit.
-#include "hopper_weight_units.cuh"
+#include "hopper_weight_cluster.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
@@ -37,30 +37,51 @@ constexpr int kYBoxes = SPREAD ? ROWS : ROWS * WARPGROUPS;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
+// What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
+constexpr bool kSums = CLUSTER > 1 && SUMS, kCopies = CLUSTER > 1 && !SUMS;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * kMostStages];
   __shared__ Source sources[kMostBoxes];  // the copying thread's own
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
-  const u32 ring = shared_address(shared) + (-shared_address(shared) & 1023);
+  const u32 padding = -shared_address(shared) & 1023;
+  char* const base = reinterpret_cast<char*>(shared) + padding;
+  const u32 ring = shared_address(base);
   const u32 x_at = kYBoxes * kYBoxBytes, stage_bytes = x_at + of.boxes * args.box_bytes;
   const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
   if (thread == 0) {
     for (int i = 0; i < args.stages; ++i) {
       make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, WARPGROUPS * 4);
+      make_barrier(empty + i * 8, WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
     }
     publish_barriers();
   }
-  __syncthreads();
+  __shared__ Box boxes[kSums ? kMostBoxes : 1];  // of the tile
+  if (kSums && thread < of.boxes) {
+    const int tiles = of.row_tiles * of.column_tiles;
+    const Place place = place_of(of, blockIdx.x / CLUSTER % tiles);
+    boxes[thread] = box_at(of, place.column * of.boxes + thread);
+  }
+  if (CLUSTER > 1) {
+    synchronize_cluster();
+  } else {
+    __syncthreads();
+  }
   start_next();
-  const int steps = steps_of(args);
-  const int units = of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares;
+  const int steps = steps_of(args), block = CLUSTER > 1 ? block_of_cluster() : 0;
+  const int units =
+      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / (kSums ? 1 : CLUSTER);
+  auto unit_of = [&](int index) {
+    if (!kSums) return unit_at(of, index, steps, CLUSTER, block);
+    const ClusterUnit unit = cluster_unit_at(of, index, steps, CLUSTER, block);
+    return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
+  };
+  const int first_unit = blockIdx.x / CLUSTER, unit_step = gridDim.x / CLUSTER;
   int stage = 0;
   u32 parity = 0;
   auto next_stage = [&]() {
@@ -69,94 +90,134 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == WARPGROUPS) {
     leave_registers<PRODUCER_REGISTERS>();
-    if (warp != WARPGROUPS * 4 || !elected()) return;
-    prefetch_map(args.x_map);
-    prefetch_map(args.y_map);
-    const u32 bytes = x_at + of.boxes * ((kPixels + args.halo) * kRowBytes);
-    for (int index = blockIdx.x; index < units; index += gridDim.x) {
-      const Unit unit = unit_at(of, index, steps);
-      const int column_tile = unit.tile / of.row_tiles;
-      const int row_tile = unit.tile - column_tile * of.row_tiles;
-      note_sources(args, column_tile, sources);
-      Walk walk(args, unit.step);
-      for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
-        const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
-        wait_for(empty + stage * 8, parity ^ 1);
-        arrive_expecting(arrived, bytes);
+    if (warp == WARPGROUPS * 4 && elected()) {
+      prefetch_map(args.x_map);
+      prefetch_map(args.y_map);
+      const u32 bytes = x_at + of.boxes * ((kPixels + args.halo) * kRowBytes);
+      // Of what the blocks of a cluster share each copies a part, to all of them.
+      const bool shares_x = kCopies && of.rows_first, shares_y = kCopies && !of.rows_first;
+      for (int index = first_unit; index < units; index += unit_step) {
+        const Unit unit = unit_of(index);
+        const Place place = place_of(of, unit.tile);
+        note_sources(args, place.column, sources);
+        Walk walk(args, unit.step);
+        for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
+          const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
+          wait_for(empty + stage * 8, parity ^ 1);
+          arrive_expecting(arrived, bytes);
 #pragma unroll 1
-        for (int i = 0; i < kYBoxes; ++i) {
-          const Source source = {(row_tile * kYBoxes + i) * kBoxChannels, 0, 0, 0};
-          load_box(args, args.y_map, to + i * kYBoxBytes, arrived, walk.at, source);
-        }
-        const Pixel corner = corner_of(args, walk.at);
+          for (int i = shares_y ? block : 0; i < kYBoxes; i += shares_y ? CLUSTER : 1) {
+            const Source source = {(place.row * kYBoxes + i) * kBoxChannels, 0, 0, 0};
+            const u32 here = to + i * kYBoxBytes;
+            if (shares_y) {
+              load_box<CLUSTER>(args, args.y_map, here, arrived, walk.at, source);
+            } else {
+              load_box(args, args.y_map, here, arrived, walk.at, source);
+            }
+          }
+          const Pixel corner = corner_of(args, walk.at);
 #pragma unroll 1
-        for (int i = 0; i < of.boxes; ++i) {
-          load_box(args, args.x_map, to + x_at + i * args.box_bytes, arrived, corner, sources[i]);
-        }
-        next_stage();
-      }
-    }
-    return;
-  }
-
-  take_registers<CONSUMER_REGISTERS>();
-  const bool shares_box = of.shared_taps > 1;
-  const u32 next_box = shares_box ? args.dilation[2] * kRowBytes : args.box_bytes;
-  const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
-  const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
-  const int own_row = SPREAD ? 0 : warpgroup * ROWS;
-  float sum[ROWS][PRODUCTS][kFragments][4];
-  auto hold = [&]() {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-      for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
-    }
-  };
-  for (int index = blockIdx.x; index < units; index += gridDim.x) {
-    const Unit unit = unit_at(of, index, steps);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-      for (int j = 0; j < PRODUCTS; ++j) {
-#pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[i][j][f][e] = 0;
+          for (int i = shares_x ? block : 0; i < of.boxes; i += shares_x ? CLUSTER : 1) {
+            const u32 here = to + x_at + i * args.box_bytes;
+            if (shares_x) {
+              load_box<CLUSTER>(args, args.x_map, here, arrived, corner, sources[i]);
+            } else {
+              load_box(args, args.x_map, here, arrived, corner, sources[i]);
+            }
+          }
+          next_stage();
         }
       }
     }
-    int last = -1;
-    hold();
-#pragma unroll 1
-    for (int step = unit.step; step < unit.end; ++step) {
-      const u32 from = ring + stage * stage_bytes;
-      const u64 a = operand_along_mn<128>(from + own_row * kYBoxBytes);
-      const u64 b =
-          operand_along_mn<kRowBytes>(from + x_at + own_box * args.box_bytes, next_box);
-      wait_for(full + stage * 8, parity);
-      begin_products();
+    if (kSums) {
+      __syncwarp();
+      synchronize_cluster();
+    }
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    const bool shares_box = of.shared_taps > 1;
+    const u32 next_box = shares_box ? args.dilation[2] * kRowBytes : args.box_bytes;
+    const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
+    const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
+    const int own_row = SPREAD ? 0 : warpgroup * ROWS;
+    float sum[ROWS][PRODUCTS][kFragments][4];
+    auto hold = [&]() {
 #pragma unroll
-      for (int k = 0; k < kPixels / 16; ++k) {
+      for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
+        for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
+      }
+    };
+    // A stage is free when no block of the cluster reads it any more.
+    auto release = [&](int last) {
+      if (last < 0) return;
+      if (!kCopies) {
+        if (lane == 0) arrive(empty + last * 8);
+      } else if (lane < CLUSTER) {
+        arrive_at(empty + last * 8, lane);
+      }
+    };
+    for (int index = first_unit; index < units; index += unit_step) {
+      const Unit unit = unit_of(index);
 #pragma unroll
-          for (int j = 0; j < PRODUCTS; ++j) {
-            multiply<T, kAlongMn, kAlongMn>(
-                sum[i][j], advance(a, i * kYBoxBytes + k * 16 * 128),
-                advance(b, j * boxes_each * args.box_bytes + k * 16 * kRowBytes), 1);
+      for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) {
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][j][f][e] = 0;
           }
         }
       }
-      commit_products();
-      wait_products<1>();
-      if (last >= 0 && lane == 0) arrive(empty + last * 8);
-      last = stage;
-      next_stage();
+      int last = -1;
+      hold();
+#pragma unroll 1
+      for (int step = unit.step; step < unit.end; ++step) {
+        const u32 from = ring + stage * stage_bytes;
+        const u64 a = operand_along_mn<128>(from + own_row * kYBoxBytes);
+        const u64 b =
+            operand_along_mn<kRowBytes>(from + x_at + own_box * args.box_bytes, next_box);
+        wait_for(full + stage * 8, parity);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kPixels / 16; ++k) {
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j) {
+              multiply<T, kAlongMn, kAlongMn>(
+                  sum[i][j], advance(a, i * kYBoxBytes + k * 16 * 128),
+                  advance(b, j * boxes_each * args.box_bytes + k * 16 * kRowBytes), 1);
+            }
+          }
+        }
+        commit_products();
+        wait_products<1>();
+        release(last);
+        last = stage;
+        next_stage();
+      }
+      wait_products<0>();
+      hold();
+      release(last);
+      if constexpr (kSums) {
+        // All of the block have read the ring.
+        wait_at(1, WARPGROUPS * 128);
+        leave_sums(base, warpgroup, thread % 128, sum);
+      } else {
+        put_sums(args, unit, warpgroup, thread % 128, sum);
+      }
     }
-    wait_products<0>();
-    hold();
-    if (last >= 0 && lane == 0) arrive(empty + last * 8);
-    put_sums(args, unit, warpgroup, thread % 128, sum);
+    if constexpr (kSums) {
+      synchronize_cluster();
+      const ClusterUnit unit = cluster_unit_at(of, first_unit, steps, CLUSTER, block);
+      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring, block, boxes);
+    }
+  }
+  // No block ends while another may still arrive at its barriers, or read its sums.
+  if (CLUSTER > 1) {
+    __syncwarp();
+    synchronize_cluster();
   }
 }

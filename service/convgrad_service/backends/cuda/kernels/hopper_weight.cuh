@@ -22,6 +22,7 @@ struct WeightResult {
   int boxes;         // of x in a tile
   int row_tiles;
   int column_tiles;
+  int rows_first;    // whether tiles run along rows first, not along columns
   int whole;         // tiles that one block each sums; the others are summed by `shares` blocks
   int shares;
   int warpgroups;    // of the tile, and the following too
@@ -31,6 +32,7 @@ struct WeightResult {
   int channels;      // of a box of x
   int spread;        // warpgroups part the columns, not the rows
   int pairs;         // neighbouring channels lie side by side and aligned in w
+  int wide;          // w holds float32, whatever x and y do
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -49,17 +51,28 @@ __device__ __forceinline__ Box box_at(const WeightResult& of, int index) {
           c < of.in_channels};
 }
 
+// Where a tile lies.
+struct Place {
+  int row, column;
+};
+
+__device__ __forceinline__ Place place_of(const WeightResult& of, int tile) {
+  const int fast = of.rows_first ? of.row_tiles : of.column_tiles;
+  const int slow = tile / fast, rest = tile - slow * fast;
+  return of.rows_first ? Place{rest, slow} : Place{slow, rest};
+}
+
 // Rows and columns of a tile that a thread of a warpgroup has: of each fragment two columns, in row
 // `k` and 8 further on; the next 64 rows are those of its next fragments.
 struct Own {
   int first_box, k, column;
 
   __device__ __forceinline__ Own(const WeightResult& of, int tile, int warpgroup, int thread) {
-    const int column_tile = tile / of.row_tiles, row_tile = tile - column_tile * of.row_tiles;
+    const Place place = place_of(of, tile);
     const int row_boxes = of.spread ? of.rows : of.rows * of.warpgroups;
     const int each = of.shared_taps > 1 ? 1 : of.fragments * 8 / of.channels;
-    first_box = column_tile * of.boxes + (of.spread ? warpgroup * of.products * each : 0);
-    k = (row_tile * row_boxes + (of.spread ? 0 : warpgroup * of.rows)) * 64 + thread / 32 * 16 +
+    first_box = place.column * of.boxes + (of.spread ? warpgroup * of.products * each : 0);
+    k = (place.row * row_boxes + (of.spread ? 0 : warpgroup * of.rows)) * 64 + thread / 32 * 16 +
         thread % 32 / 4;
     column = thread % 4 * 2;
   }

@@ -30,7 +30,7 @@ from convgrad_service.plans.cuda_program import (
 )
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
 
-__all__ = ["HopperWeight"]
+__all__ = ["HopperWeight", "reachable"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 LEAST_CHANNELS = 16
@@ -39,10 +39,11 @@ MAX_PIXELS = 2**31 - 2**16
 MOST_STEP = 8
 # What a pixel may be moved by in its window, by the number of dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
-# Of hopper_weight_sum.cu: threads, and the slices of a block that share many partial sums.
-SUM_BLOCK, SUM_SLICES, MANY_SHARES = 256, 8, 16
+# Of hopper_weight_sum.cu: threads, vectors of each, the most slices of a block, and the threads
+# that keep an H200 busy.
+SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
 
-# WeightResult of hopper_weight.cuh.
+# WeightResult of hopper_weight.cuh; a multiple of 8 bytes, as that is.
 RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
     *((name, ctypes.c_uint64) for name in ("w", "accumulate", "partials")),
     ("w_stride", ctypes.c_int64 * 6),
@@ -58,6 +59,7 @@ RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
             "boxes",
             "row_tiles",
             "column_tiles",
+            "rows_first",
             "whole",
             "shares",
             "warpgroups",
@@ -67,6 +69,7 @@ RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
             "channels",
             "spread",
             "pairs",
+            "wide",
         )
     ),
 )
@@ -84,10 +87,7 @@ class HopperWeightArgs(ctypes.Structure):
         *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
         ("batch", ctypes.c_int32),
         *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("dims", "halo", "box_bytes", "stages", "wide_result")
-        ),
+        *((name, ctypes.c_int32) for name in ("dims", "halo", "box_bytes", "stages")),
     )
 
 
@@ -130,14 +130,14 @@ class HopperWeight:
             return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
-        if next(_reachable(work, device), None) is None:
+        if next(reachable(work, device), None) is None:
             return "windows lie too far from the input's corners for TMA"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
         if cut is None:
-            cut = min(_reachable(work, device), key=lambda one: expected_s(one, device))
+            cut = min(reachable(work, device), key=lambda one: expected_s(one, device))
         x, y = (
             prepare_activation(
                 operand, work.batch, 1, channels, size, f"{work.prefix}{name}_channels_last", device
@@ -152,8 +152,8 @@ class HopperWeight:
         steps: list[Step] = [*x.steps, *y.steps]
         steps.append(
             Launch(
-                cut.tile.instance(work.dtype),
-                (min(cut.units, device.multiprocessors), 1, 1),
+                cut.tile.instance(work.dtype, cut.cluster, sums=cut.sums),
+                (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
                     _args(work, cut, x, y, device),
@@ -161,6 +161,7 @@ class HopperWeight:
                     x=x.operand,
                     y=y.operand,
                     w=work.w,
+                    accumulate=work.accumulate,
                     partials=partials,
                 ),
                 cut.shared_bytes(device),
@@ -175,13 +176,19 @@ class HopperWeight:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(tile.instance(dtype) for dtype in DTYPES for tile in TILES),
+            *(
+                tile.instance(dtype, cluster, sums=sums)
+                for dtype in DTYPES
+                for tile in TILES
+                for sums, clusters in ((False, (1, *tile.copying)), (True, tile.summing))
+                for cluster in clusters
+            ),
             *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
             *map(_sum_instance, (*DTYPES, DType.FLOAT32)),
         ]
 
 
-def _reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
+def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """The cuts whose tensor maps the hardware takes."""
     direct = work.epilogue_free and _pairs(work)
     for cut in cuts(work, device, direct=direct):
@@ -204,12 +211,14 @@ def _fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cu
     args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
     args.alpha, args.beta = work.alpha, work.beta
     args.in_channels, args.out_channels = work.in_channels, work.out_channels
-    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles", "whole", "shares"):
+    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles"):
+        setattr(args, name, getattr(cut, name))
+    for name in ("rows_first", "whole", "shares"):
         setattr(args, name, getattr(cut, name))
     for name in ("warpgroups", "rows", "products", "channels", "spread"):
         setattr(args, name, getattr(cut.tile, name))
     args.fragments = cut.tile.columns // 8
-    args.pairs = _pairs(work)
+    args.pairs, args.wide = _pairs(work), work.result_dtype is DType.FLOAT32
 
 
 def _args(
@@ -224,7 +233,6 @@ def _args(
         getattr(args, name)[:] = getattr(work, name)
     args.dims, args.halo, args.box_bytes = _dims(work), cut.halo, cut.box_bytes
     args.stages = cut.stages(device)
-    args.wide_result = work.result_dtype is DType.FLOAT32
     return args
 
 
@@ -232,13 +240,19 @@ def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
     """Adds up the partial sums and finishes them."""
     args = WeightSumArgs()
     _fill_result(args, work, cut)
-    args.slices = SUM_SLICES if cut.shares >= MANY_SHARES else 1
     vectors = cut.tile.sums // 4
+    threads = vectors * cut.parted // SUM_EACH
+    # A block stays within a box, of 16 vectors a channel.
+    args.slices = max(1, SUM_BLOCK * SUM_EACH // (16 * cut.tile.channels))
+    while args.slices < min(MOST_SLICES, cut.shares) and threads * args.slices < SUM_THREADS:
+        args.slices *= 2
+    each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
         _sum_instance(work.result_dtype),
-        (ceil_div(vectors, SUM_BLOCK // args.slices), cut.parted, 1),
+        (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
         pack(args, w=work.w, accumulate=work.accumulate, partials=partials),
+        overlaps=True,
     )
 
 

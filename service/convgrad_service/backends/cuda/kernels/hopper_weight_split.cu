@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     leave_registers<PRODUCER_REGISTERS>();
     if (warp != WARPGROUPS * 4) {
       const int splitter = thread - WARPGROUPS * 128 - 32;
-      constexpr int kVectors = CHANNELS / 4;  // of a row
+      constexpr int kVectors = CHANNELS / 4, kBatch = 6;  // of a row; of a thread at once
       for (int index = blockIdx.x; index < units; index += gridDim.x) {
         const Unit unit = unit_at(of, index, steps);
         for (int step = unit.step; step < unit.end; ++step) {
@@ -91,16 +91,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           for (int box = 0; box < of.boxes; ++box) {
             const char* const from = at + x_at + box * wide_box;
             char* const to = at + high_at + box * args.box_bytes;
-#pragma unroll 4
-            for (int i = splitter; i < box_rows * kVectors; i += kSplitters) {
-              const float4 four = *reinterpret_cast<const float4*>(from + i * 16);
-              const Halves first = halves_of(four.x, four.y), second = halves_of(four.z, four.w);
-              const int row = i / kVectors, vector = i % kVectors;
-              const int chunk = vector / 2 ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1));
-              const int put = row * kRowBytes + chunk * 16 + vector % 2 * 8;
-              *reinterpret_cast<uint2*>(to + put) = make_uint2(first.high, second.high);
-              *reinterpret_cast<uint2*>(to + (low_at - high_at) + put) =
-                  make_uint2(first.low, second.low);
+            for (int first = splitter; first < box_rows * kVectors; first += kSplitters * kBatch) {
+              // Reads first: the compiler may not move them over writes.
+              float4 four[kBatch];
+#pragma unroll
+              for (int j = 0; j < kBatch; ++j) {
+                const int i = min(first + j * kSplitters, box_rows * kVectors - 1);
+                four[j] = *reinterpret_cast<const float4*>(from + i * 16);
+              }
+#pragma unroll
+              for (int j = 0; j < kBatch; ++j) {
+                const int i = first + j * kSplitters, row = i / kVectors, vector = i % kVectors;
+                if (i >= box_rows * kVectors) continue;
+                const Halves one = halves_of(four[j].x, four[j].y);
+                const Halves two = halves_of(four[j].z, four[j].w);
+                const int chunk = vector / 2 ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1));
+                const int put = row * kRowBytes + chunk * 16 + vector % 2 * 8;
+                *reinterpret_cast<uint2*>(to + put) = make_uint2(one.high, two.high);
+                *reinterpret_cast<uint2*>(to + (low_at - high_at) + put) =
+                    make_uint2(one.low, two.low);
+              }
             }
           }
           publish_shared();
@@ -117,9 +127,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u32 bytes = kYBoxes * kYBoxBytes + of.boxes * wide_box;
     for (int index = blockIdx.x; index < units; index += gridDim.x) {
       const Unit unit = unit_at(of, index, steps);
-      const int column_tile = unit.tile / of.row_tiles;
-      const int row_tile = unit.tile - column_tile * of.row_tiles;
-      note_sources(args, column_tile, sources);
+      const Place place = place_of(of, unit.tile);
+      note_sources(args, place.column, sources);
       Walk walk(args, unit.step);
       for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
         const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
@@ -127,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         arrive_expecting(arrived, bytes);
 #pragma unroll 1
         for (int i = 0; i < kYBoxes; ++i) {
-          const Source source = {(row_tile * kYBoxes + i) * kYChannels, 0, 0, 0};
+          const Source source = {(place.row * kYBoxes + i) * kYChannels, 0, 0, 0};
           load_box(args, args.y_map, to + i * kYBoxBytes, arrived, walk.at, source);
         }
         const Pixel corner = corner_of(args, walk.at);

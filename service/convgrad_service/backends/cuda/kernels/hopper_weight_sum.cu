@@ -1,11 +1,13 @@
 // Adds up the partial sums of hopper_weight.cu, in the order of its shares, and finishes them.
 // The host's side is hopper_weight.py.
 //
-// Block: 256 threads for a part of the sums of one tile, blockIdx.y. A thread adds four sums at a
-// time, which are side by side among partial sums as one thread had them; the shares are divided
-// among `slices` parts of the block, whose sums go through shared memory, 4 KB.
-// Relies on its launcher for the grid, and for slices that divide 256.
-// Deterministic: slices follow from the shares, and are added in order.
+// Block: 256 threads for neighbouring vectors of one tile, blockIdx.y, and one box of its columns in
+// one warpgroup's 64 rows. A vector is four sums side by side among partial sums, as one thread had
+// them; a thread adds four vectors, so that enough reads are under way. The shares are divided among
+// `slices` parts of the block, whose sums go through shared memory, 16 KB.
+// Relies on its launcher for the grid, and for slices that are a power of two, at most 8, and so many
+// that a block's vectors are of one box.
+// Deterministic: slices follow from the problem, and are added in order.
 // Index limits: 64-bit throughout.
 #include "hopper.cuh"
 #include "hopper_weight.cuh"
@@ -17,55 +19,71 @@ struct WeightSumArgs {
   int slices;
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 3)
     hopper_weight_sum(const __grid_constant__ WeightSumArgs args) {
-  constexpr int kThreads = 256;
-  __shared__ float4 of_slices[kThreads];
+  constexpr int kThreads = 256, kEach = 4;
+  __shared__ float4 of_slices[kEach][kThreads];
   const WeightResult& of = args.result;
   const int thread = threadIdx.x, lanes = kThreads / args.slices;
-  const int lane = thread % lanes, slice = thread / lanes;
-  const int fragments = of.rows * of.products * of.fragments;
-  const int vectors = of.warpgroups * fragments * 128;
+  const int lane = thread & (lanes - 1), slice = thread / lanes;
+
+  // The box: of a warpgroup's rows, products, and what lies beside each other in one.
+  const int box_vectors = of.channels / 8 * 128, blocks = box_vectors / (lanes * kEach);
+  const int in_tile = blockIdx.x / blocks, part = blockIdx.x - in_tile * blocks;
+  const int beside = of.fragments * 8 / of.channels;
+  const int outer = in_tile / beside, block = in_tile - outer * beside;
+  const int row_of = outer / of.products, product = outer - row_of * of.products;
+  const int warpgroup = row_of / of.rows, row = row_of - warpgroup * of.rows;
+  const Own own(of, of.whole + blockIdx.y, warpgroup, 0);
+  const Box box = own.box(of, product, block);
   const int tiles = of.row_tiles * of.column_tiles - of.whole;
-  const int index = blockIdx.x * lanes + lane;
-  const bool real = index < vectors;
+  const int vectors = of.warpgroups * of.rows * of.products * of.fragments * 128;
+  const int first_vector = part * lanes * kEach + lane;
+
   const int each = (of.shares + args.slices - 1) / args.slices;
-  const int first = slice * each, last = min(first + each, of.shares);
+  const int first = slice * each, last = box.real ? min(first + each, of.shares) : 0;
   const i64 share_size = static_cast<i64>(tiles) * vectors;
-  const float4* part = reinterpret_cast<const float4*>(of.partials) + first * share_size +
-                       static_cast<i64>(blockIdx.y) * vectors + index;
+  const float4* from = reinterpret_cast<const float4*>(of.partials) + first * share_size +
+                       static_cast<i64>(blockIdx.y) * vectors + in_tile * box_vectors +
+                       first_vector;
   wait_for_previous();
-  float sum[4] = {};
-  auto add = [&](const float4& four) {
-    sum[0] += four.x;
-    sum[1] += four.y;
-    sum[2] += four.z;
-    sum[3] += four.w;
+  float sum[kEach][4] = {};
+  auto add = [&](int v, const float4& four) {
+    sum[v][0] += four.x;
+    sum[v][1] += four.y;
+    sum[v][2] += four.z;
+    sum[v][3] += four.w;
   };
-#pragma unroll 8
-  for (int share = first; share < last && real; ++share, part += share_size) add(*part);
+#pragma unroll 4
+  for (int share = first; share < last; ++share, from += share_size) {
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) add(v, from[v * lanes]);
+  }
   if (args.slices > 1) {
-    of_slices[thread] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) {
+      of_slices[v][thread] = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+    }
     __syncthreads();
     for (int other = 1; other < args.slices && slice == 0; ++other) {
-      add(of_slices[other * lanes + lane]);
+#pragma unroll
+      for (int v = 0; v < kEach; ++v) add(v, of_slices[v][other * lanes + lane]);
     }
   }
-  if (slice > 0 || !real) return;
+  if (slice > 0 || !box.real) return;
 
-  const int owner = index % 128, rest = index / 128, warpgroup = rest / fragments;
-  const int fragment = rest - warpgroup * fragments, outer = fragment / of.fragments;
-  const int in_product = fragment - outer * of.fragments, row = outer / of.products;
-  const int in_box = of.channels / 8, block = in_product / in_box;
-  const Own own(of, of.whole + blockIdx.y, warpgroup, owner);
-  Box box = own.box(of, outer - row * of.products, block);
-  box.c += (in_product - block * in_box) * 8 + own.column;
-  if (!box.real || box.c >= of.in_channels) return;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int k = own.k + row * 64 + half * 8;
-    if (k >= of.out_channels) continue;
-    put_two<RESULT>(of, result_at(of, k, box), sum[half * 2], sum[half * 2 + 1],
-                    box.c + 1 < of.in_channels);
+  for (int v = 0; v < kEach; ++v) {
+    const int index = first_vector + v * lanes, owner = index & 127;
+    Box at = box;
+    at.c += index / 128 * 8 + owner % 4 * 2;
+    if (at.c >= of.in_channels) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = own.k + row * 64 + owner / 32 * 16 + owner % 32 / 4 + half * 8;
+      if (k >= of.out_channels) continue;
+      put_two<RESULT>(of, result_at(of, k, at), sum[v][half * 2], sum[v][half * 2 + 1],
+                      at.c + 1 < of.in_channels);
+    }
   }
 }

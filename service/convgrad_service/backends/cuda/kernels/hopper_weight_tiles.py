@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
@@ -26,8 +26,9 @@ MOST_WAVES = 3
 # from L2, what a unit takes beside its steps, and a second kernel beside its bytes.
 CYCLES_PER_S = 1.6e9
 L2_BYTES_PER_S = 6.5e12
+CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
 UNIT_S, SUM_S = 1.5e-6, 2.5e-6
-SUM_BYTES_PER_S = 4e12
+SUM_BYTES_PER_S, CLUSTER_S = 4e12, 3e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,21 @@ class WeightTile:
         products = self.warpgroups * self.rows * self.products * (3 if self.split else 1)
         return products * (self.pixels // 16) * self.columns // 2
 
-    def instance(self, dtype: DType) -> Instance:
+    @property
+    def copying(self) -> tuple[int, ...]:
+        """Clusters of so many blocks share what they copy."""
+        return () if self.split else (2,)
+
+    @property
+    def summing(self) -> tuple[int, ...]:
+        """Clusters of so many blocks sum one tile."""
+        return () if self.split else (2, 4, 8)
+
+    def instance(self, dtype: DType, cluster: int = 1, *, sums: bool = False) -> Instance:
         # Registers of threads that copy (and split), and that multiply: 64 Ki a block.
         if self.split:
+            copies, multiplies = (56, 224) if self.warpgroups == 2 else (56, 152)
+        elif cluster > 1:
             copies, multiplies = (40, 232) if self.warpgroups == 2 else (56, 152)
         else:
             copies, multiplies = (24, 240) if self.warpgroups == 2 else (32, 160)
@@ -113,6 +126,8 @@ class WeightTile:
             ("COLUMNS", str(self.columns)),
             ("CHANNELS", str(self.channels)),
             ("SPREAD", str(int(self.spread))),
+            ("CLUSTER", str(cluster)),
+            ("SUMS", str(int(sums))),
             ("PRODUCER_REGISTERS", str(copies)),
             ("CONSUMER_REGISTERS", str(multiplies)),
         )
@@ -143,7 +158,10 @@ class Cut:
     """A tile, how many taps along W share a box of the input, and who sums what.
 
     The first ``whole`` tiles are summed by one block each, the others by ``shares`` blocks, each
-    of its share of the ``steps``.
+    of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
+    columns where tiles run along the rows first (``rows_first``), and they share boxes of the
+    input then, else of the same rows, and they share boxes of grad_output. Or they have one tile
+    (``sums``), and a share is what a cluster sums: then there are no whole tiles.
     """
 
     tile: WeightTile
@@ -154,6 +172,9 @@ class Cut:
     steps: int
     whole: int
     shares: int
+    cluster: int = 1
+    rows_first: bool = True
+    sums: bool = False
 
     @property
     def boxes(self) -> int:
@@ -167,11 +188,18 @@ class Cut:
     @property
     def parted(self) -> int:
         """Tiles whose sums are partial at first."""
-        return self.tiles - self.whole
+        return 0 if self.sums and self.shares == 1 else self.tiles - self.whole
 
     @property
     def units(self) -> int:
+        """Of blocks."""
+        if self.sums:
+            return self.tiles * self.shares * self.cluster
         return self.whole + self.parted * self.shares
+
+    def blocks(self, device: CudaDevice) -> int:
+        """That run, each unit after unit: whole clusters."""
+        return min(self.units, device.multiprocessors) // self.cluster * self.cluster
 
     @property
     def partial_bytes(self) -> int:
@@ -184,9 +212,12 @@ class Cut:
 
     @property
     def copied_bytes(self) -> int:
-        """Of a step."""
-        x = self.boxes * self.box_pixels * self.tile.channels
-        return (self.tile.row_boxes * ROWS * self.tile.pixels + x) * self.tile.itemsize
+        """Of a step and a block, from L2."""
+        x = self.boxes * self.box_pixels * self.tile.channels * self.tile.itemsize
+        y = self.tile.row_boxes * ROWS * self.tile.pixels * self.tile.itemsize
+        if self.sums:
+            return x + y
+        return x // self.cluster + y if self.rows_first else x + y // self.cluster
 
     @property
     def box_bytes(self) -> int:
@@ -205,14 +236,20 @@ class Cut:
         room = device.shared_bytes_per_block - ALIGNMENT - BESIDE_BYTES
         return min(MOST_STAGES, room // self.stage_bytes)
 
+    def ring_bytes(self, device: CudaDevice) -> int:
+        return self.stages(device) * self.stage_bytes
+
     def shared_bytes(self, device: CudaDevice) -> int:
         """Dynamic."""
-        return self.stages(device) * self.stage_bytes + ALIGNMENT
+        return self.ring_bytes(device) + ALIGNMENT
 
     @property
     def name(self) -> str:
         taps = f"_{self.shared_taps}taps" if self.shared_taps > 1 else ""
-        return f"{self.tile.name}{taps}/{self.shares}"
+        shared = f"_sum{self.cluster}" if self.sums else "_x" if self.rows_first else "_y"
+        if self.cluster == 1:
+            shared = ""
+        return f"{self.tile.name}{taps}{shared}/{self.shares}"
 
 
 def _aligned(size_bytes: int) -> int:
@@ -226,33 +263,47 @@ def cuts(work: ConvWork, device: CudaDevice, *, direct: bool) -> Iterator[Cut]:
         if work.stride[2] == 1 and work.kernel[2] > 1:
             shared.add(tile.blocks_each)
         for taps in sorted(shared):
-            for cut in _shares(work, device, tile, taps, direct):
+            for cut in _tiled(work, tile, taps):
                 if cut.stages(device) >= LEAST_STAGES:
-                    yield cut
+                    yield from _shared_out(work, device, cut, direct)
 
 
-def _shares(
-    work: ConvWork, device: CudaDevice, tile: WeightTile, taps: int, direct: bool
-) -> Iterator[Cut]:
+def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
+    """With clusters and without, not yet shared out."""
     halo = (taps - 1) * work.dilation[2]
-    boxes = tile.blocks // taps
     outer = work.kernel[0] * work.kernel[1] * ceil_div(work.kernel[2], taps)
-    column_tiles = ceil_div(outer * ceil_div(work.in_channels, tile.channels), boxes)
+    boxes = outer * ceil_div(work.in_channels, tile.channels)
+    column_tiles = ceil_div(boxes, tile.blocks // taps)
     row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
     rows = work.batch * work.output[0] * work.output[1]
     steps = ceil_div(rows * (work.output[2] + halo), tile.pixels)
-    tiles, blocks = row_tiles * column_tiles, device.multiprocessors
+    yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
+    for cluster in tile.summing:
+        yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1, cluster, sums=True)
+    for cluster in tile.copying:
+        if row_tiles > 1:
+            whole = ceil_div(row_tiles, cluster) * cluster
+            yield Cut(tile, taps, halo, whole, column_tiles, steps, 0, 1, cluster)
+        if column_tiles > 1 and tile.row_boxes > 1:
+            whole = ceil_div(column_tiles, cluster) * cluster
+            yield Cut(tile, taps, halo, row_tiles, whole, steps, 0, 1, cluster, rows_first=False)
 
-    def cut(whole: int, shares: int) -> Cut:
-        shares = max(1, min(shares, steps))
-        return Cut(tile, taps, halo, row_tiles, column_tiles, steps, whole, shares)
 
+def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
+    tiles, blocks = cut.tiles, device.multiprocessors // cut.cluster * cut.cluster
+    if cut.sums:
+        # One unit a block, whose ring then holds the sums.
+        room = CLUSTERS[cut.cluster] * device.multiprocessors // MEASURED_ON
+        most = min(room // tiles, cut.steps // cut.cluster)
+        if work.split_k is None and most >= 1 and cut.tile.sums * 4 <= cut.ring_bytes(device):
+            yield replace(cut, shares=most)
+        return
     if work.split_k is not None:
         whole = tiles if direct and work.split_k == 1 else 0
-        yield cut(whole, work.split_k)
+        yield replace(cut, whole=whole, shares=min(work.split_k, cut.steps))
         return
     if direct:
-        yield cut(tiles, 1)
+        yield replace(cut, whole=tiles)
     full = tiles // blocks if direct else 0
     for waves in {full, max(0, full - 1), 0}:
         rest = tiles - waves * blocks
@@ -260,20 +311,26 @@ def _shares(
             continue
         counts = {max(1, times * blocks // rest) for times in range(1, MOST_WAVES + 1)}
         for count in sorted(counts):
-            found = cut(waves * blocks, count)
-            if found.shares == 1 or found.partial_bytes <= PARTIAL_BYTES:
+            shares = min(count, cut.steps)
+            found = replace(cut, whole=waves * blocks, shares=shares)
+            if shares == 1 or found.partial_bytes <= PARTIAL_BYTES:
                 yield found
 
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
     """What a cut should take on an H200; for others it serves to choose as well."""
     blocks = device.multiprocessors
-    busy = min(blocks, cut.units)
+    busy = cut.blocks(device)
     step_s = max(cut.tile.step_cycles / CYCLES_PER_S, cut.copied_bytes * busy / L2_BYTES_PER_S)
+    if cut.sums:
+        seconds = UNIT_S + CLUSTER_S + ceil_div(cut.steps, cut.shares * cut.cluster) * step_s
+        return seconds + (_sum_s(cut) if cut.parted else 0.0)
     whole = ceil_div(cut.whole, blocks)
     parted = ceil_div(cut.parted * cut.shares, blocks)
     seconds = whole * (UNIT_S + cut.steps * step_s)
     seconds += parted * (UNIT_S + ceil_div(cut.steps, cut.shares) * step_s)
-    if cut.parted:
-        seconds += SUM_S + 2 * cut.partial_bytes / SUM_BYTES_PER_S
-    return seconds
+    return seconds + (_sum_s(cut) if cut.parted else 0.0)
+
+
+def _sum_s(cut: Cut) -> float:
+    return SUM_S + 2 * cut.partial_bytes / SUM_BYTES_PER_S

@@ -30,7 +30,6 @@ struct HopperWeightArgs {
   int halo;       // pixels by which a row of y is longer
   int box_bytes;  // from a box of x to the next
   int stages;
-  int wide_result;  // w holds float32, whatever x and y do
 };
 
 // What a block sums at a time: a tile over its share of the steps.
@@ -45,13 +44,32 @@ __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
   return (pixels + kPixels - 1) / kPixels;
 }
 
-__device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps) {
-  if (index < of.whole) return {index, 0, 0, steps, true};
-  const int parted = of.row_tiles * of.column_tiles - of.whole;
-  const int share = (index - of.whole) / parted;
-  return {index - share * parted, share,
+// That of a block of a cluster, which has neighbouring tiles and one share.
+__device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
+                                        int block = 0) {
+  const int whole = of.whole / cluster;
+  if (index < whole) return {index * cluster + block, 0, 0, steps, true};
+  const int parted = of.row_tiles * of.column_tiles / cluster - whole;
+  const int share = (index - whole) / parted;
+  return {(index - share * parted) * cluster + block, share,
           static_cast<int>(static_cast<i64>(steps) * share / of.shares),
           static_cast<int>(static_cast<i64>(steps) * (share + 1) / of.shares), false};
+}
+
+// That of a cluster whose blocks have shares of one tile, and the block's own part of its steps.
+struct ClusterUnit {
+  Unit all;
+  int step, end;
+};
+
+__device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
+                                                       int cluster, int block) {
+  const int tiles = of.row_tiles * of.column_tiles, share = index / tiles;
+  const i64 parts = static_cast<i64>(of.shares) * cluster, part = share * cluster;
+  auto at = [&](i64 of_part) { return static_cast<int>(steps * of_part / parts); };
+  return {{index - share * tiles, share, at(part), at(part + cluster), false},
+          at(part + block),
+          at(part + block + 1)};
 }
 
 struct Pixel {
@@ -85,14 +103,23 @@ struct alignas(16) Source {
   int c, d, h, w;
 };
 
+// To this block, or to all of a cluster.
+template <int kCluster = 1>
 __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
                                          u32 full, const Pixel& at, const Source& from) {
+  constexpr u32 kBlocks = (1 << kCluster) - 1;
   if (args.dims == 2) {
-    load_pixels<4>(to, map, full, {from.c, at.w, at.h, at.n}, {from.w, from.h});
+    const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
+    if constexpr (kCluster > 1) load_pixels_to<4>(kBlocks, to, map, full, where, by);
+    else load_pixels<4>(to, map, full, where, by);
   } else if (args.dims == 3) {
-    load_pixels<5>(to, map, full, {from.c, at.w, at.h, at.d, at.n}, {from.w, from.h, from.d});
+    const int where[5] = {from.c, at.w, at.h, at.d, at.n}, by[3] = {from.w, from.h, from.d};
+    if constexpr (kCluster > 1) load_pixels_to<5>(kBlocks, to, map, full, where, by);
+    else load_pixels<5>(to, map, full, where, by);
   } else {
-    load_pixels<3>(to, map, full, {from.c, at.w, at.n}, {from.w});
+    const int where[3] = {from.c, at.w, at.n}, by[1] = {from.w};
+    if constexpr (kCluster > 1) load_pixels_to<3>(kBlocks, to, map, full, where, by);
+    else load_pixels<3>(to, map, full, where, by);
   }
 }
 
@@ -222,7 +249,7 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
       w[result_at(of, k, box)] = narrow<R>(again);
     }
   };
-  if (sizeof(T) == 4 || args.wide_result) {
+  if (sizeof(T) == 4 || of.wide) {
     put(0.0f);
   } else {
     put(T{});

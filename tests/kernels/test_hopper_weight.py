@@ -1,0 +1,147 @@
+"""Dense gradients of weights on Hopper, cut in every way, through every backend and emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight, reachable
+from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import Cut
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.cases import EPILOGUES, FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import with_layouts
+from tests.kernels.test_grouped import gates, not_finite
+
+OPERATION = "grouped_conv_bwd_weight"
+GEOMETRIES = {
+    "plain": Conv(2, 64, 64, (9, 11), (3, 3), padding=1),
+    "many_tiles": Conv(1, 128, 320, (6, 7), (3, 3), padding=1),
+    "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
+    "channels_24_to_40": Conv(2, 24, 40, (8, 5), (3, 3), padding=1),
+    "strided": Conv(2, 40, 72, (9, 10), (3, 3), 2, 1),
+    "strided_3_by_2": Conv(1, 32, 64, (11, 10), (4, 5), (3, 2), 2),
+    "stride_beyond_kernel": Conv(1, 64, 32, (9, 8), (2, 2), 3),
+    "kernel_is_stride": Conv(2, 32, 64, (8, 8), (2, 2), 2),
+    "dilated": Conv(1, 32, 64, (15, 13), (3, 3), padding=4, dilation=4),
+    "dilated_3_by_2": Conv(1, 32, 32, (12, 11), (2, 3), padding=((0, 3), (2, 1)), dilation=(3, 2)),
+    "kernel_5": Conv(1, 32, 32, (8, 9), (5, 5), padding=2),
+    "kernel_7_by_1": Conv(1, 32, 64, (9, 5), (7, 1), padding=((3, 3), (0, 0))),
+    "padding_beyond": Conv(1, 32, 32, (5, 4), (3, 3), padding=((4, 0), (1, 5))),
+    "rows_left_over": Conv(1, 32, 32, (12, 11), (3, 2), (5, 3)),
+    "pointwise": Conv(3, 64, 128, (7, 7), (1, 1)),
+    "output_1": Conv(3, 32, 32, (5, 4), (5, 4)),
+    "1d": Conv(2, 64, 64, (150,), (3,), padding=4, dilation=4),
+    "1d_strided": Conv(1, 32, 64, (99,), (16,), 8, 4),
+    "3d": Conv(1, 32, 32, (4, 5, 6), (3, 3, 3), padding=1),
+    "3d_strided": Conv(1, 64, 64, (5, 6, 7), (3, 2, 3), (2, 1, 2), 1, (1, 2, 1)),
+}
+CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
+# What stands in a cut: a tile, taps that share a box or not, what a cluster does.
+KINDS: dict[str, Callable[[Cut], bool]] = {
+    "128x192": lambda cut: cut.cluster == 1,
+    "128x192_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
+    "128x192_shared_input": lambda cut: cut.cluster > 1 and cut.rows_first and not cut.sums,
+    "128x192_shared_grad": lambda cut: cut.cluster > 1 and not cut.rows_first and not cut.sums,
+    "128x192_summed": lambda cut: cut.sums and cut.cluster == 2,
+    "64x576_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
+    "64x288": lambda cut: cut.cluster == 1,
+    "256x64": lambda cut: cut.cluster == 1,
+}
+# Each kind is compiled for the emulator, so few geometries meet many of them.
+EMULATED = [(name, "128x192", "bfloat16") for name in CASES]
+EMULATED += [(name, "128x192_taps", "bfloat16") for name in CASES if "strid" not in name]
+EMULATED += [
+    (name, kind, "bfloat16")
+    for kind in KINDS
+    if kind not in ("128x192", "128x192_taps")
+    for name in ("plain", "many_tiles", "channels_67_to_131", "dilated", "3d")
+]
+EMULATED += [(name, "128x192", "float16") for name in ("plain", "3d_strided")]
+EMULATED += [
+    (name, kind, "tf32")
+    for kind in ("128x192", "128x192_taps", "64x288")
+    for name in ("plain", "channels_67_to_131", "strided", "dilated", "1d", "3d")
+]
+NOT_FINITE = ("plain", "strided", "dilated", "padding_beyond", "channels_67_to_131", "3d")
+EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups" not in case.name]
+
+emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+class OfKind(HopperWeight):
+    """Whatever the model expects, the first cut of a kind, in as many parts as it comes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(least_channels=1)
+        self._tile, self._is = kind.split("_")[0], KINDS[kind]
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        return super().why_not(work, device) or (
+            None if self._cuts(work, device) else "no cut of this kind"
+        )
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        cuts = self._cuts(work, device)
+        return super().launches(work, device, max(cuts, key=lambda one: one.shares))
+
+    def _cuts(self, work: ConvWork, device: CudaDevice) -> list[Cut]:
+        # Few multiprocessors, so that blocks have several units.
+        few = replace(device, multiprocessors=12)
+        cuts = reachable(work, few)
+        return [cut for cut in cuts if cut.tile.name == self._tile and self._is(cut)]
+
+
+def of_kind(kind: str) -> Families:
+    return replace(FAMILIES, bwd_weight=(OfKind(kind), WeightDirect()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32"])
+@pytest.mark.parametrize("name", CASES)
+def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
+    gates(backend, seed, CASES[name], dtype, with_layouts(CASES[name].ndim, grouped=False))
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_not_finite(backend: Backend, seed: int, name: str) -> None:
+    not_finite(
+        backend, seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
+    )
+
+
+@emulation
+@pytest.mark.parametrize(("name", "kind", "dtype"), EMULATED)
+def test_emulated(seed: int, name: str, kind: str, dtype: str) -> None:
+    layouts = with_layouts(CASES[name].ndim, grouped=False)
+    gates(EmulatedBackend(of_kind(kind)), seed, CASES[name], dtype, layouts[-1:])
+
+
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_taps", "128x192_summed"])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
+    layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
+    not_finite(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
+
+
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_summed"])
+@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+def test_emulated_epilogues(seed: int, case: Case, kind: str) -> None:
+    layouts = with_layouts(case.ndim, grouped=False)
+    wide = (
+        case.with_params("wide", weight_dtype="float32")
+        if "accumulate" not in case.shapes
+        else case
+    )
+    for asked in (case, wide):
+        gates(EmulatedBackend(of_kind(kind)), seed, asked, "bfloat16", layouts[-1:])
