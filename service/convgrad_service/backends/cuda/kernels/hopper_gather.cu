@@ -5,10 +5,13 @@
 // dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
 // [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
 //
-// Grid: one block a multiprocessor, in clusters of CLUSTER = CLUSTER_M x CLUSTER_N; each cluster takes
+// Grid: one block a multiprocessor, in clusters of CLUSTER_M x CLUSTER_N x SPLIT; each cluster takes
 // one tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN
 // channels. One warp starts the copies: the pixels of a step by im2col, zeros outside the source, and
-// the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
+// the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all; or else
+// SPLIT of them take a part of one tile's steps each, and its rows are divided among them when they
+// add these up: then a cluster has one tile, and a reduction is cut in the same places for all sums
+// of a launch. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
 // in a ring of STAGES steps. Taps that no pixel of a tile meets are left out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's results on their way; two barriers a
@@ -16,7 +19,7 @@
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the
 // result's (ACROSS 1), 16-bit types alone. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile. Positions outside the
+// Deterministic: one order of additions for each result, whatever the tile (but for SPLIT). Positions outside the
 // source enter as zeros, which times an infinity is NaN: results that are not finite are summed again
 // over the positions inside.
 // Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets.
@@ -41,7 +44,7 @@ constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
 // Of the weights across: how far apart boxes lie.
 constexpr int kBoxBytes = kDepth * kRowBytes;
 
-constexpr int kCluster = CLUSTER_M * CLUSTER_N;
+constexpr int kSharing = CLUSTER_M * CLUSTER_N;  // blocks that copy for each other
 // Of a step, what one block copies: to all that share it.
 constexpr int kOwnPixels = BM / CLUSTER_N, kOwnChannels = BN / CLUSTER_M;
 // Of weights across: whole boxes, or where they do not come out even, a part of each.
@@ -50,11 +53,18 @@ constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / CLUSTER_M : kBoxes;
 constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / CLUSTER_M;
 
 static_assert(BM % (64 * CONSUMERS) == 0 && kOwnPixels % 8 == 0, "whole boxes for each");
+static_assert(SPLIT == 1 || kSharing == 1, "blocks of a cluster share operands, or a reduction");
 static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
 
 struct Place {
   u32 ring, full, empty;  // shared addresses
   int row, column;        // of the block in its cluster: its pixels and its channels
+  int part;               // of the reduction
+
+  // The steps of a tile that are this block's: from the first to before the second.
+  __device__ __forceinline__ int share(int steps, int boundary) const {
+    return SPLIT > 1 ? steps * (part + boundary) / SPLIT : steps * boundary;
+  }
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
   __device__ __forceinline__ u32 filled(int i) const { return full + i * 8; }
@@ -165,16 +175,26 @@ __device__ __forceinline__ void produce(const HopperGatherArgs& args, const Plac
   u32 parity = 1;
   for (int turn = 0; turn < turns.count(); ++turn) {
     GatherTile tile;
-    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) continue;
+    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) {
+      continue;
+    }
     const KeptTaps kept = kept_taps<BM * CLUSTER_M>(args, tile);
     const GatherPhase& phase = args.phase[tile.phase];
     const TensorMap& source = args.source[tile.phase];
     const PixelAt pixel =
         pixel_at(phase, tile.first_pixel + place.row * BM + place.column * kOwnPixels);
+    const int steps = kept.count() * ((args.in_channels + kDepth - 1) / kDepth);
+    const int first = place.share(steps, 0), end = place.share(steps, 1);
+    int index = 0;
     for (int channel = 0; channel < args.in_channels; channel += kDepth) {
       for (int t = next_bit(kept.axis[0], -1); t < 32; t = next_bit(kept.axis[0], t)) {
         for (int r = next_bit(kept.axis[1], -1); r < 32; r = next_bit(kept.axis[1], r)) {
           for (int s = next_bit(kept.axis[2], -1); s < 32; s = next_bit(kept.axis[2], s)) {
+            if constexpr (SPLIT > 1) {
+              const bool own = first <= index && index < end;
+              ++index;
+              if (!own) continue;
+            }
             wait_for(place.read(stage), parity);
             const u32 barrier = place.filled(stage), to = place.stage(stage);
             arrive_expecting(barrier, kLoadedBytes);
@@ -214,10 +234,10 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   int stage = 0;
   u32 parity = 0;
   auto release = [&](int which) {
-    if constexpr (kCluster > 1) {
+    if constexpr (kSharing > 1) {
       // Whoever copies to this block: those of its row and of its column.
       const bool shares = lane / CLUSTER_M == place.column || lane % CLUSTER_M == place.row;
-      if (lane < kCluster && shares) arrive_at(place.read(which), lane);
+      if (lane < kSharing && shares) arrive_at(place.read(which), lane);
     } else {
       if (lane == 0) arrive(place.read(which));
     }
@@ -227,8 +247,11 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   GatherTile next;
   auto find_next = [&]() {
     while (turn < turns.count()) {
-      if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn++), turns.all, next)) continue;
-      steps = kept_taps<BM * CLUSTER_M>(args, next).count() * chunks;
+      if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn++), turns.all, next)) {
+        continue;
+      }
+      const int all = kept_taps<BM * CLUSTER_M>(args, next).count() * chunks;
+      steps = place.share(all, 1) - place.share(all, 0);
       return true;
     }
     return false;
@@ -267,16 +290,28 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
     if (any) release(before);
 
-    const Results<T, kParts, kFragments> results(args, tile,
-                                                 staging + warpgroup * kStagingBytes);
-    results.store(sum);
+    const Results<T, kParts, kFragments> results(args, tile, staging + warpgroup * kStagingBytes);
+    if constexpr (SPLIT > 1) {
+      // The ring's place is theirs once no product reads it.
+      wait_at(1, CONSUMERS * 128);
+      keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
+    } else {
+      results.store(sum);
+    }
+  }
+  if constexpr (SPLIT > 1) {
+    synchronize_cluster();
+    GatherTile tile;
+    if (!tile_at<BM, BN>(args, turns.place(0), turns.all, tile)) return;
+    const Results<T, kParts, kFragments> results(args, tile, staging);
+    results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
   }
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
-#if CLUSTER_M * CLUSTER_N > 1
+#if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
@@ -286,10 +321,11 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const u32 staging = place.ring + STAGES * kStageBytes;
   place.full = staging + CONSUMERS * kStagingBytes;
   place.empty = place.full + STAGES * 8;
-  const int rank = kCluster > 1 ? static_cast<int>(block_of_cluster()) : 0;
-  place.row = rank % CLUSTER_M, place.column = rank / CLUSTER_M;
-  const Turns turns = {static_cast<int>(blockIdx.x) / kCluster,
-                       static_cast<int>(gridDim.x) / kCluster, args.rounds * args.slots};
+  const int rank = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) : 0;
+  place.row = rank % CLUSTER_M, place.column = rank / CLUSTER_M % CLUSTER_N;
+  place.part = rank / kSharing;
+  const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
+                       static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 1);
@@ -297,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     }
     publish_barriers();
   }
-  if constexpr (kCluster > 1) {
+  if constexpr (kSharing > 1) {
     synchronize_cluster();
   } else {
     __syncthreads();
@@ -307,12 +343,16 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if (threadIdx.x < 32 && elected()) {
       produce(args, place, turns);
     }
+    if constexpr (SPLIT > 1) {
+      __syncwarp();
+      synchronize_cluster();
+    }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(args, place, turns, staging);
   }
-  // A block's shared memory stays until others of its cluster have arrived there for the last time.
-  if constexpr (kCluster > 1) {
+  // A block's shared memory stays until others of its cluster have been there for the last time.
+  if constexpr (CLUSTER > 1) {
     __syncwarp();
     synchronize_cluster();
   }

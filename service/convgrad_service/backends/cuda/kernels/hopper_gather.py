@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.hopper_maps import combined, lowest,
 from convgrad_service.backends.cuda.kernels.hopper_plan import (
     Schedule,
     choose_schedule,
+    may_split,
     may_start_with_images,
 )
 from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile
@@ -144,6 +145,8 @@ class HopperGather:
             schedule = self._schedule or choose_schedule(work, axes, device)
         if not may_start_with_images(work, axes):
             schedule = replace(schedule, images_first=False)
+        if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
+            schedule = replace(schedule, tile=replace(schedule.tile, split=1))
         tile = schedule.tile
         stages = tile.stages(device)
         maps = next(each for each in MAPS if each >= len(phases))

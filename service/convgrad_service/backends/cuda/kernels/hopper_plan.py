@@ -55,6 +55,21 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
     return axes[3 - work.conv.ndim].x_step == 1
 
 
+def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
+    """Whether each tile can have a cluster of its own."""
+    return count_tiles(work, axes, tile) * tile.cluster <= device.multiprocessors
+
+
+def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
+    """Of clusters, over all phases."""
+    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
+    pixels = [
+        ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
+        for phase in combined(axes)
+    ]
+    return sum(pixels) * ceil_div(written, tile.channels)
+
+
 def kept_taps(
     axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
 ) -> NDArray[np.int64]:
@@ -120,6 +135,10 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
     for tile in TILES:
         if tile.channels - written >= 64 and tile.channels > 64:
             continue
+        if tile.split > 1:
+            if may_split(work, axes, device, tile):
+                yield Schedule(tile)
+            continue
         rounds = 1
         if len(phases) > 1:
             pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
@@ -145,7 +164,9 @@ def expected_s(
         kept_taps(axes, phase, work.batch, tile.pixels, schedule.images_first) * chunks
         for phase in combined(axes)
     ]
-    times = np.repeat(np.concatenate(steps), columns) * tile.step_s + tile.tile_s
+    counts = np.repeat(np.concatenate(steps), columns)
+    busy = min(len(counts), workers) * tile.cluster / device.multiprocessors
+    times = np.ceil(counts / tile.split) * tile.step_s(busy) + tile.tile_s
     if len(times) > MOST_COUNTED:
         return float(times.sum() / workers + times.max() / 2)
     turn, place = np.divmod(np.arange(len(times)), workers)

@@ -10,6 +10,27 @@ namespace convgrad {
 // Of shared memory, for each warp: 16 rows of 128 bytes.
 constexpr u32 kPatchBytes = 16 * 128, kStagingBytes = 4 * kPatchBytes;
 
+// Rows of joined sums lie apart by so much that what a warp's products leave meets no bank twice.
+template <int kColumns>
+__device__ __forceinline__ u32 joined_at(u32 sums, int row, int column) {
+  return sums + (row * (kColumns + 8) + column) * 4;
+}
+// A warpgroup's sums, its rows from `first_row` on, for blocks of the cluster to add up.
+template <int kColumns, int kParts, int kFragments>
+__device__ __forceinline__ void keep_sums(u32 sums, int first_row,
+                                          const float (&sum)[kParts][kFragments][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const int row = first_row + part * 64 + warp * 16 + lane / 4, column = j * 8 + lane % 4 * 2;
+      store_pair(joined_at<kColumns>(sums, row, column), sum[part][j][0], sum[part][j][1]);
+      store_pair(joined_at<kColumns>(sums, row + 8, column), sum[part][j][2], sum[part][j][3]);
+    }
+  }
+}
+
 // kParts times 64 pixels x kFragments times 8 channels, as warpgroup products leave them.
 template <class T, int kParts, int kFragments>
 struct Results {
@@ -272,6 +293,54 @@ struct Results {
           result_at(pixel_at(phase, pixel + row)) + (channel + column) * args.y_stride[2];
       const float value = __uint_as_float(load_word(patch_at(patch, row, column)));
       static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
+    }
+  }
+
+  // This block's rows of a tile of kRows x kColumns whose sums lie in kJoined blocks, added up in the
+  // order of the blocks; by kThreads threads, the last of the block.
+  template <int kRows, int kColumns, int kJoined, int kThreads>
+  __device__ __forceinline__ void store_joined(u32 sums, int block) const {
+    using Neighbours = Vector<T, kChunk>;
+    constexpr int kOwn = kRows / kJoined, kOfRow = kColumns / kChunk;
+#pragma unroll 1
+    for (int i = threadIdx.x - 128; i < kOwn * kOfRow; i += kThreads) {
+      const int row = block * kOwn + i / kOfRow, column = i % kOfRow * kChunk;
+      const int pixel = first_pixel + row, channel = first_channel + column;
+      if (pixel >= phase.pixels || channel >= args.out_channels) continue;
+      float value[kChunk];
+      bool odd = false;
+#pragma unroll
+      for (int part = 0; part < kChunk; part += 4) {
+        float4 four = {};
+#pragma unroll
+        for (int from = 0; from < kJoined; ++from) {
+          const float4 more = load_four_of(joined_at<kColumns>(sums, row, column + part), from);
+          four.x += more.x, four.y += more.y, four.z += more.z, four.w += more.w;
+        }
+        value[part] = four.x, value[part + 1] = four.y;
+        value[part + 2] = four.z, value[part + 3] = four.w;
+      }
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) odd |= !is_finite(value[e]);
+      const i64 at = result_at(pixel_at(phase, pixel)) + channel * args.y_stride[2];
+      if (!odd && args.wide_stores) {
+        Neighbours done;
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+          done.at[e] = narrow<T>(finished(value[e], at + e, channel + e));
+        }
+        done.store(static_cast<T*>(args.y) + at);
+        continue;
+      }
+#pragma unroll 1
+      for (int e = 0; e < kChunk && channel + e < args.out_channels; ++e) {
+        float one = value[0];
+#pragma unroll
+        for (int next = 0; next + 1 < kChunk; ++next) value[next] = value[next + 1];
+        if (!is_finite(one)) one = summed(pixel, channel + e);
+        const i64 here = at + e * args.y_stride[2];
+        static_cast<T*>(args.y)[here] = narrow<T>(finished(one, here, channel + e));
+      }
     }
   }
 };

@@ -22,7 +22,9 @@ WARPGROUP = 128
 # What one H200 does a second: products of 16 bits, in tiles; bytes from its L2 cache to all
 # multiprocessors. And what a tile takes beside its steps, with each of its results.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 800e12, 8.6e12
-TILE_S, ELEMENT_S = 1e-6, 4e-11
+TILE_S, ELEMENT_S, JOIN_S = 1e-6, 4e-11, 2e-6
+# One multiprocessor alone draws at most twice its share from the L2 cache.
+LEAST_BUSY = 0.5
 # By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 
@@ -30,7 +32,8 @@ REGISTERS = {2: (56, 224), 3: (56, 152)}
 @dataclass(frozen=True, slots=True)
 class HopperTile:
     """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
-    weights (``rows`` of them, with pixels of their own) or pixels (``columns``).
+    weights (``rows`` of them, with pixels of their own) or pixels (``columns``), or that ``split``
+    one tile's reduction among them.
     """
 
     m: int
@@ -38,15 +41,17 @@ class HopperTile:
     warpgroups: int = 2
     rows: int = 1
     columns: int = 1
+    split: int = 1
 
     def __str__(self) -> str:
-        cluster = f"_{self.rows}x{self.columns}" if self.cluster > 1 else ""
-        return f"{self.m}x{self.n}{cluster}"
+        sharing = f"_{self.rows}x{self.columns}" if self.rows * self.columns > 1 else ""
+        split = f"_k{self.split}" if self.split > 1 else ""
+        return f"{self.m}x{self.n}{sharing}{split}"
 
     @property
     def cluster(self) -> int:
         """Blocks."""
-        return self.rows * self.columns
+        return self.rows * self.columns * self.split
 
     @property
     def pixels(self) -> int:
@@ -58,17 +63,17 @@ class HopperTile:
         """Of a cluster."""
         return self.n * self.columns
 
-    @property
-    def step_s(self) -> float:
-        """Of a step, while all multiprocessors of an H200 work: products, or copies from L2."""
+    def step_s(self, busy: float) -> float:
+        """Of a step, where such a part of an H200's multiprocessors work: products, or copies from
+        the L2 cache, which they share."""
         products = self.m * self.n * ROW_BYTES / FLOPS
         copied = (self.m / self.columns + self.n / self.rows) * ROW_BYTES
-        return max(products, copied / L2_BYTES_S) * MULTIPROCESSORS
+        return max(products, max(busy, LEAST_BUSY) * copied / L2_BYTES_S) * MULTIPROCESSORS
 
     @property
     def tile_s(self) -> float:
         """Of a tile, beside its steps."""
-        return TILE_S + self.m * self.n * ELEMENT_S
+        return TILE_S + self.m * self.n * ELEMENT_S + (JOIN_S if self.split > 1 else 0)
 
     @property
     def threads(self) -> int:
@@ -107,6 +112,7 @@ class HopperTile:
             "CLUSTER": self.cluster,
             "CLUSTER_M": self.rows,
             "CLUSTER_N": self.columns,
+            "SPLIT": self.split,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
@@ -134,4 +140,5 @@ TILES = (
     HopperTile(256, 64),
     HopperTile(128, 64),
     HopperTile(128, 64, columns=2),
+    *(HopperTile(128, n, split=split) for n in (64, 128, 256) for split in (2, 4, 8)),
 )
