@@ -10,6 +10,7 @@ import torch
 
 from convgrad.dtypes import DType
 from convgrad_service.problems import (
+    ConvBackward,
     ConvBwdData,
     ConvFwd,
     GroupedConvBwdWeight,
@@ -38,7 +39,10 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, one operation: the problem, its tensors, and the peer on the same tensors."""
+    """One layer, one operation: the problem, its tensors, and the peer on the same tensors.
+
+    The peer gives its result, or a list of them in the order of the problem's outputs.
+    """
 
     layer: Mapping[str, Any]
     op: str
@@ -87,8 +91,9 @@ def cases_of(
     for op in OPERATIONS.get(layer["class"], CONVOLUTIONS):
         if not ops or op in ops:
             yield CASES[op](layer, dtype, layout, op)
-    if "conv_fwd" in ops and layer["kind"] == "conv":
-        yield CASES["conv_fwd"](layer, dtype, layout, "conv_fwd")
+    for op in ("conv_fwd", "conv_backward"):
+        if op in ops and layer["kind"] == "conv":
+            yield CASES[op](layer, dtype, layout, op)
 
 
 def _layout_of(layer: Mapping[str, Any], layout: str) -> Any:
@@ -117,6 +122,7 @@ def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
     kind, outputs = {
         "conv_bwd_data": (ConvBwdData, [True, False, False]),
         "grouped_conv_bwd_weight": (GroupedConvBwdWeight, [False, True, False]),
+        "conv_backward": (ConvBackward, [True, True, False]),
         "conv_fwd": (ConvFwd, None),
     }[op]
     parsed, last = _layout_of(layer, layout)
@@ -125,6 +131,8 @@ def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
         more |= {"weight_dtype": DType(dtype), "split_k": None}
     if kind is ConvFwd:
         more |= {"bias": False}
+    if kind is ConvBackward:
+        more |= {"wanted": ("grad_input", "grad_weight")}
     problem = kind(conv=_shape_of(layer), dtype=DType(dtype), layout=parsed, **more)
     specs = {**problem.inputs}
     specs.setdefault("input", problem.input_spec)
@@ -136,16 +144,17 @@ def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
         geometry = layer["stride"], layer["padding"], layer["dilation"]
         zeros = [0] * layer["ndim"]
         if outputs is None:
-            result = torch.ops.aten.convolution(
-                x, w, None, *geometry, False, zeros, layer["groups"]
-            )
+            results = [
+                torch.ops.aten.convolution(x, w, None, *geometry, False, zeros, layer["groups"])
+            ]
         else:
             grad = channels_first(given["grad_output"], last)
-            results = torch.ops.aten.convolution_backward(
+            found = torch.ops.aten.convolution_backward(
                 grad, x, w, None, *geometry, False, zeros, layer["groups"], outputs
             )
-            result = results[outputs.index(True)]
-        return result.movedim(1, -1) if last else result
+            results = [one for one, wanted in zip(found, outputs, strict=True) if wanted]
+        results = [result.movedim(1, -1) if last else result for result in results]
+        return results if len(results) > 1 else results[0]
 
     return Case(layer, op, problem, tensors, peer, dtype, layout)
 
@@ -213,7 +222,7 @@ def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) 
 
 
 CASES: Mapping[str, Callable[[Mapping[str, Any], str, str, str], Case]] = {
-    **dict.fromkeys((*CONVOLUTIONS, "conv_fwd"), _conv_case),
+    **dict.fromkeys((*CONVOLUTIONS, "conv_fwd", "conv_backward"), _conv_case),
     "maxpool_bwd": _pool_case,
     "grouped_conv_conv_fwd": _separable_case,
 }
