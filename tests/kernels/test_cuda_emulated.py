@@ -101,14 +101,19 @@ def test_tensor_cores(seed: int, case: Case, dtype: str, precision: str, gate: s
         check(found, wanted, gate, what, TF32 if high else 0.0)
 
 
-# One block and two in a cluster, phases at once and in turns, either order of pixels.
-HOPPER = (Schedule(HopperTile(128, 64)), Schedule(HopperTile(128, 128, rows=2), True, 2))
+# A block alone, a cluster that shares operands, one that shares a reduction; phases at once and in
+# turns; either order of pixels.
+HOPPER = {
+    "block": ("float32", Schedule(HopperTile(128, 96))),
+    "sharing": ("bfloat16", Schedule(HopperTile(128, 128, rows=2, columns=2), True, 2)),
+    "split": ("bfloat16", Schedule(HopperTile(128, 64, split=2))),
+}
 
 
-@pytest.mark.parametrize("schedule", HOPPER, ids=["block", "cluster"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("way", HOPPER)
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.id)
-def test_hopper(seed: int, case: Case, dtype: str, schedule: Schedule) -> None:
+def test_hopper(seed: int, case: Case, way: str) -> None:
+    dtype, schedule = HOPPER[way]
     backend = EmulatedBackend(hopper(schedule))
     high = dtype == "float32"
     gate = "bounded" if high else "exact"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -111,6 +112,16 @@ def kept_taps(
     return kept
 
 
+@lru_cache(maxsize=32)
+def _taps_of_tiles(
+    axes: tuple[Axis, ...], batch: int, pixels: int, images_first: bool
+) -> NDArray[np.int64]:
+    """`kept_taps` of all phases, one after another; remembered, for several tiles have the same."""
+    return np.concatenate(
+        [kept_taps(axes, phase, batch, pixels, images_first) for phase in combined(axes)]
+    )
+
+
 def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
     """The one that should take the least time. Every one gives the same bits."""
     return min(
@@ -160,11 +171,8 @@ def expected_s(
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     columns = ceil_div(written, tile.channels)
     workers = device.multiprocessors // tile.cluster
-    steps = [
-        kept_taps(axes, phase, work.batch, tile.pixels, schedule.images_first) * chunks
-        for phase in combined(axes)
-    ]
-    counts = np.repeat(np.concatenate(steps), columns)
+    taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    counts = np.repeat(taps * chunks, columns)
     busy = min(len(counts), workers) * tile.cluster / device.multiprocessors
     times = np.ceil(counts / tile.split) * tile.step_s(busy) + tile.tile_s
     if len(times) > MOST_COUNTED:
