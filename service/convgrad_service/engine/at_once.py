@@ -19,7 +19,7 @@ from convgrad_service.engine.work import Known, Words, finished_job, report_of
 if TYPE_CHECKING:
     from convgrad_service.engine.dataplane import Dataplane
 
-__all__ = ["MARK_S", "AtOnce", "Span", "words_around"]
+__all__ = ["MARK_S", "AtOnce", "Span", "place_of", "words_around"]
 
 MARK_S = 0.123456789
 """Stands for the seconds of an answer that is only made to be cut there."""
@@ -87,15 +87,23 @@ class AtOnce:
             words = known[key] = made(self.known, report)
         return words
 
-    def output(self, name: str) -> memoryview:
-        """The bytes of an output that lies in the arena."""
-        for tensor in self.known.arrangement.outputs:
-            if tensor.name == name and tensor.offset is not None:
-                return self._arena.view(self.lease.offset + tensor.offset, tensor.spec.size_bytes)
-        raise KeyError(name)
+    def outputs(self, words: Words) -> list[bytes | memoryview]:
+        """The outputs' own bytes, each after what stands before it."""
+        parts: list[bytes | memoryview] = []
+        for before, offset, size_bytes in words.outputs:
+            parts += before, self._arena.view(self.lease.offset + offset, size_bytes)
+        return parts
 
 
-def words_around(text: bytes, mark: bytes) -> Words:
-    """What stands before and after the mark in the text of an answer."""
+def words_around(text: bytes, mark: bytes) -> tuple[bytes, bytes]:
+    """What stands before and after the mark in the text of an answer, which holds it once."""
     before, after = text.split(mark)
-    return Words(before, after)
+    return before, after
+
+
+def place_of(known: Known, output: str) -> tuple[int, int]:
+    """Where an output that is sent begins in its request's place, and its size."""
+    for tensor in known.arrangement.outputs:
+        if tensor.name == output and tensor.offset is not None:
+            return tensor.offset, tensor.spec.size_bytes
+    raise KeyError(output)

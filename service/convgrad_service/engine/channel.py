@@ -80,6 +80,11 @@ class Channel(asyncio.Protocol):
             self._loop.call_soon(self.flush)
         self._to_send.append(_framed(self._kinds.plain(message)))
 
+    def tell_now(self, message: Any) -> None:
+        """The same for a message that somebody waits for, in a write of its own."""
+        self._to_send.append(_framed(self._kinds.plain(message)))
+        self.flush()
+
     def close(self) -> None:
         """Close it once what was sent has left."""
         if self._transport is not None:

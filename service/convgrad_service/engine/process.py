@@ -140,7 +140,8 @@ class ProcessWorker:
         brief = not self._tasks and named in self._brief
         self._tasks[number] = task, named
         regions = tuple(map(tuple, job.regions))
-        self._jobs.tell((number, (named, text), job.base, regions, task.part, new, brief))
+        order = (number, (named, text), job.base, regions, task.part, new, brief)
+        self._jobs.tell_now(order)
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""

@@ -81,6 +81,7 @@ class RemoteHub:
         self._drained, self._lost = drained, lost
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._computing: dict[int, tuple[_RemoteRunning, Lease]] = {}
         self._told: dict[int, Told] = {}
         self._pocket = Places(0, 0)
         self._named = Glossary()
@@ -166,30 +167,17 @@ class RemoteHub:
         self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
     ) -> Running:
         """See `Engine.compute`."""
-        number, replied = self._next()
+        number = next(self._numbers)
+        running = _RemoteRunning(number, asyncio.get_running_loop().create_future())
+        lease.retain()
+        self._computing[number] = running, lease
         if told is not None:
             self._told[number] = told
-            replied.add_done_callback(lambda _: self._told.pop(number))
-        running = _RemoteRunning(number, asyncio.get_running_loop().create_future())
-
-        def finished(reply: asyncio.Future[tuple[Finished, float]]) -> None:
-            lease.release()
-            if reply.cancelled():
-                running.done.cancel()
-            elif (error := reply.exception()) is not None:
-                running.done.set_exception(error)
-                running.done.exception()  # whoever asked may have left
-            else:
-                result, running.waited_s = reply.result()
-                running.done.set_result(result)
-
-        lease.retain()
-        replied.add_done_callback(finished)
         named = self._named.name(job.arrangement.text)
         regions = tuple(map(tuple, job.regions))
         parts = tuple(map(tuple, lease.parts))
         size = job.cost, job.tasks
-        self.tell(Compute(number, named, *size, job.base, regions, parts, deadline_s))
+        self._channel.tell_now(Compute(number, named, *size, job.base, regions, parts, deadline_s))
         return running
 
     def cancel(self, running: Running) -> None:
@@ -256,9 +244,9 @@ class RemoteHub:
 
     def _received(self, message: Any) -> None:
         if isinstance(message, Done):
-            replied = self._pending.get(message.number)
-            if replied is not None and not replied.done():
-                replied.set_result((Finished(*message.finished), message.waited_s))
+            running = self._computed(message.number)
+            running.waited_s = message.waited_s
+            running.done.set_result(Finished(*message.finished))
         elif isinstance(message, Reply):
             self._replied(message)
         elif isinstance(message, PartDone):
@@ -279,7 +267,23 @@ class RemoteHub:
         if status.backend and not self._welcomed.done():
             self._welcomed.set_result(None)
 
+    def _computed(self, number: int) -> _RemoteRunning:
+        """A job of which the hub has said how it ended."""
+        running, lease = self._computing.pop(number)
+        self._told.pop(number, None)
+        lease.release()
+        return running
+
     def _replied(self, message: Reply) -> None:
+        if message.number in self._computing:
+            running = self._computed(message.number)
+            if message.cancelled:
+                running.done.cancel()
+            else:
+                assert message.error is not None  # noqa: S101 - `Done` has all others
+                running.done.set_exception(message.error)
+                running.done.exception()  # whoever asked may have left
+            return
         replied = self._pending.get(message.number)
         if replied is None or replied.done():
             return  # who asked has left

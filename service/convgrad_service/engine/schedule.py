@@ -49,7 +49,6 @@ class Task:
         self.cost = job.cost if part is None else job.cost / job.tasks
         self.device = job.device
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
-        self.done.add_done_callback(_looked_at)
         self.wanted = True
         self.suspect = False
         self.deaths_alone = 0
@@ -64,6 +63,7 @@ class Task:
     def fail(self, error: BaseException) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self.done.exception()  # whoever asked may have left
 
 
 class Worker(Protocol):
@@ -272,9 +272,3 @@ class Schedule:
         if len(held) >= worker.slots or any(other.suspect for other in held):
             return False
         return not task.large or sum(other.large for other in held) < max(1, worker.slots - 1)
-
-
-def _looked_at(future: asyncio.Future[Finished]) -> None:
-    # A task whose caller has left may fail with nobody to look; that is no error of ours.
-    if not future.cancelled():
-        future.exception()

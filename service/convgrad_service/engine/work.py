@@ -55,10 +55,13 @@ SMALL_BYTES = 64 * 1024
 
 
 class Words(NamedTuple):
-    """What stands around the one thing that differs between two answers: the seconds they took."""
+    """What stands around the two things that differ between answers: the seconds they took, and
+    the bytes of the outputs."""
 
     before: bytes
     after: bytes
+    outputs: tuple[tuple[bytes, int, int], ...] = ()
+    """For each output what stands before it, where in the place it begins, and its size."""
 
 
 class Alike:
@@ -180,8 +183,7 @@ async def finished_job(
     submitted_s = time.monotonic()
     moved_s = 0.0
     try:
-        # Shielded: `done` says when the memory is free, which a caller who leaves cannot.
-        finished = await asyncio.shield(running.done)
+        finished = await _undisturbed(running.done)
         moved_s = finished.upload_s + finished.download_s
         if moved_s:
             timings.add("upload", finished.upload_s)
@@ -194,6 +196,22 @@ async def finished_job(
     timings.flops += sizes.flops
     timings.compulsory_bytes += sizes.compulsory_bytes
     return finished
+
+
+async def _undisturbed(done: asyncio.Future[Finished]) -> Finished:
+    """The result of a future that says when memory is free, which a caller who leaves cannot.
+
+    As asyncio.shield, for which small requests wait longer.
+    """
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    done.add_done_callback(wake)
+    await waiter
+    return done.result()
 
 
 def _count_waiting(timings: Timings, running: Running, spent_s: float, moved_s: float) -> None:

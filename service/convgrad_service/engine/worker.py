@@ -115,6 +115,9 @@ class Probed(NamedTuple):
 _VITALS_S = 2.0
 
 
+_NEVER = threading.Event()
+
+
 class WorkerFailed(Exception):
     """What a backend raised that is none of the service's errors, with its traceback as text."""
 
@@ -194,7 +197,8 @@ class _Worker:
 
     def _next(self) -> tuple[Order, Arrangement | ServiceError, threading.Event]:
         order = Order(*self._jobs.receive())
-        cancelled = self._begin(order.number)
+        # What is brief is done before anybody could have it stopped.
+        cancelled = _NEVER if order.brief else self._begin(order.number)
         return order, self._learn(order), cancelled
 
     def _run(
@@ -215,8 +219,9 @@ class _Worker:
             # Nothing will work here again. Unanswered, the job runs on a fresh worker.
             _log.error("the device has failed: %s", self._backend.fault)
             os._exit(1)
-        with self._lock:
-            del self._cancelled[order.number]
+        if not order.brief:
+            with self._lock:
+                del self._cancelled[order.number]
         # A plain tuple: a class's name takes longer to read than all the rest.
         plain = tuple(result) if isinstance(result, Finished) else result
         self._jobs.send((order.number, plain))
@@ -274,6 +279,6 @@ class _Worker:
             event = self._cancelled[number] = threading.Event()
             self._last = number
             if number in self._early:
-                self._early.discard(number)
                 event.set()
+            self._early = {early for early in self._early if early > number}
         return event

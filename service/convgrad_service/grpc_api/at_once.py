@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.contract import Operation, Report
-from convgrad_service.engine.at_once import MARK_S, AtOnce, Span, words_around
+from convgrad_service.engine.at_once import MARK_S, Span, place_of, words_around
 from convgrad_service.engine.call import Call as Job
 from convgrad_service.engine.dataplane import Dataplane, blank
 from convgrad_service.engine.deadline import Deadline, Leash
@@ -85,7 +85,7 @@ class SmallInfers:
                 parts: list[Part] = [words.before, _DOUBLE.pack(finished.compute_s), words.after]
                 if request_id:
                     parts.append(bytes((_ID, len(request_id))) + request_id)
-                parts += _raw_outputs(request, work)
+                parts += work.outputs(words)
         finally:
             work.lease.release()
         context.sent_bytes = sum(map(len, parts))
@@ -150,12 +150,10 @@ def _words(known: Known, report: Report) -> Words:
         name: blank(spec.shape, spec.dtype, name=name)
         for name, spec, *_ in known.arrangement.outputs
     }
-    return words_around(bytes(encode_response(request, outputs, report)[0]), _MARK)
-
-
-def _raw_outputs(request: InferRequest, work: AtOnce) -> Iterable[Part]:
-    for name in answer_names(request, work.known.arrangement.sizes.outputs):
-        # One for each output: of one that stays here it is empty.
-        data = work.output(name) if request.sends(name) else b""
-        yield raw_output_prefix(len(data))
-        yield data
+    text = bytes(encode_response(request, outputs, report)[0])
+    placed = []
+    for name in answer_names(request, outputs):
+        # One field for each output: of one that stays here it is empty.
+        offset, size_bytes = place_of(known, name) if request.sends(name) else (0, 0)
+        placed.append((raw_output_prefix(size_bytes), offset, size_bytes))
+    return Words(*words_around(text, _MARK), tuple(placed))

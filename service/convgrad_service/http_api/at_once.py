@@ -123,12 +123,12 @@ class SmallRequests:
                 words = work.words(finished, form.words)
                 compute_s = repr(finished.compute_s).encode()
                 answer_headers, answer = form.answer(words, compute_s, asked, work)
+            context.status, context.sent_bytes = 200, len(answer)
+            answer_headers += told_headers(context)
+            answer_headers.append((b"content-length", b"%d" % len(answer)))
+            await connection.answer(answer_headers, answer)
         finally:
             work.lease.release()
-        context.status, context.sent_bytes = 200, len(answer)
-        answer_headers += told_headers(context)
-        answer_headers.append((b"content-length", b"%d" % len(answer)))
-        await connection.answer(answer_headers, answer)
         return True
 
 

@@ -11,7 +11,7 @@ from convgrad.contract import Report
 from convgrad.errors import ServiceError
 from convgrad.wire import safetensors
 from convgrad.wire.safetensors import Layout
-from convgrad_service.engine.at_once import MARK_S, AtOnce, words_around
+from convgrad_service.engine.at_once import MARK_S, AtOnce, place_of, words_around
 from convgrad_service.engine.at_once import Span as Bytes
 from convgrad_service.engine.call import Call
 from convgrad_service.engine.dataplane import blank
@@ -54,19 +54,18 @@ class SafetensorsForm:
 
     def words(self, known: Known, report: Report) -> Words:
         specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in known.arrangement.outputs}
-        head, _ = safetensors.encode_header(specs, {"report": report.model_dump_json()})
-        return words_around(head[8:].rstrip(b" "), _MARK)
+        head, order = safetensors.encode_header(specs, {"report": report.model_dump_json()})
+        outputs = tuple((b"", *place_of(known, name)) for name in order)
+        return Words(*words_around(head[8:].rstrip(b" "), _MARK), outputs)
 
     def answer(
         self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
     ) -> tuple[Headers, bytes]:
         text = words.before + compute_s + words.after
         text += b" " * (-len(text) % 8)
-        specs = work.known.arrangement.outputs
-        ordered = sorted(specs, key=lambda tensor: -tensor.spec.dtype.itemsize)
-        data = [work.output(tensor.name) for tensor in ordered]
         headers = [(b"content-type", SAFETENSORS.media_type.encode()), (b"vary", b"accept")]
-        return headers, b"".join((len(text).to_bytes(8, "little"), text, *data))
+        parts = (len(text).to_bytes(8, "little"), text, *work.outputs(words))
+        return headers, b"".join(parts)
 
 
 @lru_cache(maxsize=64)
@@ -142,25 +141,21 @@ class InferForm:
             for name, spec, *_ in known.arrangement.outputs
         }
         head = encode_answer(request, outputs, report).chunks[0]
-        return words_around(bytes(head), _MARK)
+        sent = (name for name in answer_names(request, outputs) if request.sends(name))
+        placed = tuple((b"", *place_of(known, name)) for name in sent)
+        return Words(*words_around(bytes(head), _MARK), placed)
 
     def answer(
         self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
     ) -> tuple[Headers, bytes]:
-        before, after = words
+        before = words.before
         if asked.id:
             before = b'{"id":"' + asked.id + b'",' + before[1:]
-        request: InferRequest = work.known.notes[0]
-        data = [
-            work.output(name)
-            for name in answer_names(request, work.known.arrangement.sizes.outputs)
-            if request.sends(name)
-        ]
-        text = before + compute_s + after
-        if not data:
+        text = before + compute_s + words.after
+        if not words.outputs:
             return [(b"content-type", b"application/json")], text
         headers = [
             (b"content-type", b"application/octet-stream"),
             (b"inference-header-content-length", b"%d" % len(text)),
         ]
-        return headers, b"".join((text, *data))
+        return headers, b"".join((text, *work.outputs(words)))

@@ -74,22 +74,26 @@ class ExchangeMiddleware:
             # What GET would answer; the server below, which keeps its own scope, sends no body.
             scope = {**scope, "method": "GET"}
         context = begin_context(scope)
-        exchange = _Exchange(scope, receive, send, context)
         try:
-            await self._run(scope, exchange, context)
+            await self._run(scope, receive, send, context)
         finally:
             self._record(scope, context)
 
-    async def _run(self, scope: Scope, exchange: _Exchange, context: RequestContext) -> None:
+    async def _run(
+        self, scope: Scope, receive: Receive, send: Send, context: RequestContext
+    ) -> None:
+        exchange: _Exchange | None = None
         try:
             if self.keys is not None and scope["path"] not in _OPEN_PATHS:
                 context.caller = self.keys.caller(_authorization(scope))
             small = self.small.get(scope["path"]) if scope["method"] == "POST" else None
             if small is None or not await small(scope, context):
+                exchange = _Exchange(scope, receive, send, context)
                 await self.app(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
+            exchange = exchange or _Exchange(scope, receive, send, context)
             await exchange.refuse(error)
         except asyncio.CancelledError:
             context.code = "cancelled"
@@ -97,6 +101,7 @@ class ExchangeMiddleware:
         # Whatever went wrong, the caller gets an id and the log gets the rest.
         except Exception:
             _log.exception("request_id=%s %s failed", context.request_id, scope["path"])
+            exchange = exchange or _Exchange(scope, receive, send, context)
             if exchange.started:
                 # The headers have left: only a broken connection can still say "failed".
                 context.code = "internal"
