@@ -21,16 +21,19 @@ __all__ = ["FrontStart", "grpc_main", "http_main", "serve_http"]
 
 
 class FrontStart(NamedTuple):
-    """What a front end needs to begin; the numbers are descriptors that it was given."""
+    """What a front end needs to begin; the numbers are descriptors that it was given.
+
+    Over ``connections`` those come that the hub has accepted for it.
+    """
 
     settings: Settings
     arena: int
     channel: int
-    listening: int | None
+    connections: int
 
 
 def http_main(start: FrontStart) -> None:
-    """Serve HTTP on the socket that all HTTP front ends share, until the hub says otherwise."""
+    """Serve HTTP on the connections that the hub hands over, until it says otherwise."""
     prepare_process(start.settings)
     uvloop.run(_serve_http(start))
 
@@ -44,17 +47,23 @@ def grpc_main(start: FrontStart) -> None:
 async def serve_http(
     engine: Engine,
     settings: Settings,
-    listening: socket.socket,
     announce: Callable[[int], None],
     ended: asyncio.Event,
+    *,
+    listening: socket.socket | None = None,
+    dealt: socket.socket | None = None,
 ) -> None:
-    """Serve HTTP in this process until ``ended`` is set; then what runs may finish."""
+    """Serve HTTP in this process until ``ended`` is set; then what runs may finish.
+
+    It listens itself, or gets the connections that others have ``dealt`` it.
+    """
     from convgrad_service.http_api.app import app_on
     from convgrad_service.server import ConvgradServer
 
     app = app_on(dataplane_on(engine, settings), settings)
-    server = ConvgradServer(app, settings, announce=announce, signals=False)
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    server = ConvgradServer(app, settings, announce=announce, signals=False, dealt=dealt)
+    sockets = [] if listening is None else [listening]
+    serving = asyncio.ensure_future(server.serve(sockets=sockets))
     finishing = asyncio.ensure_future(ended.wait())
     try:
         await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,9 +77,9 @@ async def serve_http(
 async def _serve_http(start: FrontStart) -> None:
     ended = asyncio.Event()
     engine = await _engine(start, ended)
-    listening = socket.socket(fileno=start.listening)
+    dealt = socket.socket(fileno=start.connections)
     await serve_http(
-        engine, start.settings, listening, lambda port: engine.tell(Listens(port)), ended
+        engine, start.settings, lambda port: engine.tell(Listens(port)), ended, dealt=dealt
     )
 
 

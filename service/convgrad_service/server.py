@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
@@ -14,6 +15,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from convgrad_service.connections import receive_connections
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.http_api.protocol import guarded_protocol
 from convgrad_service.settings import Settings
@@ -28,6 +30,8 @@ class ConvgradServer(uvicorn.Server):
     """Serves ``app`` until a signal (unless ``signals`` are others' business) or `should_exit`,
     then lets what runs finish.
 
+    Connections come from the sockets that it is run with, or over ``dealt``, see `connections`.
+
     While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
     load balancer has time to notice. A second signal ends it at once.
     """
@@ -39,6 +43,7 @@ class ConvgradServer(uvicorn.Server):
         *,
         announce: Callable[[int], None] | None = None,
         signals: bool = True,
+        dealt: socket.socket | None = None,
     ) -> None:
         tls = server_context(settings, "http/1.1")
         super().__init__(
@@ -63,14 +68,40 @@ class ConvgradServer(uvicorn.Server):
         self._dataplane: Dataplane = app.state.dataplane
         self._grace_s = settings.shutdown_grace_s
         self._announce, self._signals = announce, signals
+        self._dealt = dealt
+        self._taking: set[asyncio.Task[object]] = set()
         self._give_up_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and say on which port."""
+        """Start listening, and say on which port; 0 where others listen."""
         await super().startup(sockets)
+        if self._dealt is not None:
+            receive_connections(self._dealt, self._take)
+            if self._announce is not None:
+                self._announce(0)
         for listening in sockets or []:
             if self._announce is not None:
                 self._announce(listening.getsockname()[1])
+
+    def _take(self, connection: socket.socket) -> None:
+        """Serve a connection that somebody else has accepted, as uvicorn's own server would."""
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        loop = asyncio.get_running_loop()
+        taking = loop.create_task(
+            loop.connect_accepted_socket(lambda: protocol, connection, ssl=self.config.ssl)
+        )
+        self._taking.add(taking)
+        taking.add_done_callback(self._taken)
+
+    def _taken(self, taking: asyncio.Task[object]) -> None:
+        self._taking.discard(taking)
+        if not taking.cancelled():
+            taking.exception()  # a handshake that failed, or a client that has gone already
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: whether to stop listening and end."""

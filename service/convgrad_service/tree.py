@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from convgrad_service.assembly import count_in, engine_options, worker_recipe
+from convgrad_service.connections import Dealer
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.child import spawn
 from convgrad_service.engine.front_end import FrontEnd
@@ -83,8 +84,9 @@ class Tree:
         working = asyncio.ensure_future(self.supervisor.start())
         grpc = self._front("convgrad-grpc", grpc_main, None)
         workers = self._settings.http_workers
+        dealer = Dealer(self._listening)
         others = [
-            self._front("convgrad-http", http_main, self._listening)
+            self._front("convgrad-http", http_main, dealer)
             for _ in range(workers if workers > 1 else 0)
         ]
         await asyncio.gather(working, grpc, *others)
@@ -119,7 +121,13 @@ class Tree:
         """Serve HTTP in this process; return once it listens."""
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._here = asyncio.ensure_future(
-            serve_http(self.hub, self._settings, self._listening, listens.set_result, self._ended)
+            serve_http(
+                self.hub,
+                self._settings,
+                listens.set_result,
+                self._ended,
+                listening=self._listening,
+            )
         )
         self._keeping.append(self._here)
         either: set[asyncio.Future[Any]] = {listens, self._here}
@@ -129,22 +137,25 @@ class Tree:
             raise CannotListen("HTTP ended as it started")
 
     def _front(
-        self, name: str, target: Callable[[FrontStart], None], listening: socket.socket | None
+        self, name: str, target: Callable[[FrontStart], None], dealer: Dealer | None
     ) -> asyncio.Future[int]:
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._keeping.append(asyncio.ensure_future(self._keep(name, target, listening, listens)))
+        self._keeping.append(asyncio.ensure_future(self._keep(name, target, dealer, listens)))
         return listens
 
     async def _keep(
         self,
         name: str,
         target: Callable[[FrontStart], None],
-        listening: socket.socket | None,
+        dealer: Dealer | None,
         listens: asyncio.Future[int],
     ) -> None:
-        """Keep one front end alive until the server ends."""
+        """Keep one front end alive until the server ends; ``dealer`` has its connections."""
+        dealt: socket.socket
 
         def told(message: Listens) -> None:
+            if dealer is not None:
+                dealer.add(dealt)
             if listens.done():
                 return
             if message.failure is None:
@@ -154,15 +165,20 @@ class Tree:
 
         while not self.hub.draining:
             ours, theirs = socket.socketpair()
-            arena, number = self.hub.arena.descriptor, theirs.fileno()
-            shared = None if listening is None else listening.fileno()
-            start = FrontStart(self._settings, arena, number, shared)
-            descriptors = [arena, number, *([] if shared is None else [shared])]
+            # Each message is one connection.
+            dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            arena = self.hub.arena.descriptor
+            start = FrontStart(self._settings, arena, theirs.fileno(), taken.fileno())
+            descriptors = [arena, theirs.fileno(), taken.fileno()]
             process = spawn(name, target, start, descriptors=descriptors)
             theirs.close()
+            taken.close()
             front = FrontEnd(self.hub, listens=told)
             self._fronts[front] = process
             await front.serve(ours)
+            if dealer is not None:
+                dealer.remove(dealt)
+            dealt.close()
             del self._fronts[front]
             process.kill()
             code = await asyncio.to_thread(process.wait)
