@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
@@ -79,6 +80,7 @@ def hopper(schedule: Schedule | None = None) -> Families:
         FAMILIES,
         fwd=[HopperGather(1, schedule), GatherDirect()],
         bwd_data=[HopperGather(1, schedule), GatherDirect()],
+        bwd_weight=[HopperWeight(1), WeightDirect()],
         fused=(),
     )
 
