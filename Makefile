@@ -65,11 +65,12 @@ test-gpu: kernels ## every kernel test on this machine's GPU; stores the outcome
 compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes minutes
 	@$(PY) tests/perf/compile_kernels.py
 
-check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile, validate what the chart renders
+check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
 	@rm -rf build/manifests && $(PY) -m tests.deploy.chart build/manifests
-	@# The monitor is no kind of Kubernetes itself, and has no schema there.
+	@# The monitor is no kind of Kubernetes itself, and has no schema there; nor has KServe, or compose.
 	@$(DEPLOY)/bin/kubernetes-validate --strict $$(ls build/manifests/*.yaml | grep -v ServiceMonitor)
+	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
 
 check-deploy: check-manifests ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@missing="$$(tests/deploy/missing.sh build/image)"; \
@@ -149,8 +150,9 @@ bench-serve: kernels $(TRITON)/.ready ## the whole way of a request, beside the 
 	@$(PY) -m tests.perf.bench_serve $(TRITON)
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
-	@$(PY) tests/perf/readme_tables.py
+	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py
+	@$(PY) -m tests.perf.plot_load
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
 
