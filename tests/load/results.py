@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -27,10 +28,25 @@ def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) 
         **origin(f"{cpu_model()}, {os.cpu_count()} cores", versions),
         "system": f"{platform.system()} {platform.release()}",
     }
+    if not _changed_beside_results():
+        stamp["git_sha"] = str(stamp["git_sha"]).removesuffix("-dirty")
     kept = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     kept = [line for line in kept if json.loads(line)["run"] != run]
     made = [json.dumps({"bench": "load", "run": run, **row, **stamp}) for row in rows]
     RESULTS.write_text("".join(line + "\n" for line in [*kept, *made]), encoding="utf-8")
+
+
+def _changed_beside_results() -> bool:
+    """Whether what was measured is not what was committed; figures stored before do not count."""
+    listed = subprocess.run(
+        ["git", "diff", "--name-only", "HEAD"],
+        cwd=RESULTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    folder = "tests/perf/results/"
+    return any(not path.startswith(folder) for path in listed.stdout.splitlines())
 
 
 def _installed(package: str) -> bool:

@@ -1,7 +1,7 @@
-"""Writes the README's tables from the stored results and the settings (`make readme`).
+"""Writes the tables of documents from the stored results and the settings (`make readme`).
 
-Each table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. A test asks that the README
-is what this script would write, so a figure there always has a record behind it.
+Each table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. A test asks that the
+documents are what this script would write, so a figure there always has a record behind it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from convgrad_service.settings import markdown_table
+from tests.perf import load_tables
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+README, LOAD = ROOT / "README.md", ROOT / "docs" / "load.md"
+DEPLOY = ROOT / "deploy" / "README.md"
 RESULTS = Path(__file__).parent / "results"
 LAYERS = Path(__file__).parent / "suite" / "layers.json"
 
@@ -151,18 +153,29 @@ def serve_table() -> str:
     return "\n".join([*lines, "", source(rows, "make bench-serve")])
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "cpu": cpu_table,
-    "gpu": gpu_table,
-    "serve": serve_table,
-    "wire": wire_table,
-    "settings": markdown_table,
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    README: {
+        "cpu": cpu_table,
+        "gpu": gpu_table,
+        "serve": serve_table,
+        "wire": wire_table,
+        "settings": markdown_table,
+    },
+    DEPLOY: {"how_far": load_tables.how_far_table},
+    LOAD: {
+        "load": load_tables.load_table,
+        "ramp": load_tables.ramp_table,
+        "soak": load_tables.soak_table,
+        "ray": load_tables.ray_table,
+        "ray_costs": load_tables.ray_costs_table,
+    },
 }
 
 
-def rendered(text: str) -> str:
-    """``text`` with every table made afresh."""
-    for name, table in TABLES.items():
+def rendered(document: Path) -> str:
+    """The document's text with every table made afresh."""
+    text = document.read_text(encoding="utf-8")
+    for name, table in TABLES[document].items():
         before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
         if mark:
             _, end, after = rest.partition("<!-- end -->")
@@ -171,4 +184,5 @@ def rendered(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text()))
+    for document in TABLES:
+        document.write_text(rendered(document), encoding="utf-8")

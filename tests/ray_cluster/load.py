@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,23 +16,24 @@ __all__ = ["Load", "throughput"]
 
 @dataclass
 class Load:
-    """Clients that send one problem after another, a convolution of about 2 GFLOP by default."""
+    """Clients that send one problem after another."""
 
     url: str
     clients: int
-    shape: tuple[int, int, int] = (8, 64, 56)
-    """Batch, channels and side."""
+    shape: tuple[int, int, int, int] = (4, 32, 28, 3)
+    """Batch, channels, side and kernel of a convolution's."""
     answered: int = 0
     failed: list[str] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Load:
         rng = np.random.default_rng(1)
-        n, c, side = self.shape
+        n, c, side, kernel = self.shape
+        self._padding = kernel // 2
         self._dy = rng.integers(-2, 3, (n, c, side, side)).astype(np.float32)
-        self._w = rng.integers(-2, 3, (c, c, 3, 3)).astype(np.float32)
+        self._w = rng.integers(-2, 3, (c, c, kernel, kernel)).astype(np.float32)
         with convgrad.Client(self.url, timeout=120) as client:
-            self._wanted = client.conv_bwd_data(self._dy, self._w, padding=1)
+            self._wanted = self._ask(client)
         self._threads = [threading.Thread(target=self._send) for _ in range(self.clients)]
         for thread in self._threads:
             thread.start()
@@ -42,12 +44,15 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    def _ask(self, client: convgrad.Client) -> np.ndarray[Any, Any]:
+        return client.conv_bwd_data(self._dy, self._w, padding=self._padding)
+
     def _send(self) -> None:
         # Without retries: what is counted is what the service lost.
         with convgrad.Client(self.url, timeout=120, retries=0) as client:
             while not self._stop.is_set():
                 try:
-                    found = client.conv_bwd_data(self._dy, self._w, padding=1)
+                    found = self._ask(client)
                 except convgrad.ConvgradError as error:
                     self.failed.append(f"{type(error).__name__}: {error}")
                     continue
@@ -56,9 +61,9 @@ class Load:
                 self.answered += 1
 
 
-def throughput(url: str, clients: int, seconds: float) -> float:
+def throughput(url: str, clients: int, seconds: float, shape: tuple[int, int, int, int]) -> float:
     """Answers a second."""
-    with Load(url, clients) as load:
+    with Load(url, clients, shape) as load:
         time.sleep(1)
         before, started = load.answered, time.monotonic()
         time.sleep(seconds)

@@ -27,24 +27,31 @@ from ray.cluster_utils import Cluster
 import convgrad
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
+from convgrad_service import ray_serve
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from, run_in_pieces
-from convgrad_service.ray_serve import application
+from convgrad_service.ray_serve import Compute, application
 from tests.load.results import store
 from tests.load.served import server
 from tests.ray_cluster.costs import costs
+from tests.ray_cluster.devices import DEVICE_S, Waiting
 from tests.ray_cluster.load import Load, throughput
 
 # Of tensors: small enough that the examples below are cut.
 PIECE_BYTES = 2**20
 SETTINGS = {"threads": 1, "backend": "cpu", "log_level": "error"}
+# For throughput: much arithmetic for each byte (10 GFLOP, 9.6 MB), and little of either.
+HEAVY, SMALL = (8, 128, 28, 7), (1, 32, 28, 3)
+# How many replicas with a device of their own.
+OWN = (1, 2, 4)
 # For replicas to come, and to go once there is no work for them.
 SCALING_S = 60.0
 
 
 @contextmanager
-def served(port: int, **options: Any) -> Iterator[str]:
-    """The application on the cluster that this process has joined."""
+def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Iterator[str]:
+    """The application, with replicas of this kind, on the cluster that this process has joined."""
+    ray_serve.Compute = replica  # type: ignore[misc]
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     arguments = {"settings": SETTINGS, "front_resources": {"front": 0.1}, **options}
     serve.run(application(arguments), name="convgrad", route_prefix="/")
@@ -56,7 +63,7 @@ def served(port: int, **options: Any) -> Iterator[str]:
 
 def replicas() -> int:
     """How many compute now."""
-    states = serve.status().applications["convgrad"].deployments["Compute"].replica_states
+    states = serve.status().applications["convgrad"].deployments[Compute.__name__].replica_states
     return int(states.get("RUNNING", 0))
 
 
@@ -129,7 +136,7 @@ def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
         until(1)
         began_s = time.monotonic()
         seen("no work")
-        with Load(url, clients=6) as load:
+        with Load(url, clients=6, shape=HEAVY) as load:
             until(2)
             seen("six clients")
         assert not load.failed, load.failed[:3]
@@ -143,12 +150,19 @@ def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
 def measured(port: int, nodes: int) -> list[dict[str, Any]]:
     """Answers a second by replicas, and what the way to them costs."""
     rows: list[dict[str, Any]] = []
-    for count in range(1, nodes + 1):
-        with served(port, min_replicas=count, max_replicas=count) as url:
-            rate = throughput(url, 2 * count + 2, 5.0)
-            rows.append({"throughput": True, "replicas": count, "answered_per_s": rate})
-            print(f"  {count} replicas: {rate:.1f} a second on {os.cpu_count()} cores", flush=True)
-            if count == 1:
+    for device, count in [*(("cpu", n) for n in range(1, nodes + 1)), *(("own", n) for n in OWN)]:
+        own = device == "own"
+        fixed = {"min_replicas": count, "max_replicas": count}
+        options = {**fixed, "cpus_per_replica": 0.2} if own else fixed
+        with served(port, Waiting if own else Compute, **options) as url:
+            rate = throughput(url, 2 * count + 2, 5.0, SMALL if own else HEAVY)
+            row = {"throughput": device, "replicas": count, "answered_per_s": rate}
+            rows.append({**row, "device_s": DEVICE_S} if own else row)
+            print(
+                f"  {count} replicas, {device}: {rate:.1f} a second, {os.cpu_count()} cores",
+                flush=True,
+            )
+            if not rows[1:]:
                 with server(CONVGRAD_THREADS="1", CONVGRAD_BACKEND="cpu") as plain:
                     rows += costs(url, plain.url)
     for row in rows:
@@ -160,7 +174,7 @@ def measured(port: int, nodes: int) -> list[dict[str, Any]]:
 def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str, Any]]:
     """A node that dies under load costs nobody an answer."""
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
-    with served(port, **fixed) as url, Load(url, clients=4, shape=(4, 32, 28)) as load:
+    with served(port, **fixed) as url, Load(url, clients=4) as load:
         time.sleep(3)
         before = load.answered
         cluster.remove_node(victim, allow_graceful=False)

@@ -1,0 +1,42 @@
+"""A replica whose device is not this machine's CPU: it takes its time and none of the cores.
+
+On one machine of few cores, replicas, front end and clients compete for them. With these, what
+grows with the replicas is the way to them alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.errors import ServiceError
+from convgrad_service.backends.base import Outcome
+from convgrad_service.problems import Problem
+from convgrad_service.ray_serve import Compute
+
+__all__ = ["DEVICE_S", "Waiting"]
+
+DEVICE_S = 0.1
+
+
+class Waiting(Compute):
+    """Answers with zeros after `DEVICE_S`, one problem at a time."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._device = asyncio.Lock()
+
+    async def run(
+        self, problem: Problem, tensors: Mapping[str, NDArray[Any]]
+    ) -> Outcome | ServiceError:
+        """See `Compute.run`."""
+        async with self._device:
+            await asyncio.sleep(DEVICE_S)
+        outputs = {
+            name: np.zeros(spec.shape, spec.dtype.numpy) for name, spec in problem.outputs.items()
+        }
+        return Outcome(outputs, "waits", DEVICE_S, 1, 0)
