@@ -13,6 +13,7 @@ __all__ = [
     "load_table",
     "ramp_table",
     "ray_costs_table",
+    "ray_scaling_table",
     "ray_table",
     "rows_of",
     "soak_table",
@@ -115,6 +116,15 @@ def ray_table() -> str:
     return _table("| replicas | answers a second | of one |", lines, rows, "make ray")
 
 
+def ray_scaling_table() -> str:
+    """How replicas came and went with the work."""
+    rows = rows_of("ray autoscaling")
+    if not rows:
+        return ""
+    lines = [f"| {row['scaling']} | {row['at_s']:.0f} | {row['replicas']} |" for row in rows]
+    return _table("| what | after, s | replicas |", lines, rows, "make ray")
+
+
 def ray_costs_table() -> str:
     """What the way to a replica and a split cost."""
     rows = [row for row in rows_of("ray measured") if "cost" in row]
@@ -126,13 +136,11 @@ def ray_costs_table() -> str:
             server = "a plain server" if row["through"] == "plain" else "a replica"
             what = f"{row['size']} in, a quarter out, by {server}: all of it"
             spent_s = row["taken_s"]
+            rate = f"{row['bytes'] / spent_s / 1e9:.2g}"
         else:
             what = f"{row['op']} in {row['pieces']} pieces: cut, and put together"
-            spent_s = row["cut_s"] + row["combine_s"]
-        rate = row["bytes"] / spent_s / 1e9
-        lines.append(
-            f"| {what} | {spent_s * 1e3:.2f} | {row['computed_s'] * 1e3:.2f} | {rate:.2f} |"
-        )
+            spent_s, rate = row["cut_s"] + row["combine_s"], ""
+        lines.append(f"| {what} | {spent_s * 1e3:.2f} | {row['computed_s'] * 1e3:.2f} | {rate} |")
     heads = "| what | ms | of which, or beside which, computing | GB/s of tensors |"
     return _table(heads, lines, rows, "make ray")
 

@@ -167,6 +167,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "ramp": load_tables.ramp_table,
         "soak": load_tables.soak_table,
         "ray": load_tables.ray_table,
+        "ray_scaling": load_tables.ray_scaling_table,
         "ray_costs": load_tables.ray_costs_table,
     },
 }
