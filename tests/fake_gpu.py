@@ -83,7 +83,7 @@ class FakeGpu(CpuBackend):
         self.device_number, self.devices = device, devices
         self.moved_bytes = 0
         self.opened: list[bytes] = []
-        self._residents: dict[int, Tensor] = {}
+        self._residents: dict[int, tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
 
     def open_handle(self, handle: bytes, size_bytes: int) -> Memory:
@@ -99,12 +99,12 @@ class FakeGpu(CpuBackend):
         self.opened.append(handle)
         return Memory(data)
 
-    def resident(self, key: int, array: NDArray[Any]) -> Tensor:
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> Tensor:
         with self._lock:
-            if key not in self._residents:
-                self._residents[key] = Tensor(array.copy())
+            if key not in self._residents or self._residents[key][0] != version:
+                self._residents[key] = version, Tensor(array.copy())
                 self.moved_bytes += array.nbytes
-            return self._residents[key]
+            return self._residents[key][1]
 
     def forget(self, key: int) -> None:
         self._residents.pop(key, None)

@@ -111,16 +111,18 @@ def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
         return whole() if room[0] else None
 
     residents, array = Residents(upload), np.zeros(SHAPE)
-    first = residents.of(7, array)
+    first = residents.of(7, 0, array)
     assert isinstance(first, OnDevice)
-    assert residents.of(7, array) is first
+    assert residents.of(7, 0, array) is first
     assert len(uploads) == 1
-    residents.of(8, array)
+    residents.of(8, 0, array)
     residents.forget(7)
-    assert residents.of(7, array) is not first
+    assert residents.of(7, 0, array) is not first
+    second = residents.of(7, 1, array)  # what is stored there now
+    assert residents.of(7, 1, array) is second
     residents.clear()
     room[0] = False
-    assert residents.of(8, array) is array  # computed from the host, as without all this
+    assert residents.of(8, 0, array) is array  # computed from the host, as without all this
     room[0] = True
-    assert residents.of(8, array) is not array
-    assert len(uploads) == 5
+    assert residents.of(8, 0, array) is not array
+    assert len(uploads) == 6

@@ -13,8 +13,9 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest, NotFound, Overloaded, ProblemTooLarge
+from convgrad_service.engine import stored as stored_module
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.regions import Regions
+from convgrad_service.engine.regions import InRegion, Regions
 from convgrad_service.engine.stored import Stored
 from convgrad_service.problems.base import TensorSpec
 
@@ -161,5 +162,68 @@ def test_files_cannot_be_shortened() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(regions.descriptor(place.file), 0)
         regions.release([place])
+
+    run(test)
+
+
+def place(stored: Stored, regions: Regions, name: str) -> InRegion:
+    """Where a tensor lies now."""
+    (found,) = regions.use([stored.find("", [name])[name].part])
+    regions.release([found])
+    return found
+
+
+def test_the_file_of_a_dropped_tensor_serves_the_next_of_its_size() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        forgotten: list[int] = []
+        regions.forgotten.append(forgotten.append)
+        kept(stored, "", "a")
+        first = place(stored, regions, "a")
+        stored.drop("", "a")
+        assert stored.used_bytes == 0
+        kept(stored, "", "b")
+        second = place(stored, regions, "b")
+        # Workers have it mapped still; what they keep on a device is of another version.
+        assert (second.file, second.version) == (first.file, first.version + 1)
+        assert second.kept
+        assert not forgotten
+        # One that is in use while it is dropped is kept for others when it is not any more.
+        held = regions.use([stored.find("", ["b"])["b"].part])
+        stored.drop("", "b")
+        kept(stored, "", "c")
+        assert place(stored, regions, "c").file != first.file
+        regions.release(held)
+        kept(stored, "", "d")
+        assert place(stored, regions, "d").file == first.file
+
+    run(test)
+
+
+def test_spare_files_give_way_to_the_budget() -> None:
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        forgotten: list[int] = []
+        regions.forgotten.append(forgotten.append)
+        for name in "abcd":
+            kept(stored, "", name)
+        for name in "abcd":
+            stored.drop("", name)
+        assert not forgotten
+        stored.make({"x": TensorSpec((20,), DType.FLOAT32)}, None)  # 80 of 100 bytes
+        assert len(forgotten) == 4
+        assert stored.used_bytes == 80
+
+    run(test)
+
+
+def test_spare_files_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "_SPARE_S", 0.02)
+
+    async def test(stored: Stored, regions: Regions, arena: Arena) -> None:
+        before = _open_files()
+        kept(stored, "", "a")
+        stored.drop("", "a")
+        assert len(_open_files() - before) == 1
+        await asyncio.sleep(0.1)
+        assert _open_files() == before
 
     run(test)

@@ -150,10 +150,11 @@ class ServingBackend(Backend, Protocol):
         """
         ...
 
-    def resident(self, key: int, array: NDArray[Any]) -> Any:
-        """What `run` may take for an input that never changes and will be used again.
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        """What `run` may take for an input that will be used again.
 
-        Until `forget` is called with the key, it may be kept on the device.
+        Until `forget` is called with the key, it may be kept on the device; another version of the
+        same key is another tensor, and the one before is of no more use.
         """
         ...
 
@@ -185,7 +186,7 @@ class OnHost:
         """Refuse."""
         raise UnsupportedProblem("this server computes on the CPU, which has no CUDA memory")
 
-    def resident(self, key: int, array: NDArray[Any]) -> Any:
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
         """The array: it is where it is computed with."""
         return array
 

@@ -126,8 +126,8 @@ def run_job(
         if isinstance(given, np.ndarray):
             given.flags.writeable = False
     for name, _, offset, region in arrangement.inputs if job.regions else ():
-        if offset is None and region is not None and job.regions[region].kept:
-            inputs[name] = backend.resident(job.regions[region].file, inputs[name])
+        if offset is None and region is not None and (place := job.regions[region]).kept:
+            inputs[name] = backend.resident(place.file, place.version, inputs[name])
     outputs = {tensor.name: array(tensor) for tensor in arrangement.outputs}
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
     unfit = _unfit(arrangement, job.regions) if job.regions else set()

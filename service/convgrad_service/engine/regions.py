@@ -57,7 +57,7 @@ class InRegion(NamedTuple):
     """A place in a region; ``file`` is the number that the hub gave the region.
 
     Regions of the same ``identity`` are parts of one file, or one allocation on a ``device``. What
-    lies in a ``kept`` one never changes.
+    lies in a ``kept`` one never changes, but for another ``version`` of it.
     """
 
     file: int
@@ -65,6 +65,7 @@ class InRegion(NamedTuple):
     identity: tuple[int, int] = (0, 0)
     device: int | None = None
     kept: bool = False
+    version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +77,8 @@ class _Region:
     uses: int = 0
     gone: bool = False
     leaving: list[asyncio.Future[None]] = field(default_factory=list)
-    closed: Callable[[], None] | None = None
+    closed: Callable[[int], bool] | None = None
+    version: int = 0
 
 
 class Regions:
@@ -128,12 +130,32 @@ class Regions:
             region = _Region(info, self._numbers, None, (-1 - info.device, number))
         self._regions[owner, info.name] = self._by_number[region.number] = region
 
-    def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[], None]) -> None:
-        """Take over a file of the server's own, whole; ``closed`` is called when it is closed."""
+    def adopt(self, part: RegionPart, descriptor: int, closed: Callable[[int], bool]) -> None:
+        """Take over a file of the server's own, whole.
+
+        ``closed`` is called with its number when it was removed and nothing uses it any more, and
+        says whether to keep it open all the same, for `adopt_again` or `discard`.
+        """
         self._numbers += 1
         info = RegionInfo(part.name, "", 0, part.size_bytes)
         region = _Region(info, self._numbers, descriptor, _identity(descriptor), closed=closed)
         self._regions[part.owner, part.name] = self._by_number[region.number] = region
+
+    def adopt_again(self, number: int, part: RegionPart, closed: Callable[[int], bool]) -> None:
+        """Use a file that was kept open for another tensor of its size.
+
+        Workers have it mapped still, which for a GPU takes as long as to compute with it.
+        """
+        region = self._by_number[number]
+        region.info = RegionInfo(part.name, "", 0, part.size_bytes)
+        region.gone, region.closed = False, closed
+        region.version += 1
+        self._regions[part.owner, part.name] = region
+
+    def discard(self, number: int) -> None:
+        """Close a file that was kept open."""
+        if (region := self._by_number.get(number)) is not None:
+            self._end(region)
 
     def remove(self, owner: str, name: str) -> None:
         """Close a region, now or once nothing in flight uses it."""
@@ -192,6 +214,7 @@ class Regions:
                 region.identity,
                 region.info.device,
                 region.closed is not None,
+                region.version,
             )
             for region, part in found
         )
@@ -218,8 +241,9 @@ class Regions:
 
     def close(self) -> None:
         """Close every file."""
-        for key, region in list(self._regions.items()):
-            self._close(key, region)
+        for region in list(self._by_number.values()):
+            self._end(region)
+        self._regions.clear()
 
     def _drop_orphans(self) -> None:
         """Close what clients of ours have left behind: each locks its files while it lives."""
@@ -254,13 +278,16 @@ class Regions:
         return region
 
     def _close(self, key: tuple[str, str], region: _Region) -> None:
-        del self._regions[key], self._by_number[region.number]
+        del self._regions[key]
+        if region.closed is None or not region.closed(region.number):
+            self._end(region)
+
+    def _end(self, region: _Region) -> None:
+        del self._by_number[region.number]
         if region.descriptor is not None:
             os.close(region.descriptor)
         for forget in self.forgotten:
             forget(region.number)
-        if region.closed is not None:
-            region.closed()
         for future in region.leaving:
             if not future.done():
                 future.set_result(None)

@@ -33,6 +33,10 @@ _OWNER = "\0stored"
 _Move = Callable[[int, int], int]
 # How long a place for a result is held for a request that never comes to its end.
 _PENDING_S = 900.0
+# Files of dropped tensors are kept for others of their size: a training step stores as much as the
+# one before, and memory that a GPU copies from takes longer to make ready than to compute with.
+_SPARE_S = 10.0
+_MOST_SPARES = 16
 
 
 class Kept(NamedTuple):
@@ -74,6 +78,8 @@ class Stored:
         self._count = 0
         self._tensors: dict[tuple[str, str], _Tensor] = {}
         self._pending: dict[str, _Tensor] = {}
+        # The files' numbers and sizes, the oldest first.
+        self._spares: dict[int, int] = {}
 
     def find(self, owner: str, names: Iterable[str]) -> dict[str, Kept]:
         """The owner's tensors of these names, whose time begins anew.
@@ -111,6 +117,8 @@ class Stored:
                 f"{self.budget_bytes:,} bytes of tensors"
             )
         self._drop_expired()
+        while self._spares and self._over_budget(specs.values()):
+            self._discard(next(iter(self._spares)))
         if self.used_bytes + needed_bytes > self.budget_bytes or self._count >= _MOST:
             raise Overloaded(
                 f"{self._count} stored tensors hold {self.used_bytes:,} of {self.budget_bytes:,} "
@@ -177,23 +185,50 @@ class Stored:
         return tensor
 
     def _made(self, spec: TensorSpec, lives_s: float) -> RegionPart:
-        descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, spec.size_bytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         self._numbers += 1
         self._count += 1
         self.used_bytes += spec.size_bytes
         part = RegionPart(_OWNER, str(self._numbers), 0, spec.size_bytes)
 
-        def closed() -> None:
+        def closed(number: int) -> bool:
             self._count -= 1
             self.used_bytes -= spec.size_bytes
+            return self._spare(number, spec.size_bytes)
 
-        self._regions.adopt(part, descriptor, closed)
+        for number, size_bytes in self._spares.items():
+            if size_bytes == spec.size_bytes:
+                del self._spares[number]
+                self._regions.adopt_again(number, part, closed)
+                break
+        else:
+            self._regions.adopt(part, _memory_file(spec.size_bytes), closed)
         self._pending[part.name] = _Tensor(spec, part, lives_s, 0.0)
         asyncio.get_running_loop().call_later(_PENDING_S, self.abandon, [part])
         return part
+
+    def _over_budget(self, specs: Iterable[TensorSpec]) -> bool:
+        """Whether tensors and spare files together would take too much with these besides."""
+        spares = list(self._spares.values())
+        held_bytes = self.used_bytes + sum(spares)
+        for spec in specs:
+            if spec.size_bytes in spares:
+                spares.remove(spec.size_bytes)
+            else:
+                held_bytes += spec.size_bytes
+        return held_bytes > self.budget_bytes
+
+    def _spare(self, number: int, size_bytes: int) -> bool:
+        """Whether to keep the file of a dropped tensor for a while."""
+        kept_bytes = self.used_bytes + sum(self._spares.values()) + size_bytes
+        if kept_bytes > self.budget_bytes or len(self._spares) >= _MOST_SPARES:
+            return False
+        self._spares[number] = size_bytes
+        asyncio.get_running_loop().call_later(_SPARE_S, self._discard, number)
+        return True
+
+    def _discard(self, number: int) -> None:
+        if self._spares.pop(number, None) is not None:
+            self._regions.discard(number)
 
     async def _moved(self, part: RegionPart, move: _Move) -> None:
         """Copy piece by piece in a thread, the file held meanwhile."""
@@ -302,6 +337,15 @@ def stored_fields(operation: Operation, fields: Mapping[str, Any]) -> dict[str, 
         if field in fields:
             raise MalformedRequest(f"{field} is given and named as stored; expected one of them")
     return dict(named)
+
+
+def _memory_file(size_bytes: int) -> int:
+    """An anonymous file that nobody can make shorter."""
+    descriptor = os.memfd_create("convgrad-stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
 
 
 def _check(name: str) -> None:

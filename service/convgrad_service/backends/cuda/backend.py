@@ -146,9 +146,9 @@ class CudaBackend:
         with self._cuda.Device(self._index):
             return IpcMemory(handle, size_bytes)
 
-    def resident(self, key: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
         """See `ServingBackend.resident`: uploaded the first time, if there is room."""
-        return self._residents.of(key, array)
+        return self._residents.of(key, version, array)
 
     def forget(self, key: int) -> None:
         """See `ServingBackend.forget`."""

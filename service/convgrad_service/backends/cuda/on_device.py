@@ -171,17 +171,19 @@ class Residents:
         self._upload = upload
         self._lock = threading.Lock()
         self._uploading: dict[int, threading.Lock] = {}
-        self._found: dict[int, OnDevice] = {}
+        self._found: dict[int, tuple[int, OnDevice]] = {}
 
-    def of(self, key: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
+    def of(self, key: int, version: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
         """The tensor on the device, uploaded if it was not; the array itself without room."""
         with self._of_key(key):
-            found = self._found.get(key)
+            kept = self._found.get(key)
+            if kept is not None and kept[0] == version:
+                return kept[1]
+            self._found.pop(key, None)
+            found = self._upload(array)
             if found is None:
-                found = self._upload(array)
-                if found is None:
-                    return array
-                self._found[key] = found
+                return array
+            self._found[key] = version, found
             return found
 
     def forget(self, key: int) -> None:
