@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.http_api.connection import CONNECTION
 from convgrad_service.http_api.joined import Joined
+from convgrad_service.http_api.known_heads import KnownHeads
 from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import Headers, problem_details
 from convgrad_service.settings import Settings
@@ -39,10 +40,15 @@ _MAX_SENT_AHEAD = 16
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. ``settings`` is set by `guarded_protocol`."""
+    """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
 
     settings: ClassVar[Settings]
+    heads: ClassVar[KnownHeads]
 
+    _between = True
+    """Whether the parser has seen the end of a request, and nothing of the next."""
+    _first = b""
+    """What was read last, if a request began with it whose head is yet to be parsed."""
     _head_timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _in_head = True
@@ -77,6 +83,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return  # what was pipelined behind a refusal
+        if self._between and self._known_received(data):
+            return
+        self._first = data if self._between else b""
         # Before parsing: the parser joins one endless header line piece by piece.
         if self._in_head:
             if self._head_bytes > self.settings.max_header_bytes:
@@ -96,6 +105,51 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("this is not an HTTP request that can be read")
 
+    def _known_received(self, data: bytes) -> bool:
+        """Take a whole request whose head is known, past the parser; False if it is none."""
+        before: RequestResponseCycle | None = self.cycle  # None before the first request
+        if self.pipeline or (before is not None and not before.response_complete):
+            return False
+        found = self.heads.find(data)
+        if found is None or len(data) - found[2] != found[0].body_bytes:
+            return False
+        known, request_id, body_at = found
+        self._unset_keepalive_if_required()
+        _stop(self._head_timer)
+        self._in_head = False
+        self.parts_bytes = known.body_bytes
+        exchange = _Exchange(self)
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "state": self.app_state.copy(),
+            CONNECTION: exchange,
+            **known.scope(request_id),
+        }
+        self.scope = cast(Any, scope)
+        cycle = self.cycle = exchange.cycle = RequestResponseCycle(
+            scope=self.scope,
+            transport=cast(asyncio.Transport, Joined(self.transport)),
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+        cycle.body += memoryview(data)[body_at:]
+        cycle.more_body = False
+        cycle.message_event.set()
+        self._start_asgi_task(cycle, self.app)
+        return True
+
     def _ignore_upgrade(self) -> None:
         """Go on in HTTP/1.1, as RFC 9110 (7.8) lets a server do.
 
@@ -112,6 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._repeating_head:
             return
+        self._between = False
         super().on_message_begin()
         self._begin_head()
         self._parts = self.parts_bytes = 0
@@ -140,8 +195,19 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests sent ahead")
         super().on_headers_complete()
         exchange.cycle = self.cycle
+        if self._first:
+            self._learn_head(self._first)
         if self.scope["method"] != "HEAD":  # whose answer is a head alone
             self.cycle.transport = cast(asyncio.Transport, Joined(self.transport))
+
+    def _learn_head(self, first: bytes) -> None:
+        self._first = b""
+        scope = cast(dict[str, Any], self.scope)
+        plain = scope["method"] == "POST" and scope["http_version"] == "1.1"
+        if plain and self.cycle.keep_alive and not self.parser.should_upgrade():
+            self.heads.learn(
+                first, scope["raw_path"], scope["path"], scope["query_string"], self.headers
+            )
 
     def on_body(self, body: bytes) -> None:
         self._parts += 1
@@ -157,6 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         # Of an upgrade it means the head alone; the parser that takes over says when the body is.
         if not self.parser.should_upgrade():
+            self._between = True
             super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -173,6 +240,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def begin_again(self) -> None:
         """Parse a new request, although the parser has not seen the end of the last one's body."""
         self.parser = httptools.HttpRequestParser(self)
+        self._between = True
         self.cycle.more_body = False
         self.cycle.message_event.set()
         self.turn_to(self)
@@ -319,7 +387,8 @@ class _Exchange:
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """The protocol class with these settings; uvicorn makes an object for each connection."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
+    own = {"settings": settings, "heads": KnownHeads()}
+    return type("GuardedProtocol", (GuardedProtocol,), own)
 
 
 def _stop(timer: TimerHandle | None) -> None:
