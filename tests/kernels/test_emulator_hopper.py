@@ -48,6 +48,8 @@ extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
       arrive_expecting(barrier, 16);
       wait_for(barrier, 0);
       break;
+    case 10: load_tile(to, args.map, barrier, {2, 0}); break;
+    case 11: store_tile(args.map, to, {0, -1}); break;
     case 9: load_tile(to, *reinterpret_cast<const TensorMap*>(args.out), barrier, {0, 0}); break;
   }
 }
@@ -86,6 +88,8 @@ def test_copies_come_at_once_or_when_waited_for(tmp_path: Path) -> None:
         (7, "a tensor map of other dimensions"),
         (8, "nobody comes to a barrier"),
         (9, "a tensor map that is none"),
+        (10, "no multiple of 16 bytes"),
+        (11, "before the tensor"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, mode: int, said: str) -> None:

@@ -88,7 +88,7 @@ def loaded(prober: Prober, x: Array, one: TileMap | PixelMap, size: int, **more:
 
 
 SHAPES = {1: (1000,), 2: (37, 72), 3: (5, 37, 72), 4: (3, 5, 37, 72), 5: (2, 3, 5, 37, 72)}
-STARTS = {"inside": (8, 3, 1, 0, 0), "before": (40, -5, -1, 2, 1), "behind": (60, 30, 4, 2, 1)}
+STARTS = {"inside": (8, 3, 1, 0, 0), "before": (-16, -5, -1, 2, 1), "behind": (56, 30, 4, 2, 1)}
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -201,7 +201,7 @@ def test_stores(prober: Prober, rng: np.random.Generator, dims: int, swizzle: in
     box = ((swizzle or 128) // 2, 16, 2, 2, 2)[:dims]
     one_of = bits(rng, SHAPES[dims])
     one = TileMap(DType.BFLOAT16, one_of.shape[::-1], strides(one_of), swizzle, box=box)
-    for start in STARTS.values():
+    for start in (STARTS["inside"], STARTS["behind"]):
         at, data = start[:dims], bits(rng, box[::-1])
         args = ProbeArgs(bytes=data.nbytes)
         args.at[:dims] = at

@@ -4,8 +4,9 @@
 //
 // Needs sm_90. Addresses in shared memory are those of shared_address (tensor_core.cuh). Tensor maps
 // are made by tensor_maps.py, and reach a kernel as members of its one __grid_constant__ argument.
-// Coordinates are given innermost first, and may lie outside the tensor: zeros come from there, and
-// nothing goes there. All of these functions are for one thread unless they say otherwise.
+// Coordinates are given innermost first; the innermost is a multiple of 16 bytes, or the copy engine
+// faults. They may lie outside the tensor, where zeros come from and nothing goes to, but those of a
+// store are not negative. All of these functions are for one thread unless they say otherwise.
 #pragma once
 
 #include "tensor_core.cuh"
