@@ -25,7 +25,7 @@ STORE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-wire bench-serve readme lock kernels compile-all test-gpu clean
+        check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,12 @@ bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 
 bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
 	@$(PY) -m tests.perf.bench_gpu
+
+bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
+	@$(PY) -m tests.perf.bench_engine_gpu
+
+bench-devices: kernels ## one GPU and several: side by side, a problem split, a worker killed
+	@$(PY) -m tests.perf.bench_devices
 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire

@@ -23,6 +23,7 @@ from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
 from convgrad_service.engine.arrangement import forget_sizes
+from convgrad_service.http_api import operations
 from tests.client.fake import FakeServer, answer, problem
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.server import LiveServer, binary_example, serving
@@ -114,6 +115,22 @@ def test_first_bytes_leave_before_the_last_part_is_computed(
     backend.gate.release(PARTS - 1)
     found = first + answer.read(expected.nbytes - len(first))
     assert found == expected.tobytes()
+    answer.close()
+    server.wait_until_idle()
+
+
+def test_an_answer_is_streamed_where_memory_cannot_be_sent_as_it_lies(
+    server: LiveServer, backend: Gated, expected: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over TLS, and behind another server."""
+    monkeypatch.setattr(operations, "connection_of", lambda scope: None)
+    answer = Answer(server)
+    backend.gate.release()
+    answer.read_head()
+    first = answer.read(expected.nbytes // 8)
+    assert backend.runs == 1
+    backend.gate.release(PARTS - 1)
+    assert first + answer.read(expected.nbytes - len(first)) == expected.tobytes()
     answer.close()
     server.wait_until_idle()
 

@@ -3,12 +3,12 @@
     python -m tests.perf.bench_engine_gpu
 
 One layer's bwd_data (ck_headline: 85 MB up, 165 MB down), real front ends, hub and worker, 4 calls
-in flight and one: through shared memory, with tensors that the server keeps, and in CUDA shared
-memory; then binary HTTP with 1, 2 and 4 front-end processes. Every answer
-that is looked at must be the same to the bit. Prints a table and writes
+in flight: through shared memory (and one alone), with tensors and results that the server keeps,
+and in CUDA shared memory; then binary HTTP with 1, 2 and 4 front-end processes, 4 calls for each.
+Every answer that is looked at must be the same to the bit. Prints a table and writes
 `tests/perf/results/engine_gpu.jsonl`: ``ours_ms`` is the time between two answers, ``peer_ms`` the
 time that the longer way over PCIe takes alone, by page-locked copies in both directions at once
-that were measured in this run. Needs a GPU and CuPy.
+that were measured in this run. Needs a GPU, CuPy and tritonclient.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def ways(front_ends: int) -> list[Way]:
     found = [Way("binary HTTP, SDK", "http", front_ends, clients, threads)]
     if front_ends == 1:
         # One at a time too: how long one answer takes, its upload, kernels and download included.
-        alone = (
-            ("shared memory, SDK", "shm"),
-            ("stored tensors, SDK", "stored"),
-            ("CUDA shared memory, tritonclient", "cuda"),
-        )
-        found[:0] = [Way(*way, 1, 1, threads) for way in alone for threads in (4, 1)]
+        found[:0] = [
+            Way("shared memory, SDK", "shm", 1, 1, 4),
+            Way("shared memory, SDK", "shm", 1, 1, 1),
+            Way("stored tensors, SDK", "stored", 1, 1, 4),
+            Way("CUDA shared memory, tritonclient", "cuda", 1, 1, 4),
+        ]
     return found
 
 
@@ -142,7 +142,7 @@ def main() -> None:
 def _show(line: dict[str, Any]) -> None:
     low, median, high = line["latency_quartiles_ms"]
     print(
-        f"{line['transport']:20}{line['front_ends']} front ends {line['in_flight']:2} in flight: "
+        f"{line['transport']:33}{line['front_ends']} front ends {line['in_flight']:2} in flight: "
         f"{line['ours_ms']:8.3f} ms an answer ({line['samples']} answers, each "
         f"{median:.1f} ms [{low:.1f} {high:.1f}]), up {line['up_gb_per_s']} GB/s, "
         f"down {line['down_gb_per_s']} GB/s; PCIe {line['peer_ms']} ms, "

@@ -153,10 +153,54 @@ def serve_table() -> str:
     return "\n".join([*lines, "", source(rows, "make bench-serve")])
 
 
+def engine_gpu_table() -> str:
+    """The whole server on a GPU: what an answer takes beside the bus that it travels over."""
+    rows = records("engine_gpu")
+    if not rows:
+        return ""
+    lines = [
+        "| way | front ends | in flight | ms an answer | GB/s up | GB/s down "
+        "| the bus alone, ms | share |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        # What lies on the GPU already does not travel; of HTTP the front ends' sockets are slower.
+        travels = row["transport"].startswith("shared memory")
+        bus = f"{row['reference_ms']:.2f}" if travels else ""
+        share = f"{row['reference_ms'] / row['ours_ms']:.0%}" if travels else ""
+        moved = not row["transport"].startswith(("stored", "CUDA"))
+        rates = [f"{row[f'{way}_gb_per_s']:.2f}" if moved else "" for way in ("up", "down")]
+        lines.append(
+            f"| {row['transport']} | {row['front_ends']} | {row['in_flight']} "
+            f"| {row['ours_ms']:.3g} | {rates[0]} | {rates[1]} | {bus} | {share} |"
+        )
+    return "\n".join([*lines, "", source(rows, "make bench-engine-gpu")])
+
+
+def devices_table() -> str:
+    """Several GPUs beside one."""
+    rows = records("devices")
+    if not rows:
+        return ""
+    lines = [
+        "| what | batch | in flight | devices | ms an answer | one device | times as fast |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['what']} | {row['batch']} | {row['in_flight']} | {row['devices']} "
+            f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} "
+            f"| {row['peer_ms'] / row['ours_ms']:.2f}x |"
+        )
+    return "\n".join([*lines, "", source(rows, "make bench-devices")])
+
+
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {
         "cpu": cpu_table,
         "gpu": gpu_table,
+        "engine_gpu": engine_gpu_table,
+        "devices": devices_table,
         "serve": serve_table,
         "wire": wire_table,
         "settings": markdown_table,
