@@ -186,12 +186,11 @@ def devices_table() -> str:
         "| what | batch | in flight | devices | ms an answer | one device | times as fast |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['what']} | {row['batch']} | {row['in_flight']} | {row['devices']} "
-            f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} "
-            f"| {row['peer_ms'] / row['ours_ms']:.2f}x |"
-        )
+    lines += [
+        f"| {row['what']} | {row['batch']} | {row['in_flight']} | {row['devices']} "
+        f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} | {row['peer_ms'] / row['ours_ms']:.2f}x |"
+        for row in rows
+    ]
     return "\n".join([*lines, "", source(rows, "make bench-devices")])
 
 
