@@ -42,6 +42,8 @@ class Stream:
     def wait_event(self, event: Recorded) -> None:
         """What waits for a part of a recording is part of it."""
         self.capture = event
+        if not self.beside:
+            self.put("waited")
 
 
 class Graph:
@@ -121,7 +123,7 @@ def test_branches_are_recorded_side_by_side(graphs: Graphs) -> None:
     stream, plan = Stream(), plan_of("a", (1,))
     for _ in range(3):
         graphs.run(plan, {"a": 1}, stream)
-    assert stream.done == ["a@1", "a@1", *["graph of a@1 |a@1"] * 2]
+    assert stream.done == ["a@1", "waited", *["graph of a@1 |a@1 waited"] * 2]
 
 
 def test_other_streams_record_their_own(graphs: Graphs) -> None:

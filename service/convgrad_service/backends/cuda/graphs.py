@@ -20,8 +20,8 @@ class Graphs:
     """Runs plans on streams; what has run there before at the same addresses, from its graph.
 
     A server's requests repeat, and so does the memory that they are given. The first run launches
-    step by step, the second records a graph, in which a plan's branches are side by side, and later
-    ones launch that: a few microseconds for the host, and none between the kernels of a plan.
+    step by step, a plan's branches side by side; the second records that as a graph, and later ones
+    launch it: a few microseconds for the host, and none between the kernels of a plan.
     ``KEPT`` plans and addresses are remembered, the latest. ``new_stream`` makes the streams that
     branches are recorded on. Safe to call from several threads, as long as no two run on the same
     memory, or the same stream, at once.
@@ -46,7 +46,7 @@ class Graphs:
         if graph is None and seen:
             graph = self._recorded(plan, addresses, stream)
         if graph is None:
-            self._kernels.run(plan.steps, addresses, stream)
+            self.side_by_side(plan, addresses, stream)
         else:
             graph.launch(stream)
         with self._lock:
@@ -58,6 +58,9 @@ class Graphs:
 
     def side_by_side(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> None:
         """Put a plan on a stream, step by step, its branches on others that this one waits for."""
+        if not plan.branches:
+            self._kernels.run(plan.steps, addresses, stream)
+            return
         beside = self._streams_beside(stream, len(plan.branches))
         cuts = pairwise([0, *plan.branches, len(plan.steps)])
         start = stream.record()
