@@ -23,6 +23,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.probe_command import probe
 from convgrad_service.settings import Settings
 from tests.contract.oip_server import OipServer, serving_oip
+from tests.contract.test_worker_deaths import mortal
+from tests.contract.tree_server import serving_tree
 from tests.fake_backends import Zeros
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -110,6 +112,20 @@ def test_tensors_over_both_ports(server: OipServer, files: Files, seed: int, siz
         convgrad.Client(f"https://{server.http}", http_client=http) as client,
     ):
         np.testing.assert_array_equal(client.maxpool2d_fwd(array, 2).output, wanted)
+
+
+def test_connections_that_are_dealt_out_are_secure_too(files: Files) -> None:
+    with (
+        serving_tree(mortal, http_workers=2, **files.server()) as server,
+        httpx.Client(verify=files.client_context(), timeout=20) as http,
+    ):
+        secure = server.url.replace("http:", "https:")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/v2")
+        for _ in range(4):
+            with convgrad.Client(secure, http_client=http, retries=0) as client:
+                ones = np.ones((1, 1, 1, 1), np.float32)
+                assert client.conv_bwd_data(ones, ones).item() == 2
 
 
 def test_clients_know_whom_they_talk_to(server: OipServer) -> None:
