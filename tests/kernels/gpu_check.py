@@ -129,10 +129,13 @@ def main() -> int:
     # Warnings of other packages' plugins are not what is tested here.
     command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
     side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
-    commands = [*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"], [*command, ALONE]
-    # None of the slow ones takes that much memory.
-    with ThreadPoolExecutor(2 if asked.slow else 1) as pool:
-        outcome = together(*pool.map(run_tests, commands))
+    if asked.slow:  # none of which takes that much memory
+        outcome = run_tests([*command, *side_by_side, "tests/kernels"])
+    else:
+        outcome = together(
+            run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
+            run_tests([*command, ALONE]),
+        )
     line = {
         "bench": "gpu_checks",
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
