@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
+from convgrad_service.backends.cuda.kernels.pool_lines import lies_flat
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family, Work, choose
 from convgrad_service.plans.cuda_program import Fragment, Instance, Step, Workspace
@@ -181,7 +182,7 @@ class PoolThroughChannelsLast(_Through[PoolWork]):
             return "the indices are given"
         if work.x.channels_last:
             return AS_THEY_ARE
-        if work.kernel[0] == 1 and work.stride[1:] == (1, 1):
+        if lies_flat(work):
             return "flat windows of stride 1 take no longer as they lie"
         return self._inner.why_not(_last_pool(work, _pooled(work)), device)
 

@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda_device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import PoolWork, Size3
 
-__all__ = ["Box", "PoolLines"]
+__all__ = ["Box", "PoolLines", "lies_flat"]
 
 # A block's channels make whole sectors of memory; a key has 4 bytes for 16-bit types, else 8.
 CHANNELS = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
@@ -129,6 +129,8 @@ class PoolLines:
         window = work.kernel[0], work.stride[0], work.kernel[1], work.stride[1]
         if not same or window not in WINDOWS:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        if not work.x.channels_last and not lies_flat(work):
+            return "channels first, with a stride or a depth: copies around it take less"
         if work.kernel[0] == 1 and (work.pad[0] != 0 or work.input[0] != work.output[0]):
             return "padding along D"
         if image_elements(work) >= 2**31:
@@ -180,8 +182,9 @@ class PoolLines:
             boxes = [Box.tiled(kernel, stride, depth)]
             if stride == 1 and kernel % 2:
                 boxes += [Box.full(lines, kernel) for lines in FULL]
+            orders = (False, True) if (depth, stride) == (1, 1) else (False,)
             for dtype in CHANNELS:
-                for first in (False, True):
+                for first in orders:
                     found += [
                         _instance(
                             dtype,
@@ -198,6 +201,11 @@ class PoolLines:
                         for box in boxes
                     ]
         return found
+
+
+def lies_flat(work: PoolWork) -> bool:
+    """Whether windows are flat and have stride 1: rows of channels-first planes are read once."""
+    return work.kernel[0] == 1 and work.stride[1:] == (1, 1)
 
 
 def _channels(dtype: DType, depth: int, box: Box) -> int:

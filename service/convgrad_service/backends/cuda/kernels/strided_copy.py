@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 from convgrad_service.backends.cuda.arguments import pack
@@ -15,6 +16,8 @@ from convgrad_service.plans.cuda_works import Copy, CopyAxis
 __all__ = ["StridedCopy"]
 
 BLOCK, AXES, BOUNDS = 256, 8, 2
+# Of the last axis, that one thread copies: the place of the others is worked out once for it.
+LONGEST_RUN = 8
 # A copy needs to know an element's size alone.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
@@ -25,7 +28,7 @@ class StridedCopyArgs(ctypes.Structure):
     _fields_ = (
         ("source", ctypes.c_uint64),
         ("target", ctypes.c_uint64),
-        ("elements", ctypes.c_int64),
+        ("runs", ctypes.c_int64),
         ("extent", ctypes.c_int64 * AXES),
         ("source_stride", ctypes.c_int64 * AXES),
         ("target_stride", ctypes.c_int64 * AXES),
@@ -33,6 +36,9 @@ class StridedCopyArgs(ctypes.Structure):
         ("outer", ctypes.c_int32 * BOUNDS),
         ("inner", ctypes.c_int32 * BOUNDS),
         ("pads", ctypes.c_int32),
+        ("run", ctypes.c_int32),
+        ("run_source", ctypes.c_int64),
+        ("run_target", ctypes.c_int64),
     )
 
 
@@ -47,20 +53,24 @@ class StridedCopy:
 
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        missing = AXES - len(work.axes)
-        axes = (*[CopyAxis(1, 0, 0)] * missing, *work.axes)
+        own = list(work.axes) if work.bounds else _joined(work.axes)
+        short = own and not work.bounds and own[-1].extent <= LONGEST_RUN
+        run = own.pop() if short else CopyAxis(1, 0, 0)
+        missing = AXES - len(own)
+        axes = (*[CopyAxis(1, 0, 0)] * missing, *own)
         args = StridedCopyArgs()
         args.extent[:] = [axis.extent for axis in axes]
         args.source_stride[:] = [axis.source for axis in axes]
         args.target_stride[:] = [axis.target for axis in axes]
-        args.elements = prod(args.extent)
+        args.runs = prod(args.extent)
+        args.run, args.run_source, args.run_target = run.extent, run.source, run.target
         bounds = [(outer + missing, inner + missing, limit) for outer, inner, limit in work.bounds]
         bounds += [(-1, -1, 0)] * (BOUNDS - len(bounds))
         args.outer[:], args.inner[:], args.limit[:] = zip(*bounds, strict=True)
         args.pads = work.pads
         launch = Launch(
             _instance(work.dtype.itemsize),
-            linear_grid(args.elements, BLOCK),
+            linear_grid(args.runs, BLOCK),
             (BLOCK, 1, 1),
             pack(args, source=work.source, target=work.target),
         )
@@ -69,6 +79,20 @@ class StridedCopy:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [_instance(itemsize) for itemsize in _TYPES]
+
+
+def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
+    """The same copy with fewer axes: neighbours that go on from one another are one."""
+    found: list[CopyAxis] = []
+    for axis in axes:
+        if axis.extent == 1:
+            continue
+        steps = axis.extent * axis.source, axis.extent * axis.target
+        if found and (found[-1].source, found[-1].target) == steps:
+            found[-1] = replace(axis, extent=axis.extent * found[-1].extent)
+        else:
+            found.append(axis)
+    return found
 
 
 def _instance(itemsize: int) -> Instance:
