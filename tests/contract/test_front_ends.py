@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 from convgrad import Client
+from convgrad_service.connections import Dealer
+from convgrad_service.server import listening_socket
 from tests.contract.test_worker_deaths import mortal
 from tests.contract.tree_server import TreeServer, serving_tree, until
 
@@ -82,3 +86,49 @@ def test_a_front_end_that_dies_gets_its_share_again(server: TreeServer) -> None:
     until(has_some)
     for connection in held:
         connection.close()
+
+
+def dealt(end: socket.socket) -> int:
+    """How many connections have come over an end."""
+    end.setblocking(False)
+    found = 0
+    with suppress(BlockingIOError):
+        while True:
+            told, descriptors, _, _ = socket.recv_fds(end, 1, 1)
+            if not told:
+                break  # the other end is closed
+            os.close(descriptors[0])
+            found += 1
+    return found
+
+
+def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
+    async def scenario() -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        (ours, theirs), (second, gone) = pairs
+        held: list[socket.socket] = []
+        with listening_socket("127.0.0.1", 0) as bound:
+            bound.listen()
+            dealer = Dealer(bound)
+
+            async def connect(count: int) -> None:
+                held.extend(socket.create_connection(bound.getsockname()) for _ in range(count))
+                await asyncio.sleep(0.05)
+
+            await connect(2)
+            dealer.add(ours)
+            await asyncio.sleep(0.05)
+            assert dealt(theirs) == 2
+            dealer.add(second)
+            gone.close()
+            await connect(4)
+            assert dealt(theirs) == 4  # and none is lost with the other
+            dealer.remove(second)
+            dealer.remove(ours)
+            await connect(1)
+            assert dealt(theirs) == 0
+            dealer.close()
+        for each in (*held, theirs):
+            each.close()
+
+    asyncio.run(scenario())
