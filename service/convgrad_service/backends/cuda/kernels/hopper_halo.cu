@@ -39,14 +39,14 @@ constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that
 constexpr int kConsumers = kGroups * 4;                   // warps
 constexpr int kLead = 1;                                  // a barrier
 
-// Use `count` of a ring: where, and the parity of its turn.
+// A place in a ring, and the parity of its turn.
 struct Place {
-  u32 at, parity;
+  u32 at = 0, parity = 0;
+
+  __device__ __forceinline__ void advance(u32 size) {
+    if (++at == size) at = 0, parity ^= 1;
+  }
 };
-__device__ __forceinline__ Place place_of(u32 count, u32 size) {
-  const u32 turn = count / size;
-  return {count - turn * size, turn & 1};
-}
 
 struct Barriers {
   u32 x_full, x_empty, w_full, w_empty;
@@ -54,12 +54,11 @@ struct Barriers {
 
 __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables, u32 ring,
                             const Barriers& barriers) {
-  u32 count = 0;
+  Place place;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
     const HaloTile at(args, tile);
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      for (int slice = 0; slice < args.slices; ++slice, ++count) {
-        const Place place = place_of(count, args.stages);
+      for (int slice = 0; slice < args.slices; ++slice, place.advance(args.stages)) {
         wait_for(barriers.x_empty + 8 * place.at, place.parity ^ 1);
         const u32 full = barriers.x_full + 8 * place.at;
         arrive_expecting(full, args.box_bytes);
@@ -94,14 +93,13 @@ __device__ void load_weights(const HopperHaloArgs& args, const HaloTables& table
     }
     return;
   }
-  u32 count = 0;
+  Place place;
   for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
     const HaloTile at(args, tile);
     for (int pass = 0; pass < args.passes; ++pass) {
       for (int chunk = 0; chunk < args.chunks; ++chunk) {
-        for (int i = 0; i < tables.pass[pass].steps; ++i, ++count) {
+        for (int i = 0; i < tables.pass[pass].steps; ++i, place.advance(args.slots)) {
           const HaloStep& step = tables.step[tables.pass[pass].first_step + i];
-          const Place place = place_of(count, args.slots);
           wait_for(barriers.w_empty + 8 * place.at, place.parity ^ 1);
           const u32 full = barriers.w_full + 8 * place.at;
           arrive_expecting(full, step.loads * args.load_bytes);
@@ -174,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int lead = group == 0 ? args.lead : 0;
 
     float sum[kColumns / 8][4];
-    u32 x_count = 0, w_count = 0;
+    Place first, w_place;  // the former of the tile's first slice
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
+      Place x_place;
       for (int pass = 0; pass < args.passes; ++pass) {
         const HaloPass& now = tables.pass[pass];
 #pragma unroll
@@ -193,45 +192,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           }
           __syncwarp();
         };
+        x_place = first;
         for (int chunk = 0; chunk < args.chunks; ++chunk) {
-          for (int i = 0; i < now.steps; ++i, ++w_count) {
-            const HaloStep& step = tables.step[now.first_step + i];
+          int slice = 0;
+          for (int i = 0; i < now.steps; ++i) {
+            const HaloStep step = tables.step[now.first_step + i];
             const int taps = __shfl_sync(0xffffffff, static_cast<int>(step.taps), 0);
-            const Place x_place =
-                place_of(x_count + chunk * args.slices + step.slice, args.stages);
-            Place w_place{static_cast<u32>(chunk), 0};
-            u32 w_from = chunk * args.chunk_bytes;
-            if (args.slots != 0) {
-              w_place = place_of(w_count, args.slots);
-              w_from = w_place.at * args.slot_bytes;
-            }
+            for (; slice < step.slice; ++slice) x_place.advance(args.stages);
+            const u32 w_at = args.slots == 0 ? chunk : w_place.at;
             wait_for(barriers.x_full + 8 * x_place.at, x_place.parity);
-            wait_for(barriers.w_full + 8 * w_place.at, w_place.parity);
-            const u64 a_step = a_first + (w_from >> 4);
+            wait_for(barriers.w_full + 8 * w_at, w_place.parity);
+            const u64 a_step =
+                a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
             const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
+            HaloTap tap = tables.tap[step.first_tap];
             int j = 0;
 #pragma unroll 1
             do {
-              const HaloTap tap = tables.tap[step.first_tap + j];
               const u64 a = a_step + tap.weight, b = b_step + tap.pixel * (kRowBytes / 16);
               begin_products();
               multiply<T, kWeights, kAlongK>(sum, a, b, 1);
               multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
               commit_products();
-              wait_products<1>();
-              if (j == 0) release();
+              tap = tables.tap[step.first_tap + j + 1];
+              if (j == 0) {
+                wait_products<1>();
+                release();
+              } else {
+                wait_products<2>();
+              }
             } while (++j < taps);
             if (lead > 0 && --lead == 0) pass_by(kLead, kConsumers * 32);
             x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
-            w_release = args.slots != 0 ? barriers.w_empty + 8 * w_place.at : 0;
+            w_release = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
+            if (args.slots != 0) w_place.advance(args.slots);
           }
+          for (; slice < args.slices; ++slice) x_place.advance(args.stages);
         }
         wait_products<0>();
         hold_sums(sum);
         release();
         put_results<T>(args, HaloTile(args, tile), now, sum);
       }
-      x_count += args.chunks * args.slices;
+      first = x_place;
     }
   }
 }

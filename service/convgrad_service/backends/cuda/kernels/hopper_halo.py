@@ -87,7 +87,7 @@ class TablesArgs(ctypes.Structure):
         ("pass", PassArgs * MAX_PASSES),
         ("slice", SliceArgs * MAX_SLICES),
         ("step", StepArgs * MAX_STEPS),
-        ("tap", TapArgs * MAX_TAPS),
+        ("tap", TapArgs * (MAX_TAPS + 2)),
         ("load", LoadArgs * MAX_TAPS),
     )
 

@@ -37,7 +37,7 @@ struct HaloTables {
   HaloPass pass[kMaxHaloPasses];
   HaloSlice slice[kMaxHaloSlices];
   HaloStep step[kMaxHaloSteps];
-  HaloTap tap[kMaxHaloTaps];
+  HaloTap tap[kMaxHaloTaps + 2];  // what follows the last one is read, and not used
   HaloLoad load[kMaxHaloTaps];
 };
 
