@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,6 +118,30 @@ def test_a_region_beyond_its_allocation_is_refused(server: TreeServer) -> None:
         with pytest.raises(InferenceServerException, match="raw handle"):
             other.register_cuda_shared_memory("wrong", base64.b64encode(bytes(64)), 0, MiB)
         device.close()
+
+
+def test_who_frees_what_is_registered_harms_nobody_else(
+    server: TreeServer, client: convgrad.Client
+) -> None:
+    grad, weight = drawn((4, 64, 64, 64), 0), drawn((64, 64, 3, 3), 1)
+    wanted = client.conv_bwd_data(grad, weight, padding=1)
+    with tritonclient_of(server) as other:
+        device = Device(other, {"grad_output": grad, "weight": weight}, wanted.nbytes)
+        output = triton.InferRequestedOutput("grad_input")
+        output.set_shared_memory("out", wanted.nbytes)
+        ask = {"parameters": {"padding": 1}, "outputs": [output]}
+        other.infer("conv_bwd_data", device.given, **ask)
+        for kind in ("source", "target"):
+            device.module.destroy_shared_memory_region(getattr(device, kind))
+            delattr(device, kind)  # the last to hold it: it is freed
+        # What it computes from memory that is gone is its own business.
+        with contextlib.suppress(InferenceServerException):
+            other.infer("conv_bwd_data", device.given, **ask)
+        found = client.conv_bwd_data(grad, weight, padding=1)
+        assert (found.view(np.uint16) == wanted.view(np.uint16)).all()
+        other.unregister_cuda_shared_memory()
+    found = client.conv_bwd_data(grad, weight, padding=1)
+    assert (found.view(np.uint16) == wanted.view(np.uint16)).all()
 
 
 def test_a_stored_tensor_is_uploaded_once(client: convgrad.Client) -> None:
