@@ -7,15 +7,15 @@
 //
 // Grid: one block a multiprocessor, in clusters of CLUSTER_M x CLUSTER_N x SPLIT; each cluster takes
 // one tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN
-// channels. One warp starts the copies: the pixels of a step by im2col, zeros outside the source, and
-// the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all; or else
+// channels. One warp looks ahead where tiles lie and which taps they meet. A thread starts the copies
+// of the pixels of a step by im2col, zeros outside the source, another those of the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all; or else
 // SPLIT of them take a part of one tile's steps each, and its rows are divided among them when they
 // add these up: then a cluster has one tile, and a reduction is cut in the same places for all sums
 // of a launch. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
 // in a ring of STAGES steps. Taps that no pixel of a tile meets are left out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's results on their way; two barriers a
-// stage.
+// stage, and two for each of four tiles with what is told of them.
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the
 // result's (ACROSS 1), 16-bit types alone. Needs sm_90a.
@@ -56,19 +56,23 @@ static_assert(BM % (64 * CONSUMERS) == 0 && kOwnPixels % 8 == 0, "whole boxes fo
 static_assert(SPLIT == 1 || kSharing == 1, "blocks of a cluster share operands, or a reduction");
 static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
 
-struct Place {
-  u32 ring, full, empty;  // shared addresses
-  int row, column;        // of the block in its cluster: its pixels and its channels
-  int part;               // of the reduction
+// Tiles that warps are told of ahead.
+constexpr int kTold = 4;
 
-  // The steps of a tile that are this block's: from the first to before the second.
-  __device__ __forceinline__ int share(int steps, int boundary) const {
-    return SPLIT > 1 ? steps * (part + boundary) / SPLIT : steps * boundary;
-  }
+struct Place {
+  u32 ring, staging, barriers;  // shared addresses
+  TileTold* told;
+  int row, column;  // of the block in its cluster: its pixels and its channels
+  int part;         // of the reduction
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
-  __device__ __forceinline__ u32 filled(int i) const { return full + i * 8; }
-  __device__ __forceinline__ u32 read(int i) const { return empty + i * 8; }
+  // Barriers: a stage's operands are there, or have been read; likewise of what is told of a tile.
+  __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
+  __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
+  __device__ __forceinline__ u32 known(int i) const { return barriers + (2 * STAGES + i) * 8; }
+  __device__ __forceinline__ u32 heard(int i) const {
+    return barriers + (2 * STAGES + kTold + i) * 8;
+  }
 };
 
 // A block's (or a cluster's) places in the schedule: one of every turn, forwards and backwards by
@@ -82,9 +86,59 @@ struct Turns {
   }
 };
 
-// The next stage of the ring, and the parity of the phase that it is in.
-__device__ __forceinline__ void step(int& stage, u32& parity) {
-  if (++stage == STAGES) stage = 0, parity ^= 1;
+// A place in a ring of so many, and the parity of the phase that it is in.
+template <int kCount>
+struct Turning {
+  int at = 0;
+  u32 parity;
+
+  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
+  __device__ __forceinline__ void step() {
+    if (++at == kCount) at = 0, parity ^= 1;
+  }
+};
+
+// One warp looks ahead at tiles, so that others need not wait for where they lie.
+__device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const Place& place,
+                                           const Turns& turns) {
+  Turning<kTold> turning(1);
+  const int chunks = (args.in_channels + kDepth - 1) / kDepth;
+  auto tell = [&](const TileTold& told) {
+    wait_for(place.heard(turning.at), turning.parity);
+    if ((threadIdx.x & 31) == 0) {
+      place.told[turning.at] = told;
+      arrive(place.known(turning.at));
+    }
+    turning.step();
+  };
+  TileTold told;
+#pragma unroll 1
+  for (int turn = 0; turn < turns.count(); ++turn) {
+    GatherTile tile;
+    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) {
+      continue;
+    }
+    const GatherPhase& phase = phase_of(args, tile.phase);
+    const int past = min(tile.first_pixel + BM * CLUSTER_M, phase.pixels);
+    const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
+    const PixelAt own =
+        pixel_at(phase, tile.first_pixel + place.row * BM + place.column * kOwnPixels);
+    told.phase = tile.phase, told.first_pixel = tile.first_pixel;
+    told.first_channel = tile.first_channel;
+    int steps = chunks;
+#pragma unroll
+    for (int d = 0; d < 3; ++d) {
+      told.taps[d] = met_taps(args, phase, first, last, d);
+      told.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
+      steps *= __popc(told.taps[d]);
+    }
+    told.image = image(own, args.images_first);
+    told.first_step = SPLIT > 1 ? steps * place.part / SPLIT : 0;
+    told.steps = (SPLIT > 1 ? steps * (place.part + 1) / SPLIT : steps) - told.first_step;
+    tell(told);
+  }
+  told.steps = -1;
+  tell(told);
 }
 
 template <int kDims>
@@ -98,117 +152,122 @@ __device__ __forceinline__ void load_shared_pixels(u32 blocks, u32 to, const Ten
   }
 }
 
-// Starts the copies of this block's part of one step's pixels, to the blocks of its row.
-__device__ __forceinline__ void load_source(const HopperGatherArgs& args, const Place& place,
-                                            const GatherPhase& phase, const TensorMap& map,
-                                            const PixelAt& pixel, u32 to, u32 barrier, int channel,
-                                            int j0, int j1, int j2) {
-  const bool images_first = args.images_first;
+// Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
+// taps that are kept.
+template <class Copy>
+__device__ __forceinline__ void for_each_step(const TileTold& tile, int channels, const Copy& copy) {
+  int index = 0;
+#pragma unroll 1
+  for (int channel = 0; channel < channels; channel += kDepth) {
+#pragma unroll 1
+    for (int t = next_bit(tile.taps[0], -1); t < 32; t = next_bit(tile.taps[0], t)) {
+#pragma unroll 1
+      for (int r = next_bit(tile.taps[1], -1); r < 32; r = next_bit(tile.taps[1], r)) {
+#pragma unroll 1
+        for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
+          if constexpr (SPLIT > 1) {
+            const bool own = static_cast<u32>(index - tile.first_step) < tile.steps;
+            ++index;
+            if (!own) continue;
+          }
+          copy(channel, t, r, s);
+        }
+      }
+    }
+  }
+}
+
+// One thread starts the copies of this block's part of the pixels, to the blocks of its row.
+__device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const Place& place) {
+  Turning<kTold> turning(0);
+  Turning<STAGES> ring(1);
+  const int channels = args.in_channels, way = args.dims + (args.images_first ? 3 : 0);
+  const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
   u32 blocks = 0;
 #pragma unroll
   for (int i = 0; i < CLUSTER_N; ++i) blocks |= 1u << (i * CLUSTER_M);
   blocks <<= place.row;
-  to += place.column * kOwnPixels * kRowBytes;
-  const int tap[3] = {j0, j1, j2};
-  int at[3], by[3];
+  const u32 own = place.column * kOwnPixels * kRowBytes;
+#pragma unroll 1
+  for (;;) {
+    wait_for(place.known(turning.at), turning.parity);
+    const TileTold tile = place.told[turning.at];
+    arrive(place.heard(turning.at));
+    turning.step();
+    if (tile.steps < 0) return;
+    const GatherPhase& phase = phase_of(args, tile.phase);
+    const TensorMap& map = args.source[MAPS == 1 ? 0 : tile.phase];
+    const int d = tile.at[0], h = tile.at[1], w = tile.at[2], n = tile.image;
+    int by[3];
 #pragma unroll
-  for (int d = 0; d < 3; ++d) {
-    const GatherAxis& axis = phase.axis[d];
-    at[d] = axis.low + position(pixel, d, images_first) * args.x_step[d];
-    by[d] = axis.x0 + tap[d] * args.x_tap[d] - axis.low;
-  }
-  const int n = image(pixel, images_first);
-  // Of the slowest dimension there are no corners: what moves it is part of where it is.
-  switch (args.dims + (images_first ? 3 : 0)) {
-    case 3:
-      load_shared_pixels<3>(blocks, to, map, barrier, {channel, at[2], n}, {by[2]});
-      break;
-    case 4:
-      load_shared_pixels<4>(blocks, to, map, barrier, {channel, at[2], at[1], n}, {by[2], by[1]});
-      break;
-    case 5:
-      load_shared_pixels<5>(blocks, to, map, barrier, {channel, at[2], at[1], at[0], n},
-                            {by[2], by[1], by[0]});
-      break;
-    case 6:
-      load_shared_pixels<3>(blocks, to, map, barrier, {channel, n, at[2] + by[2]}, {0});
-      break;
-    case 7:
-      load_shared_pixels<4>(blocks, to, map, barrier, {channel, n, at[2], at[1] + by[1]},
-                            {0, by[2]});
-      break;
-    default:
-      load_shared_pixels<5>(blocks, to, map, barrier, {channel, n, at[2], at[1], at[0] + by[0]},
-                            {0, by[2], by[1]});
-  }
-}
-
-// Starts the copies of this block's part of one step's weights, to the blocks of its column.
-__device__ __forceinline__ void load_weight(const TensorMap& map, const Place& place, u32 to,
-                                            u32 barrier, int first_channel, int channel, int t,
-                                            int r, int s) {
-  const u32 blocks = ((1u << CLUSTER_M) - 1) << (place.column * CLUSTER_M);
-  auto load = [&](u32 there, const int (&at)[5]) {
-    if constexpr (CLUSTER_M > 1) {
-      load_tile_to<5>(blocks, there, map, barrier, at, kKeepMost);
-    } else {
-      load_tile<5>(there, map, barrier, at, kKeepMost);
-    }
-  };
-  if constexpr (ACROSS) {
-#pragma unroll
-    for (int i = 0; i < kOwnBoxes; ++i) {
-      const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
-      const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
-      load(to + box * kBoxBytes + own * kRowBytes,
-           {first_channel + box * kBoxColumns, s, r, t, channel + own});
-    }
-  } else {
-    const int own = place.row * kOwnChannels;
-    load(to + own * kRowBytes, {channel, s, r, t, first_channel + own});
-  }
-}
-
-__device__ __forceinline__ void produce(const HopperGatherArgs& args, const Place& place,
-                                        const Turns& turns) {
-  int stage = 0;
-  u32 parity = 1;
-  for (int turn = 0; turn < turns.count(); ++turn) {
-    GatherTile tile;
-    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) {
-      continue;
-    }
-    const KeptTaps kept = kept_taps<BM * CLUSTER_M>(args, tile);
-    const GatherPhase& phase = args.phase[tile.phase];
-    const TensorMap& source = args.source[tile.phase];
-    const PixelAt pixel =
-        pixel_at(phase, tile.first_pixel + place.row * BM + place.column * kOwnPixels);
-    const int steps = kept.count() * ((args.in_channels + kDepth - 1) / kDepth);
-    const int first = place.share(steps, 0), end = place.share(steps, 1);
-    int index = 0;
-    for (int channel = 0; channel < args.in_channels; channel += kDepth) {
-      for (int t = next_bit(kept.axis[0], -1); t < 32; t = next_bit(kept.axis[0], t)) {
-        for (int r = next_bit(kept.axis[1], -1); r < 32; r = next_bit(kept.axis[1], r)) {
-          for (int s = next_bit(kept.axis[2], -1); s < 32; s = next_bit(kept.axis[2], s)) {
-            if constexpr (SPLIT > 1) {
-              const bool own = first <= index && index < end;
-              ++index;
-              if (!own) continue;
-            }
-            wait_for(place.read(stage), parity);
-            const u32 barrier = place.filled(stage), to = place.stage(stage);
-            arrive_expecting(barrier, kLoadedBytes);
-            load_source(args, place, phase, source, pixel, to, barrier, channel, t, r, s);
-            load_weight(args.weight, place, to + kABytes, barrier,
-                        tile.first_channel + place.column * BN, channel,
-                        phase.axis[0].r0 + t * args.r_step[0],
-                        phase.axis[1].r0 + r * args.r_step[1],
-                        phase.axis[2].r0 + s * args.r_step[2]);
-            step(stage, parity);
-          }
-        }
+    for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
+    for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
+      wait_for(place.read(ring.at), ring.parity);
+      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + own;
+      arrive_expecting(barrier, kABytes);
+      const int dd = by[0] + t * x_tap[0], dh = by[1] + r * x_tap[1], dw = by[2] + s * x_tap[2];
+      // Of the slowest dimension there are no corners: what moves it is part of where it is.
+      switch (way) {
+        case 3: load_shared_pixels<3>(blocks, to, map, barrier, {channel, w, n}, {dw}); break;
+        case 4: load_shared_pixels<4>(blocks, to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
+        case 5:
+          load_shared_pixels<5>(blocks, to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
+          break;
+        case 6: load_shared_pixels<3>(blocks, to, map, barrier, {channel, n, w + dw}, {0}); break;
+        case 7:
+          load_shared_pixels<4>(blocks, to, map, barrier, {channel, n, w, h + dh}, {0, dw});
+          break;
+        default:
+          load_shared_pixels<5>(blocks, to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
       }
-    }
+      ring.step();
+    });
+  }
+}
+
+// One thread starts the copies of this block's part of the weights, to the blocks of its column.
+__device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const Place& place) {
+  Turning<kTold> turning(0);
+  Turning<STAGES> ring(1);
+  const u32 blocks = ((1u << CLUSTER_M) - 1) << (place.column * CLUSTER_M);
+  const int channels = args.in_channels;
+  const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
+#pragma unroll 1
+  for (;;) {
+    wait_for(place.known(turning.at), turning.parity);
+    const TileTold tile = place.told[turning.at];
+    arrive(place.heard(turning.at));
+    turning.step();
+    if (tile.steps < 0) return;
+    const GatherPhase& phase = phase_of(args, tile.phase);
+    const int first_channel = tile.first_channel + place.column * BN;
+    const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
+    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
+      wait_for(place.read(ring.at), ring.parity);
+      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + kABytes;
+      arrive_expecting(barrier, kLoadedBytes - kABytes);
+      const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
+      auto load = [&](u32 there, const int (&at)[5]) {
+        if constexpr (CLUSTER_M > 1) {
+          load_tile_to<5>(blocks, there, args.weight, barrier, at, kKeepMost);
+        } else {
+          load_tile<5>(there, args.weight, barrier, at, kKeepMost);
+        }
+      };
+      if constexpr (ACROSS) {
+#pragma unroll
+        for (int i = 0; i < kOwnBoxes; ++i) {
+          const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
+          const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
+          load(to + box * kBoxBytes + own * kRowBytes,
+               {first_channel + box * kBoxColumns, s, r, t, channel + own});
+        }
+      } else {
+        const int own = place.row * kOwnChannels;
+        load(to + own * kRowBytes, {channel, s, r, t, first_channel + own});
+      }
+      ring.step();
+    });
   }
 }
 
@@ -228,11 +287,10 @@ __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4
   for (int i = 0; i < kProducts; ++i) one(i, i > 0 ? 1 : add);
 }
 
-__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place,
-                                        const Turns& turns, u32 staging) {
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  int stage = 0;
-  u32 parity = 0;
+  Turning<kTold> turning(0);
+  Turning<STAGES> ring(0);
   auto release = [&](int which) {
     if constexpr (kSharing > 1) {
       // Whoever copies to this block: those of its row and of its column.
@@ -242,24 +300,17 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       if (lane == 0) arrive(place.read(which));
     }
   };
-  const int chunks = (args.in_channels + kDepth - 1) / kDepth;
-  int turn = 0, steps = 0;
-  GatherTile next;
-  auto find_next = [&]() {
-    while (turn < turns.count()) {
-      if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn++), turns.all, next)) {
-        continue;
-      }
-      const int all = kept_taps<BM * CLUSTER_M>(args, next).count() * chunks;
-      steps = place.share(all, 1) - place.share(all, 0);
-      return true;
-    }
-    return false;
-  };
-  bool more = find_next();
-  while (more) {
-    const GatherTile tile = {next.phase, next.first_pixel + place.row * BM + warpgroup * kRowsOf,
-                             next.first_channel + place.column * BN};
+#pragma unroll 1
+  for (;;) {
+    wait_for(place.known(turning.at), turning.parity);
+    const TileTold& told = place.told[turning.at];
+    const int steps = told.steps;
+    const GatherTile tile = {told.phase, told.first_pixel + place.row * BM + warpgroup * kRowsOf,
+                             told.first_channel + place.column * BN};
+    __syncwarp();
+    if (lane == 0) arrive(place.heard(turning.at));
+    turning.step();
+    if (steps < 0) break;
     float sum[kParts][kFragments][4];
     if (steps == 0) {
 #pragma unroll
@@ -272,25 +323,25 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       }
     }
     int before = 0;  // the stage whose products are under way
+#pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      wait_for(place.filled(stage), parity);
+      wait_for(place.filled(ring.at), ring.parity);
       begin_products();
-      const u32 rows = place.stage(stage) + warpgroup * kRowsOf * kRowBytes;
-      multiply_step(sum, rows, place.stage(stage) + kABytes, i > 0);
+      const u32 rows = place.stage(ring.at) + warpgroup * kRowsOf * kRowBytes;
+      multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
       commit_products();
       wait_products<1>();
       if (i > 0) release(before);
-      before = stage;
-      step(stage, parity);
+      before = ring.at;
+      ring.step();
     }
-    const bool any = steps > 0;
-    more = find_next();  // while the last products run
+    // Where its rows go is found while the last products run.
+    const Results<T, kParts, kFragments> results(args, tile,
+                                                 place.staging + warpgroup * kStagingBytes);
     wait_products<0>();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
-    if (any) release(before);
-
-    const Results<T, kParts, kFragments> results(args, tile, staging + warpgroup * kStagingBytes);
+    if (steps > 0) release(before);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it.
       wait_at(1, CONSUMERS * 128);
@@ -298,13 +349,6 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     } else {
       results.store(sum);
     }
-  }
-  if constexpr (SPLIT > 1) {
-    synchronize_cluster();
-    GatherTile tile;
-    if (!tile_at<BM, BN>(args, turns.place(0), turns.all, tile)) return;
-    const Results<T, kParts, kFragments> results(args, tile, staging);
-    results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
   }
 }
 
@@ -317,19 +361,26 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         hopper_gather(const __grid_constant__ HopperGatherArgs args) {
   extern __shared__ uint4 shared[];
   Place place;
-  place.ring = (shared_address(shared) + 1023) & ~1023u;
-  const u32 staging = place.ring + STAGES * kStageBytes;
-  place.full = staging + CONSUMERS * kStagingBytes;
-  place.empty = place.full + STAGES * 8;
+  const u32 padding = -shared_address(shared) & 1023;
+  place.ring = shared_address(shared) + padding;
+  place.staging = place.ring + STAGES * kStageBytes;
+  place.barriers = place.staging + CONSUMERS * kStagingBytes;
+  char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
+  place.told = reinterpret_cast<TileTold*>(after + (2 * STAGES + 2 * kTold) * 8);
   const int rank = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) : 0;
   place.row = rank % CLUSTER_M, place.column = rank / CLUSTER_M % CLUSTER_N;
   place.part = rank / kSharing;
   const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
+  const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      make_barrier(place.filled(i), 1);
+      make_barrier(place.filled(i), 2);
       make_barrier(place.read(i), (CLUSTER_M + CLUSTER_N - 1) * CONSUMERS * 4);
+    }
+    for (int i = 0; i < kTold; ++i) {
+      make_barrier(place.known(i), 1);
+      make_barrier(place.heard(i), 2 + CONSUMERS * 4);
     }
     publish_barriers();
   }
@@ -340,20 +391,27 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   }
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x < 32 && elected()) {
-      produce(args, place, turns);
+    if (warp == 0) {
+      if (elected()) copy_pixels(args, place);
+    } else if (warp == 1) {
+      if (elected()) copy_weights(args, place);
+    } else if (warp == 2) {
+      look_ahead(args, place, turns);
     }
-    if constexpr (SPLIT > 1) {
-      __syncwarp();
-      synchronize_cluster();
-    }
+    __syncwarp();
+    if constexpr (SPLIT > 1) synchronize_cluster();
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(args, place, turns, staging);
+    consume(args, place);
+    if constexpr (SPLIT > 1) {
+      synchronize_cluster();
+      GatherTile tile;
+      if (tile_at<BM, BN>(args, turns.place(0), turns.all, tile)) {
+        const Results<T, kParts, kFragments> results(args, tile, place.staging);
+        results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
+      }
+    }
   }
   // A block's shared memory stays until others of its cluster have been there for the last time.
-  if constexpr (CLUSTER > 1) {
-    __syncwarp();
-    synchronize_cluster();
-  }
+  if constexpr (CLUSTER > 1) synchronize_cluster();
 }

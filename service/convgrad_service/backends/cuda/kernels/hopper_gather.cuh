@@ -39,7 +39,6 @@ struct HopperGatherArgs {
   int activation;
   int plain;          // results are sums, with wide stores
   int wide_stores;    // the result's channels are side by side in whole, aligned 16-byte chunks
-  int may_skip;       // some tile may lie wholly outside some tap
   int images_first;   // neighbouring pixels are those of neighbouring images
   int dims;           // of the source's maps
   int rounds;
@@ -88,6 +87,10 @@ struct GatherTile {
   int phase, first_pixel, first_channel;
 };
 
+__device__ __forceinline__ const GatherPhase& phase_of(const HopperGatherArgs& args, int phase) {
+  return args.phase[MAPS == 1 ? 0 : phase];
+}
+
 // The tile at a place of the schedule; false where there is none. Phases follow each other, that with
 // the most taps first, in each of several rounds, so that they read the source while it is in the L2
 // cache. Tiles of channels are the fastest.
@@ -110,53 +113,33 @@ __device__ __forceinline__ bool tile_at(const HopperGatherArgs& args, int place,
   return index < args.phase[phase].tiles;
 }
 
-// The taps that some pixel of a tile meets inside the source: a bit each, along D, H and W.
-struct KeptTaps {
-  u32 axis[3];
-
-  __device__ __forceinline__ int count() const {
-    return __popc(axis[0]) * __popc(axis[1]) * __popc(axis[2]);
+// The taps, a bit each, along D, H or W that some pixel from the first to the last meets inside the
+// source; a warp together, a lane a tap.
+__device__ __forceinline__ u32 met_taps(const HopperGatherArgs& args, const GatherPhase& phase,
+                                        const PixelAt& first, const PixelAt& last, int d) {
+  const GatherAxis& axis = phase.axis[d];
+  int from = position(first, d, args.images_first), to = position(last, d, args.images_first);
+  int turns = 0;  // how often positions start again between the two
+  if (!args.images_first) {
+    turns = last.slower[2 - d] - first.slower[2 - d];
+  } else if (d > 0) {
+    turns = last.slower[3 - d] - first.slower[3 - d];
   }
-};
-
-template <int kPixels>
-__device__ __forceinline__ KeptTaps kept_taps(const HopperGatherArgs& args,
-                                              const GatherTile& tile) {
-  const GatherPhase& phase = args.phase[tile.phase];
-  KeptTaps kept;
-  if (!args.may_skip) {
-#pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      const int taps = phase.axis[d].taps;
-      kept.axis[d] = taps >= 32 ? ~0u : (1u << taps) - 1;
-    }
-    return kept;
-  }
-  const PixelAt first = pixel_at(phase, tile.first_pixel);
-  const PixelAt last = pixel_at(phase, min(tile.first_pixel + kPixels, phase.pixels) - 1);
-#pragma unroll
-  for (int d = 0; d < 3; ++d) {
-    const GatherAxis& axis = phase.axis[d];
-    int from = args.images_first ? first.at[3 - d] : first.at[2 - d];
-    int to = args.images_first ? last.at[3 - d] : last.at[2 - d];
-    int turns = 0;  // how often positions start again between the two
-    if (!args.images_first || d > 0) {
-      turns = args.images_first ? last.slower[(3 - d) % 3] - first.slower[(3 - d) % 3]
-                                : last.slower[2 - d] - first.slower[2 - d];
-    }
-    if (turns > 1) from = 0, to = axis.count - 1, turns = 0;
-    const int step = args.x_step[d], size = args.x_size[d];
-    u32 bits = 0;
-    for (int j = 0; j < axis.taps; ++j) {
-      const int at = axis.x0 + j * args.x_tap[d];
-      auto meets = [&](int a, int b) { return at + a * step < size && at + b * step >= 0; };
-      const bool some = turns == 0 ? meets(from, to) : meets(from, axis.count - 1) || meets(0, to);
-      bits |= static_cast<u32>(some) << j;
-    }
-    kept.axis[d] = bits;
-  }
-  return kept;
+  if (turns > 1) from = 0, to = axis.count - 1, turns = 0;
+  const int lane = threadIdx.x & 31, step = args.x_step[d], size = args.x_size[d];
+  const int at = axis.x0 + lane * args.x_tap[d];
+  auto meets = [&](int a, int b) { return at + a * step < size && at + b * step >= 0; };
+  const bool some = turns == 0 ? meets(from, to) : meets(from, axis.count - 1) || meets(0, to);
+  return __ballot_sync(~0u, lane < axis.taps && some);
 }
+
+// What the warps of a block are told of a tile, in shared memory.
+struct TileTold {
+  int phase, first_pixel, first_channel;  // of the cluster's tile
+  int first_step, steps;                  // of this block; fewer than 0 steps: there are no more tiles
+  u32 taps[3];                            // that are kept along D, H and W
+  int at[3], image;                       // of the first pixel that this block copies
+};
 
 // The next bit that is set above `bit` (from -1 on), or 32.
 __device__ __forceinline__ int next_bit(u32 bits, int bit) {

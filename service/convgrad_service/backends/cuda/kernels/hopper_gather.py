@@ -78,7 +78,6 @@ def _args_type(maps: int) -> type[ctypes.Structure]:
                     "activation",
                     "plain",
                     "wide_stores",
-                    "may_skip",
                     "images_first",
                     "dims",
                     "rounds",
@@ -162,7 +161,6 @@ class HopperGather:
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         args.plain = work.epilogue_free and args.wide_stores
-        args.may_skip = 1
         args.images_first = schedule.images_first
         args.dims = work.conv.ndim + 2
         args.rounds = schedule.rounds
@@ -198,8 +196,7 @@ class HopperGather:
                 sides.source_map(axes, phase, tile, schedule.images_first),
             )
         args.slots = shares * args.channel_tiles
-        most = device.multiprocessors // tile.cluster
-        blocks = min(most, args.slots * args.rounds) * tile.cluster
+        blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
         launch = Launch(
             _instance(tile, work.dtype, sides.across, maps, stages),
             (blocks, 1, 1),

@@ -58,7 +58,7 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
 
 def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
     """Whether each tile can have a cluster of its own."""
-    return count_tiles(work, axes, tile) * tile.cluster <= device.multiprocessors
+    return count_tiles(work, axes, tile) <= tile.clusters(device)
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
@@ -170,7 +170,7 @@ def expected_s(
     written = work.in_channels if backward else work.out_channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
     columns = ceil_div(written, tile.channels)
-    workers = device.multiprocessors // tile.cluster
+    workers = tile.clusters(device)
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
     busy = min(len(counts), workers) * tile.cluster / device.multiprocessors

@@ -40,6 +40,7 @@ struct Results {
 
   const HopperGatherArgs& args;
   const GatherPhase& phase;
+  i64 row_at;  // where the result has channel 0 of this lane's row of the warp's: see row_of
   int first_pixel, first_channel;
   int lane, warp;  // of the warpgroup
   u32 staging;
@@ -47,12 +48,21 @@ struct Results {
   __device__ __forceinline__ Results(const HopperGatherArgs& args, const GatherTile& tile,
                                      u32 staging)
       : args(args),
-        phase(args.phase[tile.phase]),
+        phase(phase_of(args, tile.phase)),
         first_pixel(tile.first_pixel),
         first_channel(tile.first_channel),
         lane(threadIdx.x % 32),
         warp(threadIdx.x % 128 / 32),
-        staging(staging) {}
+        staging(staging) {
+    static_assert(kParts <= 2, "a lane for each of a warp's rows");
+    const int pixel = first_pixel + lane / 16 % kParts * 64 + warp * 16 + lane % 16;
+    row_at = pixel < phase.pixels ? result_at(pixel_at(phase, pixel)) : -1;
+  }
+
+  // Where the result has channel 0 of one of the warp's 16 rows; negative past the last pixel.
+  __device__ __forceinline__ i64 row_of(int part, int row) const {
+    return __shfl_sync(~0u, row_at, part * 16 + row);
+  }
 
   // Stores all sums; every thread of a warp together. Sums are used up.
   __device__ __forceinline__ void store(float (&sum)[kParts][kFragments][4]) const {
@@ -153,13 +163,8 @@ struct Results {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       i64 to[4];
-      bool there[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int pixel = first_pixel + part * 64 + warp * 16 + i * 4 + lane / 8;
-        there[i] = pixel < phase.pixels;
-        to[i] = result_at(pixel_at(phase, pixel));
-      }
+      for (int i = 0; i < 4; ++i) to[i] = row_of(part, i * 4 + lane / 8);
 #pragma unroll
       for (int j = 0; j < kBuffers; ++j) {
         __syncwarp();
@@ -172,7 +177,7 @@ struct Results {
           const int row = i * 4 + lane / 8;
           u32 chunk[4];
           load_words(chunk, patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
-          if (!there[i]) continue;
+          if (to[i] < 0) continue;
           *reinterpret_cast<uint4*>(y + to[i] + j * kRowOf) = {chunk[0], chunk[1], chunk[2], chunk[3]};
         }
       }
@@ -222,9 +227,9 @@ struct Results {
         }
         __syncwarp();
         if (args.wide_stores) {
-          store_chunks(patch, pixel, channel);
+          store_chunks(patch, part, channel);
         } else {
-          store_each(patch, pixel, channel);
+          store_each(patch, part, channel);
         }
       }
 #pragma unroll
@@ -252,14 +257,14 @@ struct Results {
                             bias == nullptr ? nullptr : bias + channel, args.activation);
   }
 
-  __device__ __forceinline__ void store_chunks(u32 patch, int pixel, int channel) const {
+  __device__ __forceinline__ void store_chunks(u32 patch, int in_part, int channel) const {
     using Neighbours = Vector<T, kChunk>;
     constexpr int kOfRow = 32 / kChunk;
 #pragma unroll 1
     for (int i = lane; i < 16 * kOfRow; i += 32) {
       const int row = i / kOfRow, column = i % kOfRow * kChunk;
-      if (pixel + row >= phase.pixels || channel + column >= args.out_channels) continue;
-      const i64 at = result_at(pixel_at(phase, pixel + row)) + channel + column;
+      const i64 row_start = row_of(in_part, row), at = row_start + channel + column;
+      if (row_start < 0 || channel + column >= args.out_channels) continue;
       Neighbours done, before = Neighbours::zero();
       if (args.accumulate != nullptr) {
         before = Neighbours::load(static_cast<const T*>(args.accumulate) + at);
@@ -283,14 +288,14 @@ struct Results {
   }
 
   // One by one, along what lies side by side in the result.
-  __device__ __forceinline__ void store_each(u32 patch, int pixel, int channel) const {
+  __device__ __forceinline__ void store_each(u32 patch, int part, int channel) const {
     const bool channels_last = args.y_stride[2] == 1;
 #pragma unroll 1
     for (int i = lane; i < 16 * 32; i += 32) {
       const int row = channels_last ? i / 32 : i % 16, column = channels_last ? i % 32 : i / 16;
-      if (pixel + row >= phase.pixels || channel + column >= args.out_channels) continue;
-      const i64 at =
-          result_at(pixel_at(phase, pixel + row)) + (channel + column) * args.y_stride[2];
+      const i64 row_start = row_of(part, row);
+      const i64 at = row_start + (channel + column) * args.y_stride[2];
+      if (row_start < 0 || channel + column >= args.out_channels) continue;
       const float value = __uint_as_float(load_word(patch_at(patch, row, column)));
       static_cast<T*>(args.y)[at] = narrow<T>(finished(value, at, channel + column));
     }

@@ -17,11 +17,15 @@ BOX_ROWS = 64
 """Of weights: what a stage has room for is a multiple of it."""
 STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
+# Of four tiles: two barriers each, and what is told of them.
+TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 48)
 # Of a multiprocessor, and what a block has whatever it asks for.
 WARPGROUP = 128
 # What one H200 does a second: products of 16 bits, in tiles; bytes from its L2 cache to all
 # multiprocessors. And what a tile takes beside its steps, with each of its results.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 800e12, 8.6e12
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
 TILE_S, ELEMENT_S, JOIN_S = 1e-6, 4e-11, 2e-6
 # One multiprocessor alone draws at most twice its share from the L2 cache.
 LEAST_BUSY = 0.5
@@ -83,6 +87,10 @@ class HopperTile:
     def stage_bytes(self) -> int:
         return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
 
+    def clusters(self, device: CudaDevice) -> int:
+        """How many run at the same time: some groups of multiprocessors come out odd."""
+        return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
+
     def weight_rows(self, depth: int | None) -> int:
         """What one block copies of a step's weights at a time: rows, each a channel of the result,
         or each a channel of the source where a step has ``depth`` of those as rows."""
@@ -92,12 +100,12 @@ class HopperTile:
 
     def stages(self, device: CudaDevice) -> int:
         """As many as fit."""
-        room = device.shared_bytes_per_block - ALIGNMENT - self.warpgroups * STAGING_BYTES
+        room = device.shared_bytes_per_block - self.shared_bytes(0)
         return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES
+        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES
 
     def defines(self, dtype: DType, across: bool, maps: int, stages: int) -> dict[str, object]:
         """What hopper_gather.cu expects."""
