@@ -68,8 +68,9 @@ compile-all: $(READY) ## compile every GPU kernel for every architecture; needs 
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
 	@rm -rf build/manifests && $(PY) -m tests.deploy.chart build/manifests
-	@# The monitor is no kind of Kubernetes itself, and has no schema there; nor has KServe, or compose.
-	@$(DEPLOY)/bin/kubernetes-validate --strict $$(ls build/manifests/*.yaml | grep -v ServiceMonitor)
+	@# Prometheus' operator is not Kubernetes itself, and has no schemas there; nor has KServe, or compose.
+	@$(DEPLOY)/bin/kubernetes-validate --strict \
+	    $$(ls build/manifests/*.yaml | grep -v 'ServiceMonitor\|PrometheusRule')
 	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
 
 check-deploy: check-manifests ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap

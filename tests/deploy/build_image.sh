@@ -10,6 +10,7 @@ folder=$1
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$folder"
+folder=$(cd "$folder" && pwd) # buildah mounts absolute paths alone
 storage="--root $folder/storage --runroot $folder/run --storage-driver vfs"
 bud() { buildah $storage "$@"; }
 

@@ -37,6 +37,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             "labels": {"release": "prometheus"},
             "keySecret": "prometheus-key",
         },
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "serviceAccount": {"name": "gradients", "annotations": {"c": "d"}},
         "podAnnotations": {"e": "f"},
         "nodeSelector": {"gpu": "h200"},
@@ -67,6 +68,13 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+class _Files:
+    """What a template may read of the chart's own files."""
+
+    def Get(self, name: str) -> str:  # noqa: N802 - Helm's name
+        return (CHART / name).read_text()
+
+
 def rendered(values: Mapping[str, Any], release: str = "gradients") -> dict[str, Any]:
     """The manifests by kind, each kind once."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -74,6 +82,7 @@ def rendered(values: Mapping[str, Any], release: str = "gradients") -> dict[str,
         "Values": _merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
         "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
         "Release": {"Name": release, "Namespace": "default", "Service": "Helm"},
+        "Files": _Files(),
     }
     sources = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
     engine = HelmTemplateEngine(sources, strict=True)

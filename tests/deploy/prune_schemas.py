@@ -65,14 +65,16 @@ def without_prose(schema: Any) -> Any:
 
 def main(kserve: Path, operator: Path, compose: Path) -> None:
     crds = kserve / "config" / "crd" / "full"
-    monitor = (
-        operator / "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml"
-    )
+    operator_crds = operator / "example" / "prometheus-operator-crd"
+    monitor = operator_crds / "monitoring.coreos.com_servicemonitors.yaml"
     monitors = [made["ServiceMonitor"] for values in VARIANTS.values()
                 if "ServiceMonitor" in (made := rendered(values))]  # fmt: skip
     ours = {path.stem: [yaml.safe_load(path.read_text())]
             for path in (DEPLOY / "kserve").glob("*.yaml")}  # fmt: skip
+    rule = operator_crds / "monitoring.coreos.com_prometheusrules.yaml"
+    rules = [rendered(VARIANTS["everything"])["PrometheusRule"]]
     made = {
+        "PrometheusRule": resource(rule, "v1", rules),
         "ServingRuntime": resource(
             crds / "serving.kserve.io_servingruntimes.yaml", "v1alpha1", ours["servingruntime"]
         ),

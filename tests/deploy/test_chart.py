@@ -28,7 +28,8 @@ def test_every_variant_has_what_it_asks_for() -> None:
     kinds = {name: set(rendered(values)) for name, values in VARIANTS.items()}
     usual = {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"}
     assert kinds["default"] == kinds["cpu"] == usual
-    assert kinds["everything"] == usual | {"HorizontalPodAutoscaler", "ServiceMonitor"}
+    more = {"HorizontalPodAutoscaler", "ServiceMonitor", "PrometheusRule"}
+    assert kinds["everything"] == usual | more
     assert kinds["bare"] == {"Deployment", "Service"}
 
 
@@ -112,6 +113,16 @@ def test_scales_on_work_that_waits() -> None:
     assert spec["scaleTargetRef"]["name"] == scaled["Deployment"]["metadata"]["name"]
     assert "replicas" not in scaled["Deployment"]["spec"]
     assert spec["metrics"][0]["pods"]["metric"]["name"] == "convgrad_queue_depth"
+
+
+def test_the_operator_gets_the_alerts_as_they_are() -> None:
+    manifests = rendered(VARIANTS["everything"])
+    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load(
+        (CHART / "alerts.yaml").read_text()
+    )
+    # The job that the alert for silence asks for.
+    label = manifests["ServiceMonitor"]["spec"]["jobLabel"]
+    assert manifests["Service"]["metadata"]["labels"][label] == "convgrad"
 
 
 def test_the_chart_has_the_packages_version() -> None:

@@ -34,7 +34,7 @@ def image(request: pytest.FixtureRequest) -> Path:
     folder = request.config.getoption("--image")
     if folder is None:
         pytest.skip("needs --image, the folder that build_image.sh was given")
-    return Path(folder)
+    return Path(folder).resolve()
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_every_metric_of_the_dashboard_is_offered(dashboard: dict[str, Any], off
 
 
 def _rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"]
+    (group,) = yaml.safe_load((DEPLOY / "helm/convgrad/alerts.yaml").read_text())["groups"]
     rules: list[dict[str, Any]] = group["rules"]
     return rules
 
@@ -81,9 +81,12 @@ def test_prometheus_agrees_about_the_alerts() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not here: it comes with Debian's package prometheus")
-    for arguments in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+    for action, file in (
+        ("check", "helm/convgrad/alerts.yaml"),
+        ("test", "prometheus/alerts_test.yaml"),
+    ):
         done = subprocess.run(
-            [promtool, *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True
+            [promtool, action, "rules", file], cwd=DEPLOY, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""Validates what is no kind of Kubernetes itself: KServe's resources, the ServiceMonitor, compose.
+"""Validates what is no kind of Kubernetes itself: KServe's and Prometheus' resources, compose.
 
     build/deploy-tools/bin/python tests/deploy/validate.py build/manifests
 
@@ -24,6 +24,7 @@ def main(manifests: Path) -> int:
         "ServingRuntime": [DEPLOY / "kserve" / "servingruntime.yaml"],
         "InferenceService": [DEPLOY / "kserve" / "inferenceservice.yaml"],
         "ServiceMonitor": sorted(manifests.glob("*-ServiceMonitor.yaml")),
+        "PrometheusRule": sorted(manifests.glob("*-PrometheusRule.yaml")),
         "compose": [DEPLOY / "compose" / "compose.yaml"],
     }
     wrong = 0

@@ -70,7 +70,7 @@ def scraping(program: str, served: Served, key: str, folder: Path) -> Iterator[s
         "authorization": {"credentials": key},
         "static_configs": [{"targets": [served.url.partition("://")[2]]}],
     }
-    rules = str(ROOT / "deploy" / "prometheus" / "alerts.yaml")
+    rules = str(ROOT / "deploy" / "helm" / "convgrad" / "alerts.yaml")
     config = {
         "global": {"scrape_interval": f"{SCRAPE_S}s"},
         "rule_files": [rules],
