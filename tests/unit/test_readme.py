@@ -21,9 +21,27 @@ def test_tables_are_what_the_stored_results_say(document: Path) -> None:
     assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(TABLES[document])
 
 
+@pytest.mark.parametrize("document", TABLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text)
+    assert links
+    for target, anchor in links:
+        file = document.parent / target if target else document
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {_anchor(title) for title in titles}, (target, anchor)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+
+
 def test_make_targets_exist() -> None:
-    named = set(re.findall(r"\bmake ([a-z][a-z-]*)\b", _code(TEXT)))
-    assert {"demo", "test", "serve"} <= named
+    texts = [document.read_text() for document in TABLES]
+    named = {name for text in texts for name in re.findall(r"\bmake ([a-z][a-z-]*)", _code(text))}
+    assert {"demo", "test", "serve", "load", "soak", "ray", "check-deploy"} <= named
     for target in sorted(named):
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
@@ -36,9 +54,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test " in TEXT
 
 
-def test_links_and_paths_exist() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (ROOT / target).exists(), target
+def test_paths_exist() -> None:
     for name in re.findall(r"`((?:client|service|tests|deploy)/[\w./-]+)`", TEXT):
         assert (ROOT / Path(name)).exists(), name
 
