@@ -33,6 +33,12 @@ __device__ __forceinline__ void store_if(bool wanted, void* to, uint2 raw) {
                "r"(raw.x), "r"(raw.y), "r"(static_cast<int>(wanted))
                : "memory");
 }
+__device__ __forceinline__ void store_if(bool wanted, void* to, uint4 raw) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
+      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 // Zero where it is not wanted.
 __device__ __forceinline__ void load_if(bool wanted, const void* from, unsigned short& raw) {
   asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.b16 %0, [%1];}"

@@ -58,6 +58,9 @@ static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes fo
 
 // Tiles that warps are told of ahead.
 constexpr int kTold = 4;
+// Steps that a warpgroup starts after the one before it, so that one stores its results while another
+// multiplies.
+constexpr int kLag = CONSUMERS == 2 ? 2 : 1;
 
 struct Place {
   u32 ring, staging, barriers;  // shared addresses
@@ -300,6 +303,11 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       if (lane == 0) arrive(place.read(which));
     }
   };
+  bool started = false;
+  auto let_next_start = [&] {
+    if (warpgroup + 1 < CONSUMERS) pass_by(2 + warpgroup, 256);
+    started = true;
+  };
 #pragma unroll 1
   for (;;) {
     wait_for(place.known(turning.at), turning.parity);
@@ -322,9 +330,11 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
         }
       }
     }
+    if (warpgroup > 0 && !started) wait_at(1 + warpgroup, 256);
     int before = 0;  // the stage whose products are under way
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
+      if (i == kLag && !started) let_next_start();
       wait_for(place.filled(ring.at), ring.parity);
       begin_products();
       const u32 rows = place.stage(ring.at) + warpgroup * kRowsOf * kRowBytes;
@@ -335,6 +345,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       before = ring.at;
       ring.step();
     }
+    if (!started) let_next_start();
     // Where its rows go is found while the last products run.
     const Results<T, kParts, kFragments> results(args, tile,
                                                  place.staging + warpgroup * kStagingBytes);
@@ -344,7 +355,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     if (steps > 0) release(before);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it.
-      wait_at(1, CONSUMERS * 128);
+      wait_at(7, CONSUMERS * 128);
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
     } else {
       results.store(sum);

@@ -1,6 +1,7 @@
 // From a warpgroup's sums in registers to hopper_gather.cu's results.
 #pragma once
 
+#include "accesses.cuh"
 #include "hopper_gather.cuh"
 #include "vectors.cuh"
 #include "warpgroup.cuh"
@@ -175,10 +176,10 @@ struct Results {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = i * 4 + lane / 8;
-          u32 chunk[4];
-          load_words(chunk, patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
-          if (to[i] < 0) continue;
-          *reinterpret_cast<uint4*>(y + to[i] + j * kRowOf) = {chunk[0], chunk[1], chunk[2], chunk[3]};
+          u32 words[4];
+          load_words(words, patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+          const uint4 chunk = {words[0], words[1], words[2], words[3]};
+          store_if(to[i] >= 0, y + to[i] + j * kRowOf, chunk);
         }
       }
     }
