@@ -53,4 +53,4 @@ class RequestContext:
     def server_timing(self) -> str:
         """The value of Server-Timing: milliseconds, as that header has them."""
         stages = [*self.timings.stages_s.items(), ("total", self.timings.total_s)]
-        return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages)
+        return ", ".join([f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages])

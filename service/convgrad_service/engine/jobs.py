@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,16 +84,18 @@ def _in_region(tensor: Tensor, regions: tuple[InRegion, ...], segments: Segments
     return segments.array(place, tensor.spec)
 
 
-def _unfit(arrangement: Arrangement, regions: tuple[InRegion, ...]) -> set[str]:
+@lru_cache(maxsize=256)
+def _unfit(arrangement: Arrangement, regions: tuple[InRegion, ...]) -> frozenset[str]:
     """The tensors in shared memory that cannot be computed where they lie."""
     inside = [
         tensor for tensor in (*arrangement.inputs, *arrangement.outputs) if tensor.offset is None
     ]
-    return apart(
+    found = apart(
         {name: regions[region] for name, _, _, region in inside if region is not None},
         arrangement.sizes.outputs,
         {tensor.name: tensor.spec for tensor in inside},
     )
+    return frozenset(found)
 
 
 def run_job(
@@ -130,7 +133,7 @@ def run_job(
             inputs[name] = backend.resident(place.file, place.version, inputs[name])
     outputs = {tensor.name: array(tensor) for tensor in arrangement.outputs}
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
-    unfit = _unfit(arrangement, job.regions) if job.regions else set()
+    unfit = _unfit(arrangement, job.regions) if job.regions else frozenset()
     direct = dict(outputs)
     for name in unfit & outputs.keys():
         if not isinstance(outputs[name], np.ndarray):
@@ -158,7 +161,7 @@ def run_job(
             np.copyto(place, found[name], casting="no")
         else:
             place.fill(found[name])
-    segments.check(region.file for region in job.regions)
+    segments.check({region.file for region in job.regions})
     return finished
 
 
@@ -166,7 +169,7 @@ def _run_piece(
     backend: ServingBackend,
     piece: Piece,
     inputs: Arrays,
-    unfit: set[str],
+    unfit: frozenset[str],
     outputs: Arrays,
     cancelled: threading.Event,
 ) -> Finished:

@@ -145,7 +145,7 @@ class Schedule:
         """
         if self._closed:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
-        if (overload := self.overload) is not None:
+        if self.full and (overload := self.overload) is not None:
             raise overload
         large = self.pace.estimate_s(job.cost) > self._large_s
         if job.tasks == 1:

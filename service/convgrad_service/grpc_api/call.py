@@ -11,12 +11,13 @@ import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, UnsupportedMediaType
 from convgrad_service.engine.quotas import ANYBODY
 from convgrad_service.engine.work import SMALL_BYTES
 from convgrad_service.grpc_api.http2.frames import Error
-from convgrad_service.grpc_api.http2.stream import Part, Stream
+from convgrad_service.grpc_api.http2.stream import Header, Part, Stream
 
 __all__ = ["OK", "STATUS", "Call", "Message"]
 
@@ -57,9 +58,7 @@ class Call:
         self._began_s = time.monotonic()
         self._answering = False
         self._small: list[Part] = []
-        self._metadata: dict[str, list[str]] = {}
-        for name, value in stream.headers:
-            self._metadata.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+        self._metadata = _metadata(stream.headers)
         self.path = self.first(":path")
         self.caller = ANYBODY
         self._allowed_s = self._timeout_s()
@@ -180,6 +179,15 @@ class Call:
                 f"a message is compressed as {encoding[:40]!r}; expected gzip, deflate or identity"
             )
         return encoding
+
+
+@lru_cache(maxsize=64)
+def _metadata(headers: tuple[Header, ...]) -> Mapping[str, list[str]]:
+    """Headers by name: a client sends the same with nearly every call."""
+    found: dict[str, list[str]] = {}
+    for name, value in headers:
+        found.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    return found
 
 
 class Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 
 __all__ = [
     "ACK",
@@ -144,9 +145,12 @@ def header_block(
 
     Each header is a literal that no table remembers, so there is no state to keep in step.
     """
-    block = b"".join(b"\0" + _string(name) + _string(value) for name, value in headers)
+    block = _known_block(headers) if isinstance(headers, tuple) else _block(headers)
+    if len(block) <= max_frame:
+        flags = END_HEADERS | END_STREAM if last else END_HEADERS
+        return frame(Kind.HEADERS, flags, stream, block)
     frames, kind = [], Kind.HEADERS
-    for at in range(0, max(len(block), 1), max_frame):
+    for at in range(0, len(block), max_frame):
         part = block[at : at + max_frame]
         flags = END_HEADERS if at + max_frame >= len(block) else 0
         if kind is Kind.HEADERS and last:
@@ -154,6 +158,16 @@ def header_block(
         frames.append(frame(kind, flags, stream, part))
         kind = Kind.CONTINUATION
     return b"".join(frames)
+
+
+def _block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"\0" + _string(name) + _string(value) for name, value in headers])
+
+
+@lru_cache(maxsize=16)
+def _known_block(headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    """Of headers in a tuple, which are the same in many answers."""
+    return _block(headers)
 
 
 def _string(text: bytes) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hpack
 
-__all__ = ["HeaderDecoder"]
+__all__ = ["HeaderDecoder", "Headers"]
+
+Headers = tuple[tuple[bytes, bytes], ...]
 
 # A field that begins above this is one of the table, and changes nothing there.
 _LAST_LITERAL = 0x7F
@@ -19,14 +21,14 @@ class HeaderDecoder:
 
     def __init__(self, max_bytes: int) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=max_bytes)
-        self._known: dict[bytes, list[tuple[bytes, bytes]]] = {}
+        self._known: dict[bytes, Headers] = {}
 
-    def decode(self, block: bytes) -> list[tuple[bytes, bytes]]:
+    def decode(self, block: bytes) -> Headers:
         """The headers of a block; raises hpack.HPACKError if it is none, or too many."""
         known = self._known.get(block)
         if known is not None:
             return known
-        headers: list[tuple[bytes, bytes]] = list(self._decoder.decode(block, raw=True))
+        headers: Headers = tuple(self._decoder.decode(block, raw=True))
         if len(block) > _MAX_KNOWN_BYTES or min(block, default=0) <= _LAST_LITERAL:
             self._known.clear()  # the table that the others refer to may have changed
         elif len(self._known) < _MAX_KNOWN:

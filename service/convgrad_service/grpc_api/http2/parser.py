@@ -65,6 +65,9 @@ class Parser:
             They are not HTTP/2, or more of it than is allowed.
         """
         while view:
+            if (part_bytes := self._plain(view)) > 0:
+                view = view[part_bytes:]
+                continue
             if self._data_left:
                 part = view[: self._data_left]
                 self._frames.data_part(part)
@@ -80,6 +83,25 @@ class Parser:
                 if len(self._pending) == self._needed():
                     self._whole()
             view = view[len(part) :]
+
+    def _plain(self, view: memoryview) -> int:
+        """Pass on a frame that ``view`` begins with and that lies in it whole, or the header of an
+        unpadded DATA frame; how many bytes that were, 0 for all that is put together elsewhere."""
+        if self._in_data or self._pending or not self._greeted or len(view) < HEADER_BYTES:
+            return 0
+        length, kind, flags, number = unpacked_header(view)
+        if kind == Kind.DATA:
+            if flags & PADDED or not 0 < length <= self._max_data_bytes:
+                return 0
+            self._frames.begin_data(length, flags, number)
+            self._in_data, self._data_flags = True, flags
+            self._data_left, self._padding_left = length, 0
+            return HEADER_BYTES
+        end = HEADER_BYTES + length
+        if length > self._max_other_bytes or end > len(view):
+            return 0
+        self._frames.whole_frame(kind, flags, number, bytes(view[HEADER_BYTES:end]))
+        return end
 
     def _needed(self) -> int:
         """How many bytes make what is pending whole: of DATA what stands before its payload."""

@@ -62,7 +62,11 @@ class Stream:
     """See the module. One task may read it and one, the same or another, may send on it."""
 
     def __init__(
-        self, connection: Http2Connection, number: int, headers: list[Header], send_window: int
+        self,
+        connection: Http2Connection,
+        number: int,
+        headers: tuple[Header, ...],
+        send_window: int,
     ) -> None:
         self.number = number
         self.headers = headers
