@@ -26,6 +26,7 @@ OUT = HERE.parents[1] / "docs" / "gpu.svg"
 OPERATIONS = {
     "conv_bwd_data": "backward data",
     "grouped_conv_bwd_weight": "backward weight",
+    "conv_backward": "both gradients",
     "maxpool2d_bwd": "max-pool backward",
     "maxpool3d_bwd": "max-pool backward",
     "grouped_conv_conv_fwd": "fused forward",
