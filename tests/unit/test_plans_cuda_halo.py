@@ -13,9 +13,8 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
-    BLOCK_BYTES,
     CHUNK,
-    HALF_BYTES,
+    TAP_BYTES,
 )
 from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import GROUPS, HaloTile, halo_tiles
 from convgrad_service.plans.cuda_device import H200
@@ -120,20 +119,27 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
                         memory = {}
                     for load in tables.loads[step.first_load : step.first_load + step.loads]:
                         channel = (channel_tile * blocks + load.block) * rows
-                        memory[load.to] = box(
-                            weight, (channel, *load.tap, chunk * CHUNK), (rows, 1, 1, 1, CHUNK)
-                        ).reshape(rows, CHUNK)
+                        t, r, first_s = load.tap
+                        for i in range(tables.run):
+                            halves = [
+                                box(
+                                    weight,
+                                    (channel, at_t, r, first_s + i * tables.s_step, chunk * CHUNK),
+                                    (rows, 1, 1, 1, CHUNK),
+                                ).reshape(rows, CHUNK)
+                                for at_t in (t, t + tables.t_step)[: 64 // rows]
+                            ]
+                            memory[load.to + i * TAP_BYTES] = np.concatenate(halves)
                     for tap in tables.taps[step.first_tap : step.first_tap + step.taps]:
                         for group in range(GROUPS):
-                            where = tap.weight + (group * BLOCK_BYTES if blocks == 2 else 0)
-                            a = memory[where]
-                            if tile.twice:
-                                a = np.concatenate([a, memory[where + HALF_BYTES]])
+                            second = tables.run * TAP_BYTES if blocks == 2 else 0
+                            a = memory[tap.weight + group * second]
                             start = tap.pixel + (group * tile.columns if blocks == 1 else 0)
                             b = stages[step.slice][start : start + tile.columns]
                             sums[number, group] += a @ b.T
         for number, one in enumerate(tables.passes):
-            for group, deeper in np.ndindex(GROUPS, 64 // rows):
+            for group, half in np.ndindex(GROUPS, 64 // rows):
+                deeper = 1 - half if tile.twice and axes[0].x_tap > 0 else half
                 block = channel_tile * blocks + (group if blocks == 2 else 0)
                 channels = min(rows, shape[-1] - block * rows)
                 for column in range(tile.columns if channels > 0 else 0):
@@ -148,7 +154,7 @@ def followed(work: ConvWork, tile: HaloTile, source: Array, weight: Array, shape
                     to = result[(n, *(y0 + p * step for y0, p, step in at_y))]
                     into = to[block * rows : block * rows + channels]
                     assert (into == UNWRITTEN).all(), "written twice"
-                    first = deeper * rows
+                    first = half * rows
                     into[:] = sums[number, group, first : first + channels, column]
     return result
 

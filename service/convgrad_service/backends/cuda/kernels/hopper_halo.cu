@@ -37,7 +37,7 @@ constexpr int kDepth = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
 constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
 constexpr int kConsumers = kGroups * 4;                   // warps
-constexpr int kLead = 1;                                  // a barrier
+constexpr int kLead = 1, kConsume = 2;                    // barriers
 
 // A place in a ring, and the parity of its turn.
 struct Place {
@@ -75,8 +75,8 @@ __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables
 __device__ __forceinline__ void load_weight(const HopperHaloArgs& args, const HaloLoad& load, u32 to,
                                             u32 full, int chunk, int channel_tile) {
   const int channel = (channel_tile + load.block) * args.row_channels;
-  const int first = ACROSS ? channel : chunk * kDepth, last = ACROSS ? chunk * kDepth : channel;
-  const int corner[5] = {first, load.s, load.r, load.t, last};
+  const int corner[5] = {ACROSS ? channel : chunk * kDepth, ACROSS ? chunk * kDepth : channel,
+                         load.t, load.s, load.r};
   load_tile(to + load.to * 16, args.w_map, full, corner, kKeepMost);
 }
 
@@ -122,11 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  // Read again and again by all warps, which the constants' cache is slow at.
   __shared__ HaloTables tables;
-  for (u32 i = thread; i < sizeof tables / sizeof(int); i += kThreads) {
-    reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
-  }
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const u32 ring = base, weights = base + args.shared_weights;
   Barriers barriers;
@@ -136,25 +132,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   barriers.w_full = barriers.x_empty + 8 * args.stages;
   const int w_barriers = args.slots == 0 ? args.chunks : args.slots;
   barriers.w_empty = barriers.w_full + 8 * w_barriers;
-  if (thread == 0) {
-    for (int i = 0; i < args.stages; ++i) {
+  if (warp == kLoaders) {
+    for (int i = lane; i < args.stages; i += 32) {
       make_barrier(barriers.x_full + 8 * i, 1);
       make_barrier(barriers.x_empty + 8 * i, kConsumers);
     }
-    for (int i = 0; i < w_barriers; ++i) {
+    for (int i = lane; i < w_barriers; i += 32) {
       make_barrier(barriers.w_full + 8 * i, 1);
       make_barrier(barriers.w_empty + 8 * i, kConsumers);
     }
     publish_barriers();
+  } else if (thread == 0) {
+    prefetch_map(args.x_map);
+    prefetch_map(args.w_map);
   }
   __syncthreads();
 
   if (warp >= kLoaders) {
     leave_registers<40>();
-    if (warp == kLoaders && elected()) load_source(args, tables, ring, barriers);
-    if (warp == kLoaders + 1 && elected()) load_weights(args, tables, weights, barriers);
+    if (warp == kLoaders && elected()) load_source(args, args.tables, ring, barriers);
+    if (warp == kLoaders + 1 && elected()) load_weights(args, args.tables, weights, barriers);
   } else {
     take_registers<232>();
+    // Read again and again, which the constants' cache is slow at.
+    for (u32 i = thread; i < sizeof tables / sizeof(int); i += kConsumers * 32) {
+      reinterpret_cast<int*>(&tables)[i] = reinterpret_cast<const int*>(&args.tables)[i];
+    }
+    wait_at(kConsume, kConsumers * 32);
     const int group = warp / 4;
     // Descriptors of the operands at shared address 0, from where they are moved in 16 bytes.
     const bool twice = args.row_channels == 32;

@@ -134,6 +134,7 @@ class HopperHaloArgs(ctypes.Structure):
                 "group_blocks",
                 "group_weights",
                 "row_channels",
+                "deeper_first",
                 "passes",
                 "lead",
             )
@@ -286,13 +287,18 @@ def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: Ha
 
 def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TileMap:
     _, k, _, t, r, s = operand.strides
-    channels, source = (32 if tile.twice else 64), CHUNK
+    channels, halves = (32, 2) if tile.twice else (64, 1)
+    tables = tile.tables
+    kernel = work.kernel[0], work.kernel[2], work.kernel[1]
+    box = (channels, CHUNK) if backward else (CHUNK, channels)
+    reach = (halves - 1) * tables.t_step + 1, (tables.run - 1) * tables.s_step + 1
     return TileMap(
         dtype=operand.dtype,
-        sizes=(_whole(work.in_channels), *reversed(work.kernel), work.out_channels),
-        strides=_bytes(operand, (s, r, t, k)),
-        swizzle=2 * (channels if backward else source),
-        box=(channels, 1, 1, 1, source) if backward else (source, 1, 1, 1, channels),
+        sizes=(_whole(work.in_channels), work.out_channels, *kernel),
+        strides=_bytes(operand, (k, t, s, r)),
+        swizzle=2 * box[0],
+        steps=(1, 1, tables.t_step, tables.s_step, 1),
+        box=(*box, *reach, 1),
     )
 
 

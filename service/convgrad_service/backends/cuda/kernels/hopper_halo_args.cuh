@@ -26,10 +26,11 @@ struct HaloTap {
   unsigned short pixel;   // of the slice, for the tile's first position
   unsigned short weight;  // where its weights are, in 16 bytes
 };
-// A box of the weight: one tap, 32 channels of the source, so many of the result as a box has.
+// A box of the weight: taps along S one after another, 32 channels of the source, so many of the
+// result as a box has; of each tap, where a product has two depths, the one along T and the next.
 struct HaloLoad {
-  unsigned short to;  // in 16 bytes
-  signed char t, r, s;  // outside the kernel for zeros
+  unsigned short to;    // in 16 bytes
+  signed char t, r, s;  // of the first; zeros come from outside the kernel
   unsigned char block;  // of the result's channels
 };
 
@@ -43,7 +44,7 @@ struct HaloTables {
 
 struct HopperHaloArgs {
   TensorMap x_map;         // C W H D N
-  TensorMap w_map;         // C S R T K
+  TensorMap w_map;         // C K T S R
   const void* x;           // the source: input, or grad_output
   const void* w;           //
   void* y;                 // the result: output, or grad_input
@@ -86,6 +87,7 @@ struct HopperHaloArgs {
   // its weights are, in 16 bytes.
   int group_pixels, group_blocks, group_weights;
   int row_channels;  // of the result in a product: 64, or 32 and the same ones one position deeper
+  int deeper_first;  // of the two in a product, the deeper position's rows come first
   int passes;
   int lead;  // steps that the first warpgroup starts before the second one
   HaloTables tables;

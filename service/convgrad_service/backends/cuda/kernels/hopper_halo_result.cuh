@@ -85,7 +85,7 @@ struct HaloResults {
 #pragma unroll
     for (int dim = 0; dim < 3; ++dim) m[dim] = tile.m[dim];
     if (args.row_channels == 32) {
-      m[0] += row / 32;
+      m[0] += row / 32 ^ args.deeper_first;
       row %= 32;
     }
     const int block = tile.channel_tile * (1 + args.group_blocks) + group * args.group_blocks;

@@ -6,16 +6,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase
+from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import Size3
 
-__all__ = ["Halo", "HaloLoad", "HaloPass", "HaloStep", "HaloTap", "Tables", "halo_of", "tables_of"]
+__all__ = [
+    "CHUNK",
+    "TAP_BYTES",
+    "Halo",
+    "HaloLoad",
+    "HaloPass",
+    "HaloStep",
+    "HaloTap",
+    "Tables",
+    "depth_step",
+    "halo_of",
+    "tables_of",
+]
 
 CHUNK = 32
 """Channels of the source in a box."""
-HALF_BYTES, BLOCK_BYTES = 2048, 4096
-"""Weights of one tap and a chunk: for 32 and for 64 of the result's channels."""
+TAP_BYTES = 4096
+"""Weights of one tap and a chunk: for 64 of the result's channels, or for 32 of them with the tap
+before it."""
+MOST_RUN = 5
+"""Taps of a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,7 @@ class HaloTap:
 
 @dataclass(frozen=True, slots=True)
 class HaloLoad:
-    """See ``hopper_halo_args.cuh``; ``to`` in bytes, ``tap`` along T, R, S."""
+    """See ``hopper_halo_args.cuh``; ``to`` in bytes, ``tap``, the first one, along T, R, S."""
 
     to: int
     tap: Size3
@@ -74,14 +91,21 @@ class HaloLoad:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All of a tile's passes. ``slot_bytes`` is what the weights of the largest step take, or,
-    where they stay, those of all steps."""
+    """All of a tile's passes.
+
+    A load brings ``run`` taps along S, a step of ``s_step`` between them; where products have two
+    depths, both their taps along T, ``t_step`` apart. ``slot_bytes`` is what a step's weights take,
+    or, where they stay, those of all steps.
+    """
 
     passes: tuple[HaloPass, ...]
     steps: tuple[HaloStep, ...]
     taps: tuple[HaloTap, ...]
     loads: tuple[HaloLoad, ...]
     slot_bytes: int
+    run: int
+    s_step: int
+    t_step: int
 
 
 def offsets_of(axis: Axis, phase: Phase) -> list[int]:
@@ -114,6 +138,13 @@ def halo_of(axes: Sequence[Axis], *, twice: bool) -> Halo:
     return Halo(slices, first, beyond)
 
 
+def depth_step(axes: Sequence[Axis]) -> int | None:
+    """From the tap of one depth to that with which the next one meets the same source; None where
+    they meet none together."""
+    shift, rest = divmod(axes[0].x_step, abs(axes[0].x_tap))
+    return None if rest else shift * axes[0].r_step
+
+
 def tables_of(
     axes: Sequence[Axis],
     halo: Halo,
@@ -122,7 +153,6 @@ def tables_of(
     twice: bool,
     blocks: int,
     stay: bool,
-    taps_a_step: int,
 ) -> Tables:
     """``blocks`` of 64 result channels a tile; ``stay`` where all weights are in shared memory, one
     step's behind another's."""
@@ -130,50 +160,44 @@ def tables_of(
     steps: list[HaloStep] = []
     taps: list[HaloTap] = []
     loads: list[HaloLoad] = []
-    slot_bytes = 0
-    at = 0  # where the weights of the next tap go
+    s_step = axes[2].x_step // gcd(axes[2].x_step, axes[2].x_tap) * axes[2].r_step
+    longest = max(ceil_div(phase.taps * axes[2].r_step, s_step) for phase in axes[2].phases)
+    run = ceil_div(longest, ceil_div(longest, MOST_RUN))
+    slot_bytes = blocks * run * TAP_BYTES
     for phases in product(*(axis.phases for axis in axes)):
         first_step = len(steps)
         for number, place in enumerate(halo.slices):
-            met = _taps_of(axes, phases, place, halo, row_pixels, twice=twice)
-            for start in range(0, len(met), taps_a_step):
-                group = met[start : start + taps_a_step]
-                first_tap, first_load = len(taps), len(loads)
-                if not stay:
-                    at = 0
-                for pixel, boxes in group:
-                    taps.append(HaloTap(pixel, at))
-                    if twice:
-                        halves = [at, at + HALF_BYTES]
-                        loads += [
-                            HaloLoad(to, tap, 0) for to, tap in zip(halves, boxes, strict=True)
-                        ]
-                        at += 2 * HALF_BYTES
-                    else:
-                        for block in range(blocks):
-                            loads.append(HaloLoad(at, boxes[0], block))
-                            at += BLOCK_BYTES
-                slot_bytes = max(slot_bytes, at)
-                steps.append(
-                    HaloStep(
-                        number,
-                        len(group),
-                        len(loads) - first_load,
-                        False,
-                        first_tap,
-                        first_load,
-                    )
-                )
+            for row in _rows_of(axes, phases, place, halo, row_pixels, twice=twice):
+                for start in range(0, len(row), run):
+                    group = row[start : start + run]
+                    at = len(steps) * slot_bytes if stay else 0
+                    first_load, first_tap = len(loads), len(taps)
+                    for block in range(blocks):
+                        to = at + block * run * TAP_BYTES
+                        loads.append(HaloLoad(to, group[0][1], block))
+                    taps += [
+                        HaloTap(pixel, at + i * TAP_BYTES) for i, (pixel, _) in enumerate(group)
+                    ]
+                    steps.append(HaloStep(number, len(group), blocks, False, first_tap, first_load))
         y0 = phases[0].y0, phases[1].y0, phases[2].y0
         count = phases[0].count, phases[1].count, phases[2].count
         passes.append(HaloPass(first_step, len(steps) - first_step, y0, count))
     for number in range(len(halo.slices)):
         last = max(index for index, step in enumerate(steps) if step.slice == number)
         steps[last] = replace(steps[last], last=True)
-    return Tables(tuple(passes), tuple(steps), tuple(taps), tuple(loads), slot_bytes)
+    return Tables(
+        tuple(passes),
+        tuple(steps),
+        tuple(taps),
+        tuple(loads),
+        len(steps) * slot_bytes if stay else slot_bytes,
+        run,
+        s_step,
+        (depth_step(axes) or 1) if twice else 1,
+    )
 
 
-def _taps_of(
+def _rows_of(
     axes: Sequence[Axis],
     phases: Sequence[Phase],
     place: Size3,
@@ -181,15 +205,19 @@ def _taps_of(
     row_pixels: int,
     *,
     twice: bool,
-) -> list[tuple[int, list[Size3]]]:
-    """The taps of a phase that meet a slice: a pixel of it, and the weight's tap, or the two of
-    them, where one may lie outside the kernel."""
-    depths = {offset: j for j, offset in enumerate(offsets_of(axes[0], phases[0]))}
-    found = [depths.get(place[0])]
-    if twice:
-        found.append(depths.get(place[0] - axes[0].x_step))
-    if all(j is None for j in found):
+) -> list[list[tuple[int, Size3]]]:
+    """The taps of a phase that meet a slice, those of a row together: a pixel of it, and the
+    weight's tap, the lesser along T of two, one of which may lie outside the kernel."""
+    axis, phase = axes[0], phases[0]
+    depths = {offset: j for j, offset in enumerate(offsets_of(axis, phase))}
+    here, before = depths.get(place[0]), depths.get(place[0] - axis.x_step) if twice else None
+    if here is None and before is None:
         return []
+    shift = axis.x_step // abs(axis.x_tap) if twice else 0
+    # Of a deeper position the same source is at a tap before, or behind where taps run backwards.
+    if here is None:
+        here = (before or 0) + (shift if axis.x_tap > 0 else -shift)
+    t = phase.r0 + (here - shift if axis.x_tap > 0 else here) * axis.r_step
     along = [
         [
             (phase.r0 + j * axis.r_step, offset // axis.x_step - first)
@@ -198,8 +226,5 @@ def _taps_of(
         ]
         for axis, phase, at, first in zip(axes[1:], phases[1:], place[1:], halo.first, strict=True)
     ]
-    taps: list[tuple[int, list[Size3]]] = []
-    for (r, row), (s, pixel) in product(*along):
-        boxes = [(-1 if j is None else phases[0].r0 + j * axes[0].r_step, r, s) for j in found]
-        taps.append((row * row_pixels + pixel, boxes))
-    return taps
+    rows = [[(row * row_pixels + pixel, (t, r, s)) for s, pixel in along[1]] for r, row in along[0]]
+    return [row for row in rows if row]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis
 from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
-    BLOCK_BYTES,
     CHUNK,
-    HALF_BYTES,
+    TAP_BYTES,
     Halo,
     Tables,
+    depth_step,
     halo_of,
     tables_of,
 )
@@ -29,11 +29,10 @@ COLUMNS = (64, 112, 144, 176, 208, 240)
 GROUPS = 2
 """Warpgroups that multiply."""
 ROW_BYTES = 2 * CHUNK
-MOST_BOX = 256
+MOST_BOX, MOST_STEP = 256, 8
 LEAST_WIDTH = 7
 MOST_STAGES = 16
 SLOTS = (6, 4, 3, 2)
-TAPS_A_STEP = 3
 ALIGNMENT = 1024
 TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
 MOST_SLICES = 16
@@ -63,7 +62,9 @@ class Problem:
     @property
     def twice(self) -> bool:
         """Whether the result's channels leave half of a product to those of another depth."""
-        return self.channels[1] <= CHUNK and self.extents[0] > 1
+        step = depth_step(self.axes)
+        few = self.channels[1] <= CHUNK and self.extents[0] > 1
+        return few and step is not None and step <= MOST_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class HaloTile:
 
     @property
     def load_bytes(self) -> int:
-        return HALF_BYTES if self.twice else BLOCK_BYTES
+        return self.tables.run * TAP_BYTES
 
     @property
     def weight_bytes(self) -> int:
@@ -198,8 +199,9 @@ class HaloTile:
         if self.split == "columns":
             args.group_pixels = self.columns
         else:
-            args.group_blocks, args.group_weights = 1, BLOCK_BYTES // 16
+            args.group_blocks, args.group_weights = 1, self.load_bytes // 16
         args.row_channels = CHUNK if self.twice else 64
+        args.deeper_first = axes[0].x_tap > 0
         args.passes, args.lead = len(tables.passes), self.lead
         for index, one in enumerate(tables.passes):
             into = getattr(args.tables, "pass")[index]
@@ -295,7 +297,6 @@ def _fitted(
         twice=problem.twice,
         blocks=GROUPS if split == "channels" else 1,
         stay=stay,
-        taps_a_step=TAPS_A_STEP,
     )
     if any(len(getattr(tables, name)) > most for name, most in TABLES.items()):
         return None
