@@ -140,8 +140,4 @@ static inline float4 load_four_of(u32 from, u32 block) {
   memcpy(&four, emulator::shared_of(block, from, 16, 16), sizeof four);
   return four;
 }
-// Kernels run one after another here.
-static inline void start_next() {}
-static inline void wait_for_previous() {}
-
 }  // namespace convgrad

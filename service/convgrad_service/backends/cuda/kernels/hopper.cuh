@@ -313,17 +313,6 @@ __device__ __forceinline__ float4 load_four_of(u32 from, u32 block) {
   return four;
 }
 
-// ---- Kernels one after another. Where the second one is launched to overlap the first
-// (Launch.overlaps), it may start as soon as every block of the first has called start_next or ended,
-// and waits itself for all that the first one wrote. Without such a launch neither does anything.
-
-__device__ __forceinline__ void start_next() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // One lane of a warp that is whole, always the same: for what one thread does.
 __device__ __forceinline__ bool elected() {
   u32 chosen;

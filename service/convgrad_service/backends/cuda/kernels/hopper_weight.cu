@@ -11,7 +11,7 @@
 // operands lie in shared memory as they do in global memory, channels side by side (along M and N).
 //
 // Block: a unit is a tile and a share of the pixels; a block takes units blockIdx.x, + gridDim.x, ...
-// One thread copies (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times 64 rows of the
+// Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times 64 rows of the
 // tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64 rows and its
 // part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024 bytes to align it
 // by, a ring of `stages` steps, barriers; hopper_weight.py counts it.
@@ -36,9 +36,17 @@ constexpr u32 kYBoxBytes = kPixels * kBoxChannels * 2;
 constexpr int kYBoxes = SPREAD ? ROWS : ROWS * WARPGROUPS;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
+constexpr int kMostCopied = (kYBoxes + kMostBoxes + 3) / 4;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
 // What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
 constexpr bool kSums = CLUSTER > 1 && SUMS, kCopies = CLUSTER > 1 && !SUMS;
+
+// A box of either operand, and where in a stage it goes.
+struct Copied {
+  Source from;
+  u32 to;
+  bool of_y, shared;
+};
 
 }  // namespace
 
@@ -46,7 +54,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * kMostStages];
-  __shared__ Source sources[kMostBoxes];  // the copying thread's own
+  __shared__ Copied copied[4][kMostCopied];  // of each thread that copies
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
   const u32 padding = -shared_address(shared) & 1023;
@@ -72,7 +80,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   } else {
     __syncthreads();
   }
-  start_next();
   const int steps = steps_of(args), block = CLUSTER > 1 ? block_of_cluster() : 0;
   const int units =
       (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / (kSums ? 1 : CLUSTER);
@@ -90,39 +97,43 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 
   if (warpgroup == WARPGROUPS) {
     leave_registers<PRODUCER_REGISTERS>();
-    if (warp == WARPGROUPS * 4 && elected()) {
-      prefetch_map(args.x_map);
-      prefetch_map(args.y_map);
+    // A thread starts a copy in 100 ns, so one of each warp takes its turn.
+    if (elected()) {
+      const int turn = warp % 4;
+      if (turn == 0) prefetch_map(args.x_map), prefetch_map(args.y_map);
+      Copied* const own = copied[turn];
       const u32 bytes = x_at + of.boxes * ((kPixels + args.halo) * kRowBytes);
-      // Of what the blocks of a cluster share each copies a part, to all of them.
-      const bool shares_x = kCopies && of.rows_first, shares_y = kCopies && !of.rows_first;
       for (int index = first_unit; index < units; index += unit_step) {
         const Unit unit = unit_of(index);
         const Place place = place_of(of, unit.tile);
-        note_sources(args, place.column, sources);
+        int count = 0, turns = 0;
+        auto note = [&](int i, bool of_y, u32 to, const Source& from) {
+          // Of what the blocks of a cluster share each copies a part, to all of them.
+          const bool shared = kCopies && of_y != static_cast<bool>(of.rows_first);
+          if (shared && i % CLUSTER != block) return;
+          if (turns++ % 4 == turn) own[count++] = {from, to, of_y, shared};
+        };
+        for (int i = 0; i < kYBoxes; ++i) {
+          note(i, true, i * kYBoxBytes, {(place.row * kYBoxes + i) * kBoxChannels, 0, 0, 0});
+        }
+        for (int i = 0; i < of.boxes; ++i) {
+          note(i, false, x_at + i * args.box_bytes, source_of(args, place.column, i));
+        }
         Walk walk(args, unit.step);
         for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
           const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
-          wait_for(empty + stage * 8, parity ^ 1);
-          arrive_expecting(arrived, bytes);
-#pragma unroll 1
-          for (int i = shares_y ? block : 0; i < kYBoxes; i += shares_y ? CLUSTER : 1) {
-            const Source source = {(place.row * kYBoxes + i) * kBoxChannels, 0, 0, 0};
-            const u32 here = to + i * kYBoxBytes;
-            if (shares_y) {
-              load_box<CLUSTER>(args, args.y_map, here, arrived, walk.at, source);
-            } else {
-              load_box(args, args.y_map, here, arrived, walk.at, source);
-            }
-          }
           const Pixel corner = corner_of(args, walk.at);
+          wait_for(empty + stage * 8, parity ^ 1);
+          if (turn == 0) arrive_expecting(arrived, bytes);
 #pragma unroll 1
-          for (int i = shares_x ? block : 0; i < of.boxes; i += shares_x ? CLUSTER : 1) {
-            const u32 here = to + x_at + i * args.box_bytes;
-            if (shares_x) {
-              load_box<CLUSTER>(args, args.x_map, here, arrived, corner, sources[i]);
+          for (int i = 0; i < count; ++i) {
+            const Copied one = own[i];
+            const TensorMap& map = one.of_y ? args.y_map : args.x_map;
+            const Pixel at = one.of_y ? walk.at : corner;
+            if (kCopies && one.shared) {
+              load_box<CLUSTER>(args, map, to + one.to, arrived, at, one.from);
             } else {
-              load_box(args, args.x_map, here, arrived, corner, sources[i]);
+              load_box(args, map, to + one.to, arrived, at, one.from);
             }
           }
           next_stage();
@@ -206,6 +217,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         wait_at(1, WARPGROUPS * 128);
         leave_sums(base, warpgroup, thread % 128, sum);
       } else {
+        if (index + unit_step >= units) start_next();
         put_sums(args, unit, warpgroup, thread % 128, sum);
       }
     }

@@ -68,7 +68,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     publish_barriers();
   }
   __syncthreads();
-  start_next();
   const int steps = steps_of(args);
   const int units = of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares;
   int stage = 0;
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int index = blockIdx.x; index < units; index += gridDim.x) {
       const Unit unit = unit_at(of, index, steps);
       const Place place = place_of(of, unit.tile);
-      note_sources(args, place.column, sources);
+      for (int i = 0; i < of.boxes; ++i) sources[i] = source_of(args, place.column, i);
       Walk walk(args, unit.step);
       for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
         const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
@@ -240,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wait_products<0>();
     hold();
     if (last >= 0 && lane == 0) arrive(empty + last * 8);
+    if (index + static_cast<int>(gridDim.x) >= units) start_next();
     put_sums(args, unit, warpgroup, thread % 128, sum);
   }
 }

@@ -9,8 +9,8 @@
 // that a block's vectors are of one box.
 // Deterministic: slices follow from the problem, and are added in order.
 // Index limits: 64-bit throughout.
-#include "hopper.cuh"
 #include "hopper_weight.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 

@@ -17,7 +17,7 @@ ROWS = 64
 
 MOST_STAGES, LEAST_STAGES = 16, 3
 # The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
-ALIGNMENT, BESIDE_BYTES = 1024, 640
+ALIGNMENT, BESIDE_BYTES = 1024, 1024
 # Partial sums take at most so much, unless the caller asks for more; more waves do not pay.
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3

@@ -6,6 +6,7 @@
 
 #include "hopper.cuh"
 #include "hopper_weight.cuh"
+#include "overlap.cuh"
 
 namespace convgrad {
 
@@ -123,15 +124,10 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
   }
 }
 
-// Those of a tile's columns.
-__device__ __forceinline__ void note_sources(const HopperWeightArgs& args, int column_tile,
-                                             Source* sources) {
-  const WeightResult& of = args.result;
-  for (int i = 0; i < of.boxes; ++i) {
-    const Box box = box_at(of, column_tile * of.boxes + i);
-    sources[i] = {box.c, box.t * args.dilation[0], box.r * args.dilation[1],
-                  box.s * args.dilation[2]};
-  }
+// That of one of a tile's columns' boxes.
+__device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
+  const Box box = box_at(args.result, column_tile * args.result.boxes + i);
+  return {box.c, box.t * args.dilation[0], box.r * args.dilation[1], box.s * args.dilation[2]};
 }
 
 // The corner of a pixel's window.
