@@ -25,7 +25,7 @@ STORE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve readme lock kernels compile-all test-gpu clean
+        check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -155,6 +155,9 @@ test-perf-analyzer: kernels $(TRITON)/.ready $(PERF_ANALYZER)/.ready ## Triton's
 
 bench-serve: kernels $(TRITON)/.ready ## the whole way of a request, beside the real Triton server
 	@$(PY) -m tests.perf.bench_serve $(TRITON)
+
+bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-end processes
+	@$(PY) -m tests.perf.bench_front_ends
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.readme_tables

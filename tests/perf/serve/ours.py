@@ -1,4 +1,5 @@
-"""Our server, all its processes, with `Sums` in its worker; on the ports of the command line."""
+"""Our server, all its processes, on the ports of the command line; in its worker `Sums`, or the
+backend that is named there too."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
 from convgrad_service.tree import Tree, run_until_signalled
-from tests.perf.serve.backend import sums
+from tests.perf.serve.backend import BACKENDS
 
 
 def main() -> None:
@@ -22,7 +23,8 @@ def main() -> None:
         system_shared_memory=True,
         log_level="error",
     )
-    recipe = WorkerRecipe(sums, settings.compute_slots, partial(prepare_process, settings))
+    backend = BACKENDS[sys.argv[3] if len(sys.argv) > 3 else "sums"]
+    recipe = WorkerRecipe(backend, settings.compute_slots, partial(prepare_process, settings))
     with listening_socket(settings.http_host, settings.http_port) as listening:
         tree = Tree(settings, listening, recipe)
         uvloop.run(run_until_signalled(tree, lambda port: None))

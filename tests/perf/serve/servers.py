@@ -18,7 +18,7 @@ import httpx
 
 from tests.perf.serve.sizes import OPERATION, SIZES
 
-__all__ = ["Addresses", "running"]
+__all__ = ["Addresses", "free_ports", "process", "running"]
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
@@ -42,7 +42,7 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
 
     They idle while another is measured, so that every path is measured in every round.
     """
-    ports = Addresses(*_free_ports(5))
+    ports = Addresses(*free_ports(5))
     environment = {**os.environ, **malloc}
     logs.mkdir(parents=True, exist_ok=True)
     ours = [sys.executable, "-m", "tests.perf.serve.ours"]
@@ -50,7 +50,7 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
     with ExitStack() as stack:
 
         def start(name: str, command: Sequence[str], env: Mapping[str, str], ready: str) -> None:
-            stack.enter_context(_process(command, env, logs / f"{name}.log", ready))
+            stack.enter_context(process(command, env, logs / f"{name}.log", ready))
 
         start(
             "ours",
@@ -70,23 +70,24 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
 
 
 @contextmanager
-def _process(
+def process(
     command: Sequence[str], environment: Mapping[str, str], log: Path, ready: str
 ) -> Iterator[None]:
+    """A program in the repository's root, from when ``ready`` answers until the block ends."""
     with log.open("w") as file:
-        process = subprocess.Popen(
+        program = subprocess.Popen(
             command, env=environment, cwd=_ROOT, stdout=file, stderr=subprocess.STDOUT
         )
     try:
         until = time.monotonic() + _START_TIMEOUT_S
         while not _answers(ready):
-            if process.poll() is not None or time.monotonic() > until:
+            if program.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
         yield
     finally:
-        process.terminate()
-        process.wait(30)
+        program.terminate()
+        program.wait(30)
 
 
 def _answers(url: str) -> bool:
@@ -140,7 +141,8 @@ def _write_model(folder: Path) -> None:
     )
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on."""
     bound = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in bound]
     for each in bound:
