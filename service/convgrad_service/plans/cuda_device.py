@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 
-__all__ = ["ARCHITECTURES", "H200", "HOPPER", "CudaDevice", "architecture_of", "sum_dtype"]
+__all__ = [
+    "ARCHITECTURES",
+    "H200",
+    "HOPPER",
+    "OVERLAPPING",
+    "CudaDevice",
+    "architecture_of",
+    "sum_dtype",
+]
 __all__ += ["with_shared_bytes"]
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
@@ -17,6 +25,9 @@ SHARED_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90a": 232_448, "sm_100":
 
 HOPPER = ("sm_90a",)
 """The one architecture of wgmma and its kin."""
+
+OVERLAPPING = (9, 0)
+"""From this capability on, a launch may overlap the one before it."""
 
 
 @dataclass(frozen=True, slots=True)

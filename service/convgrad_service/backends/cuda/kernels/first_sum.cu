@@ -5,6 +5,7 @@
 // sums then are added in order through shared memory. Deterministic. Relies on its launcher for the
 // grid: ceil(results / 32) blocks. Index limits: results below 2^31; 64-bit offsets.
 #include "epilogue.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
@@ -27,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int index = blockIdx.x * 32 + lane;
   float sum = 0;
+  wait_for_previous();
   if (index < args.results) {
     const float* part = args.partials + static_cast<i64>(warp) * args.results + index;
     const i64 step = static_cast<i64>(WARPS) * args.results;

@@ -20,6 +20,7 @@
 // Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "epilogue.cuh"
 #include "first_windows.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
@@ -256,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   }
   wait_copies<0>();
   __syncthreads();
+  start_next();
 
   // The sums of all warps along the pixels, one after another.
   float* const total = reinterpret_cast<float*>(base);

@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.kernels.first_windows import (
     window_args,
     window_bytes,
 )
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda_program import (
     Fragment,
     Instance,
@@ -157,7 +157,7 @@ class FirstWeight:
         workspace = [*y.workspace, *x.workspace]
         if splits > 1:
             workspace.append(Workspace(partials, splits * _results(work) * 4))
-            steps.append(_sum(work, partials, splits))
+            steps.append(_sum(work, partials, splits, device))
         return Fragment(f"{self.name}/{splits}", tuple(steps), tuple(workspace))
 
     def instances(self) -> Iterable[Instance]:
@@ -230,7 +230,7 @@ def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice
     return max(1, min(units, room, device.multiprocessors * together // parts))
 
 
-def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
+def _sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:
     """Adds up the partial sums and finishes them."""
     _, k, c, *kernel = work.w.strides
     args = FirstSumArgs()
@@ -243,6 +243,7 @@ def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
         (ceil_div(args.results, SUM_RESULTS), 1, 1),
         (32 * SUM_WARPS, 1, 1),
         pack(args, partials=partials, result=work.w, accumulate=work.accumulate),
+        overlaps=device.capability >= OVERLAPPING,
     )
 
 

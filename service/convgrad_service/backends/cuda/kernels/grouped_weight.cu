@@ -24,6 +24,7 @@
 // order, over the positions inside.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped_weight.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
@@ -293,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();
   }
   wait_copies<0>();
+  start_next();
 
   // The warps of one item add up, in order.
   float* const slab = reinterpret_cast<float*>(base) + item * kSums * 32 + lane;

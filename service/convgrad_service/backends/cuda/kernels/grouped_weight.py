@@ -215,6 +215,7 @@ class GroupedWeight:
             splits,
             extents,
             _channel_last(work.w),
+            device,
             accumulate=None if accumulate is None else _channel_last(accumulate),
             alpha=work.alpha,
             beta=work.beta,

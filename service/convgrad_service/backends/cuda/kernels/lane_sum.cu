@@ -7,6 +7,7 @@
 // number of splits. Relies on its launcher for the grid: ceil(results * lanes / 1024) blocks.
 // Index limits: 64-bit throughout.
 #include "epilogue.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
@@ -51,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int lane = thread / fours, four = thread - lane * fours;
   const i64 index = (static_cast<i64>(blockIdx.x) * fours + four) * 4;
   float4 sum = make_float4(0, 0, 0, 0);
+  wait_for_previous();
   if (index < args.results) {
     const float* part = args.partials + lane * args.results + index;
 #pragma unroll 4

@@ -9,6 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, linear_grid
+from convgrad_service.plans.cuda_device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda_program import Instance, Launch
 from convgrad_service.plans.cuda_works import Operand
 
@@ -41,6 +42,7 @@ def lane_sum(
     splits: int,
     extents: tuple[int, int, int, int, int, int],
     result: Operand,
+    device: CudaDevice,
     *,
     accumulate: Operand | None = None,
     alpha: float = 1.0,
@@ -49,7 +51,7 @@ def lane_sum(
     """result = alpha * sum of partials[split] + beta * accumulate.
 
     ``partials`` holds [splits][results] in float32, results counted row by row in ``extents``: a
-    multiple of four.
+    multiple of four. It may start while the kernel before it ends.
     """
     results = prod(extents)
     lanes = 1
@@ -64,6 +66,7 @@ def lane_sum(
         linear_grid(results // RESULTS * lanes, BLOCK),
         (BLOCK, 1, 1),
         pack(args, partials=partials, result=result, accumulate=accumulate),
+        overlaps=device.capability >= OVERLAPPING,
     )
 
 
