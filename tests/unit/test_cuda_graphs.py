@@ -120,10 +120,17 @@ def test_a_recording_that_fails_ends(graphs: Graphs, steppers: Steppers) -> None
 
 
 def test_branches_are_recorded_side_by_side(graphs: Graphs) -> None:
-    stream, plan = Stream(), plan_of("a", (1,))
+    stream, plan = Stream(), plan_of("a", (0, 1))
     for _ in range(3):
         graphs.run(plan, {"a": 1}, stream)
     assert stream.done == ["a@1", "waited", *["graph of a@1 |a@1 waited"] * 2]
+
+
+def test_what_branches_share_goes_first(graphs: Graphs) -> None:
+    stream, plan = Stream(), plan_of("a", (1, 1))
+    for _ in range(2):
+        graphs.run(plan, {"a": 1}, stream)
+    assert stream.done == ["a@1", "waited", "graph of a@1 |a@1 waited"]
 
 
 def test_other_streams_record_their_own(graphs: Graphs) -> None:

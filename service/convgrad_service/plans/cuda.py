@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,15 @@ from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Chosen, Families, choose
 from convgrad_service.plans.cuda_formats import plan_formats
-from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, Workspace, ceil_div
+from convgrad_service.plans.cuda_program import (
+    ALIGNMENT,
+    CudaPlan,
+    Fragment,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_sharing import taken_out
 from convgrad_service.plans.cuda_works import (
     ChannelSums,
     ConvWork,
@@ -53,25 +62,37 @@ def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPl
     return planner(problem, device, families)
 
 
-def put_together(
-    chosen: Iterable[Chosen], more: Iterable[Workspace] = (), *, apart: bool = False
-) -> CudaPlan:
-    """One plan of several pieces of work, one after another, or side by side where ``apart``."""
+def put_together(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
+    """One plan of several pieces of work, one after another."""
+    return _plan_of([(part, part.fragment) for part in chosen], (), more)
+
+
+def _side_by_side(chosen: Iterable[Chosen], problem: Problem) -> CudaPlan:
+    """One plan of pieces of work that need nothing of each other; what they make alike of the
+    inputs goes first."""
     parts = list(chosen)
-    ends = list(accumulate(len(part.fragment.steps) for part in parts))
-    workspace = (*more, *(w for part in parts for w in part.fragment.workspace))
+    first, fragments = taken_out([part.fragment for part in parts], problem.inputs)
+    plan = _plan_of(list(zip(parts, fragments, strict=True)), first, ())
+    starts = accumulate((len(one.steps) for one in fragments[:-1]), initial=len(first))
+    return replace(plan, branches=tuple(starts)) if len(parts) > 1 else plan
+
+
+def _plan_of(
+    parts: Sequence[tuple[Chosen, Fragment]], first: tuple[Step, ...], more: Iterable[Workspace]
+) -> CudaPlan:
+    fragments = [fragment for _, fragment in parts]
+    workspace = (*more, *(item for one in fragments for item in one.workspace))
     passed_over: dict[tuple[str, str], None] = {}
-    for part in parts:
+    for part, _ in parts:
         passed_over |= dict.fromkeys(part.passed_over)
     return CudaPlan(
-        " + ".join(part.fragment.kernel for part in parts),
+        " + ".join(one.kernel for one in fragments),
         sum(ceil_div(w.size_bytes, ALIGNMENT) * ALIGNMENT for w in workspace),
         1,
         tuple(passed_over),
-        tuple(step for part in parts for step in part.fragment.steps),
+        (*first, *(step for one in fragments for step in one.steps)),
         workspace,
-        tuple(check for part in parts for check in part.fragment.checks),
-        tuple(ends[:-1]) if apart else (),
+        tuple(check for one in fragments for check in one.checks),
     )
 
 
@@ -185,7 +206,7 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
             of_data.append(_bwd_data(part, device, families))
         else:
             of_weight.extend(_bwd_weight(part, device, families, "weight."))
-    return put_together([*of_weight, *of_data], apart=True)
+    return _side_by_side([*of_weight, *of_data], problem)
 
 
 def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Families) -> CudaPlan:

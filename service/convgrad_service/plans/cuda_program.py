@@ -62,6 +62,15 @@ class Instance:
 class Arguments(Protocol):
     """The one argument of a kernel: a structure, passed by value."""
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The names of the buffers that it points to."""
+        ...
+
+    def renamed(self, names: Mapping[str, str]) -> Arguments:
+        """The same with these names for those of some of its buffers."""
+        ...
+
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """Its bytes, with the addresses of the buffers that it points to."""
         ...
@@ -125,8 +134,8 @@ class Fragment:
 class CudaPlan(Plan):
     """A problem's steps, in order, and the memory that they need beside inputs and outputs.
 
-    ``branches`` are the places in the steps where something begins that needs nothing of what
-    stands before it, so that it may run beside that.
+    ``branches`` are the places in the steps where work begins that may run beside the other
+    branches: it needs what stands before the first of them, and nothing of theirs.
     """
 
     steps: tuple[Step, ...] = ()

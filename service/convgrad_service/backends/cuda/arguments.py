@@ -25,6 +25,16 @@ class Packed:
     template: bytes
     pointers: tuple[tuple[int, str], ...]
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """See `Arguments.buffers`."""
+        return tuple(buffer for _, buffer in self.pointers)
+
+    def renamed(self, names: Mapping[str, str]) -> Packed:
+        """See `Arguments.renamed`."""
+        pointers = ((offset, names.get(buffer, buffer)) for offset, buffer in self.pointers)
+        return Packed(self.template, tuple(pointers))
+
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """See `Arguments.fill`."""
         filled = bytearray(self.template)

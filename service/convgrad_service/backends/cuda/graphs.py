@@ -61,8 +61,9 @@ class Graphs:
         if not plan.branches:
             self._kernels.run(plan.steps, addresses, stream)
             return
-        beside = self._streams_beside(stream, len(plan.branches))
-        cuts = pairwise([0, *plan.branches, len(plan.steps)])
+        beside = self._streams_beside(stream, len(plan.branches) - 1)
+        cuts = pairwise([*plan.branches, len(plan.steps)])
+        self._kernels.run(plan.steps[: plan.branches[0]], addresses, stream)
         start = stream.record()
         for side in beside:
             side.wait_event(start)
@@ -72,7 +73,7 @@ class Graphs:
             stream.wait_event(side.record())
 
     def _recorded(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
-        self._streams_beside(stream, len(plan.branches))
+        self._streams_beside(stream, len(plan.branches) - 1)
         stream.begin_capture()
         try:
             self.side_by_side(plan, addresses, stream)

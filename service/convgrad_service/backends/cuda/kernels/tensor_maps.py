@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -186,7 +186,17 @@ class Mapped:
 
     packed: Packed
     maps: tuple[tuple[int, str, TensorMap], ...]
-    kept: dict[tuple[int, ...], bytes]
+    kept: dict[tuple[int, ...], bytes] = field(default_factory=dict, compare=False)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """See `Arguments.buffers`."""
+        return (*self.packed.buffers, *(buffer for _, buffer, _ in self.maps))
+
+    def renamed(self, names: Mapping[str, str]) -> Mapped:
+        """See `Arguments.renamed`."""
+        maps = ((offset, names.get(buffer, buffer), one) for offset, buffer, one in self.maps)
+        return Mapped(self.packed.renamed(names), tuple(maps))
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """See `Arguments.fill`."""
@@ -226,19 +236,19 @@ def pack_maps(
         ValueError: a map that the hardware refuses, or a field at no multiple of 64.
     """
     places = []
-    for field, (given, tensor_map) in maps.items():
-        offset = getattr(type(structure), field).offset
+    for name, (given, tensor_map) in maps.items():
+        offset = getattr(type(structure), name).offset
         if offset % MAP_ALIGNMENT != 0:
-            raise ValueError(f"{field} lies at byte {offset}; expected a multiple of 64")
+            raise ValueError(f"{name} lies at byte {offset}; expected a multiple of 64")
         refused = tensor_map.why_not()
         if refused is not None:
-            raise ValueError(f"{field}: {refused}")
+            raise ValueError(f"{name}: {refused}")
         buffer = given if isinstance(given, str) else given.buffer
         places.append((offset, buffer, tensor_map))
     packed = pack(structure, **pointers)
     # CUDA's structure has the alignment of its members, and ends at a multiple of it.
     padding = bytes(-len(packed.template) % MAP_ALIGNMENT)
-    return Mapped(Packed(packed.template + padding, packed.pointers), tuple(places), {})
+    return Mapped(Packed(packed.template + padding, packed.pointers), tuple(places))
 
 
 def _encoded(tensor_map: TensorMap, address: int) -> bytes:
