@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ __all__ = ["ALIGNMENT_BYTES", "Arena", "arranged", "default_arena_bytes"]
 
 ALIGNMENT_BYTES = 256
 """Every tensor begins on a multiple of this: whole cache lines, and what GPUs copy best."""
+
+
+_MOST_REMEMBERED = 128
+T = TypeVar("T")
 
 
 class Arena:
@@ -35,6 +39,7 @@ class Arena:
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
         self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._remembered: dict[Hashable, Any] = {}
 
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
@@ -62,6 +67,15 @@ class Arena:
         """A writable tensor at an offset."""
         flat = self._bytes[offset : offset + spec.size_bytes].view(spec.dtype.numpy)
         return flat.reshape(spec.shape)
+
+    def remembered(self, key: Hashable, made: Callable[[], T]) -> T:
+        """What ``made`` returns, made once for a key while there are not too many."""
+        found: T | None = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[key] = made()
+        return found
 
     def forget(self, offset: int, size_bytes: int) -> None:
         """Give whole pages back to the system; they read as zeros from then on."""

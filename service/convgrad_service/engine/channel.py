@@ -16,6 +16,7 @@ from typing import Any, cast
 __all__ = ["Channel", "Kinds", "Pipe"]
 
 _LENGTH_BYTES = 4
+_READ_BYTES = 64 * 1024
 
 
 def _framed(message: Any) -> bytes:
@@ -125,7 +126,7 @@ class Pipe:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._reader = self._socket.makefile("rb")
+        self._read = b""  # of messages that have come in part
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -136,19 +137,19 @@ class Pipe:
 
     def receive(self) -> Any:
         """The next message; raises EOFError once the other end has gone."""
-        length = self._read(_LENGTH_BYTES)
-        return pickle.loads(self._read(int.from_bytes(length, "little")))  # noqa: S301
+        while True:
+            end = _LENGTH_BYTES + int.from_bytes(self._read[:_LENGTH_BYTES], "little")
+            if len(self._read) >= max(end, _LENGTH_BYTES + 1):
+                text, self._read = self._read[_LENGTH_BYTES:end], self._read[end:]
+                return pickle.loads(text)  # noqa: S301 - from one of our own processes
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except OSError as error:
+                raise EOFError from error
+            if not data:
+                raise EOFError
+            self._read += data
 
     def close(self) -> None:
         """Close this end."""
-        self._reader.close()
         self._socket.close()
-
-    def _read(self, size: int) -> bytes:
-        try:
-            data = self._reader.read(size)
-        except OSError as error:
-            raise EOFError from error
-        if len(data) < size:
-            raise EOFError
-        return data

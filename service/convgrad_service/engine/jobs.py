@@ -111,29 +111,13 @@ def run_job(
     Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
     """
     arrangement = job.arrangement.unpacked()
-
-    def array(tensor: Tensor) -> Any:
-        if tensor.offset is not None:
-            return arena.array(job.base + tensor.offset, tensor.spec)
-        return _in_region(tensor, job.regions, segments)
-
-    inputs: dict[str, Any] = {tensor.name: array(tensor) for tensor in arrangement.inputs}
-    for tensor in arrangement.inputs if job.regions else ():
-        if _is_taken(tensor):
-            source = _in_region(tensor, job.regions, segments)
-            if isinstance(source, np.ndarray):
-                np.copyto(inputs[tensor.name], source)
-            else:
-                source.read(inputs[tensor.name])
-    for given in inputs.values():
-        if isinstance(given, np.ndarray):
-            given.flags.writeable = False
-    for name, _, offset, region in arrangement.inputs if job.regions else ():
-        if offset is None and region is not None and (place := job.regions[region]).kept:
-            inputs[name] = backend.resident(place.file, place.version, inputs[name])
-    outputs = {tensor.name: array(tensor) for tensor in arrangement.outputs}
+    if job.regions:
+        inputs, outputs = _with_regions(backend, arena, segments, arrangement, job)
+        unfit = _unfit(arrangement, job.regions)
+    else:
+        inputs, outputs = _in_arena(arena, arrangement, job.base)
+        unfit = frozenset()
     # Rare: places that kernels cannot take as they are. They get a copy, or make one.
-    unfit = _unfit(arrangement, job.regions) if job.regions else frozenset()
     direct = dict(outputs)
     for name in unfit & outputs.keys():
         if not isinstance(outputs[name], np.ndarray):
@@ -161,8 +145,57 @@ def run_job(
             np.copyto(place, found[name], casting="no")
         else:
             place.fill(found[name])
-    segments.check({region.file for region in job.regions})
+    if job.regions:
+        segments.check({region.file for region in job.regions})
     return finished
+
+
+def _in_arena(arena: Arena, arrangement: Arrangement, base: int) -> tuple[Arrays, Arrays]:
+    """Inputs, which may not be written, and outputs of a job that lies in the arena alone.
+
+    One request after another is given the same place, so they are remembered.
+    """
+
+    def made() -> tuple[Arrays, Arrays]:
+        inputs, outputs = (
+            {
+                name: arena.array(base + offset, spec)
+                for name, spec, offset, _ in tensors
+                if offset is not None
+            }
+            for tensors in (arrangement.inputs, arrangement.outputs)
+        )
+        for array in inputs.values():
+            array.flags.writeable = False
+        return inputs, outputs
+
+    return arena.remembered((arrangement, base), made)
+
+
+def _with_regions(
+    backend: ServingBackend, arena: Arena, segments: Segments, arrangement: Arrangement, job: Job
+) -> tuple[Arrays, Arrays]:
+    """The same of a job of which something lies in shared memory."""
+
+    def array(tensor: Tensor) -> Any:
+        if tensor.offset is not None:
+            return arena.array(job.base + tensor.offset, tensor.spec)
+        return _in_region(tensor, job.regions, segments)
+
+    inputs: dict[str, Any] = {tensor.name: array(tensor) for tensor in arrangement.inputs}
+    for tensor in filter(_is_taken, arrangement.inputs):
+        source = _in_region(tensor, job.regions, segments)
+        if isinstance(source, np.ndarray):
+            np.copyto(inputs[tensor.name], source)
+        else:
+            source.read(inputs[tensor.name])
+    for given in inputs.values():
+        if isinstance(given, np.ndarray):
+            given.flags.writeable = False
+    for name, _, offset, region in arrangement.inputs:
+        if offset is None and region is not None and (place := job.regions[region]).kept:
+            inputs[name] = backend.resident(place.file, place.version, inputs[name])
+    return inputs, {tensor.name: array(tensor) for tensor in arrangement.outputs}
 
 
 def _run_piece(
