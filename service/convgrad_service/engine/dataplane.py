@@ -140,10 +140,6 @@ class Dataplane:
                 if kept and not stored:
                     await asyncio.shield(self.stored.abandon(kept.values()))
 
-    def knows(self, call: Call) -> bool:
-        """Whether there was a call like it."""
-        return (call.operation.name, call.key) in self._known
-
     def at_once(self, call: Call) -> AtOnce | None:
         """A call like one before it, if its place is free now; else None, and it is for `begin`.
 

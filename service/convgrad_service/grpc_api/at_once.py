@@ -58,21 +58,19 @@ class SmallInfers:
         text, request_id = _without_id(whole)
         deadline = Deadline.after(min(max(call.remaining_s, 0.0), self._longest_s))
         for operation, spans in self._seen.get(len(text), ()):
+            context.operation = operation.name
             key = _key(text, spans, context.owner)
             job = Job(operation, deadline, timings, key=key, owner=context.owner)
-            if self._plane.knows(job):
+            if (work := self._plane.at_once(job)) is not None:
                 break
         else:
-            return None
-        context.operation = operation.name
-        self._plane.admit()
-        work = self._plane.at_once(job)
-        if work is None:
+            context.operation = None
             return None
         request: InferRequest = work.known.notes[0]
         if request.timeout_s is not None and request.timeout_s < deadline.allowed_s:
             job.deadline = Deadline(timings.started_s + request.timeout_s, request.timeout_s)
         try:
+            self._plane.admit()
             with memoryview(text) as view:
                 work.fill(view, _spans)
             timings.add("receive", 0.0)  # it has come, with its head

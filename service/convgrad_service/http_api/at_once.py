@@ -23,11 +23,11 @@ from convgrad_service.http_api.answering import requested_timeout_s
 from convgrad_service.http_api.connection import CONNECTION, Connection
 from convgrad_service.http_api.context import RequestContext, told_headers
 from convgrad_service.http_api.middleware import ClientGone
-from convgrad_service.http_api.problem_details import Headers
 
-__all__ = ["Asked", "Form", "SmallRequests"]
+__all__ = ["Asked", "Form", "Given", "Part", "SmallRequests"]
 
 Given = Mapping[bytes, bytes]
+Part = bytes | memoryview
 
 
 class Asked(NamedTuple):
@@ -59,8 +59,8 @@ class Form(Protocol):
 
     def answer(
         self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
-    ) -> tuple[Headers, bytes]:
-        """A whole answer."""
+    ) -> tuple[bytes, list[Part]]:
+        """The lines of headers that are its own, and the body in parts."""
         ...
 
 
@@ -95,12 +95,9 @@ class SmallRequests:
         asked = form.asked(headers, body, context.owner)
         if asked is None:
             return False
+        context.operation = self._operation.name
         deadline = Deadline.after(min(_timeout_s(headers), self._longest_s))
         call = Call(self._operation, deadline, timings, key=asked.key, owner=context.owner)
-        if not plane.knows(call):
-            return False
-        context.operation = self._operation.name
-        plane.admit()
         work = plane.at_once(call)
         if work is None:
             return False
@@ -108,6 +105,7 @@ class SmallRequests:
         if allowed_s is not None and allowed_s < deadline.allowed_s:
             call.deadline = Deadline(timings.started_s + allowed_s, allowed_s)
         try:
+            plane.admit()
             with memoryview(body) as view:
                 work.fill(view[asked.data_at :], form.spans)
             timings.add("receive", 0.0)  # it has come, with its head
@@ -122,11 +120,11 @@ class SmallRequests:
             with timings.stage("encode"):
                 words = work.words(finished, form.words)
                 compute_s = repr(finished.compute_s).encode()
-                answer_headers, answer = form.answer(words, compute_s, asked, work)
-            context.status, context.sent_bytes = 200, len(answer)
-            answer_headers += told_headers(context)
-            answer_headers.append((b"content-length", b"%d" % len(answer)))
-            await connection.answer(answer_headers, answer)
+                lines, answer = form.answer(words, compute_s, asked, work)
+            context.status, context.sent_bytes = 200, sum(map(len, answer))
+            told = (*told_headers(context), (b"content-length", b"%d" % context.sent_bytes))
+            lines += b"".join([b"%s: %s\r\n" % header for header in told])
+            await connection.answer(lines, answer)
         finally:
             work.lease.release()
         return True

@@ -16,9 +16,8 @@ from convgrad_service.engine.at_once import Span as Bytes
 from convgrad_service.engine.call import Call
 from convgrad_service.engine.dataplane import blank
 from convgrad_service.engine.work import Known, Words
-from convgrad_service.http_api.at_once import Asked, Given
+from convgrad_service.http_api.at_once import Asked, Given, Part
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
-from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.wires import MEDIA_TYPES, SAFETENSORS
 from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.http_answer import encode_answer
@@ -30,6 +29,8 @@ KNOWN_HEAD_BYTES = 4096
 """What longer heads say is not remembered."""
 
 _MARK = repr(MARK_S).encode()
+_SAFETENSORS_LINES = b"content-type: %s\r\nvary: accept\r\n" % SAFETENSORS.media_type.encode()
+_BINARY_LINES = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
 
 
 class SafetensorsForm:
@@ -60,12 +61,10 @@ class SafetensorsForm:
 
     def answer(
         self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
-    ) -> tuple[Headers, bytes]:
+    ) -> tuple[bytes, list[Part]]:
         text = words.before + compute_s + words.after
         text += b" " * (-len(text) % 8)
-        headers = [(b"content-type", SAFETENSORS.media_type.encode()), (b"vary", b"accept")]
-        parts = (len(text).to_bytes(8, "little"), text, *work.outputs(words))
-        return headers, b"".join(parts)
+        return _SAFETENSORS_LINES, [len(text).to_bytes(8, "little"), text, *work.outputs(words)]
 
 
 @lru_cache(maxsize=64)
@@ -147,15 +146,11 @@ class InferForm:
 
     def answer(
         self, words: Words, compute_s: bytes, asked: Asked, work: AtOnce
-    ) -> tuple[Headers, bytes]:
+    ) -> tuple[bytes, list[Part]]:
         before = words.before
         if asked.id:
             before = b'{"id":"' + asked.id + b'",' + before[1:]
         text = before + compute_s + words.after
         if not words.outputs:
-            return [(b"content-type", b"application/json")], text
-        headers = [
-            (b"content-type", b"application/octet-stream"),
-            (b"inference-header-content-length", b"%d" % len(text)),
-        ]
-        return headers, b"".join((text, *work.outputs(words)))
+            return b"content-type: application/json\r\n", [text]
+        return _BINARY_LINES % len(text), [text, *work.outputs(words)]

@@ -5,14 +5,13 @@ Behind another server there is none of it, and bodies and answers are copied par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from starlette.types import Scope
 
 from convgrad_service.http_api.landing import Landing
-from convgrad_service.http_api.problem_details import Headers
 
 __all__ = ["CONNECTION", "Connection", "connection_of"]
 
@@ -39,8 +38,8 @@ class Connection(Protocol):
         """The body, if all of it has come and no application has been given any; else None."""
         ...
 
-    async def answer(self, headers: Headers, body: bytes) -> None:
-        """Send a 200, whole, in one write."""
+    async def answer(self, lines: bytes, body: Iterable[bytes | memoryview]) -> None:
+        """Send a 200 with these lines of headers, whole, in one write."""
         ...
 
     def watch(self, gone: Callable[[], None] | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -26,7 +26,7 @@ from convgrad_service.http_api.connection import CONNECTION
 from convgrad_service.http_api.joined import Joined
 from convgrad_service.http_api.known_heads import KnownHeads
 from convgrad_service.http_api.landing import Landing
-from convgrad_service.http_api.problem_details import Headers, problem_details
+from convgrad_service.http_api.problem_details import problem_details
 from convgrad_service.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
@@ -340,19 +340,16 @@ class _Exchange:
             return None
         return None if cycle.disconnected or cycle.waiting_for_100_continue else cycle.body
 
-    async def answer(self, headers: Headers, body: bytes) -> None:
+    async def answer(self, lines: bytes, body: Iterable[bytes | memoryview]) -> None:
         cycle, protocol = self.cycle, self._protocol
         assert cycle is not None  # noqa: S101 - its body was given away
         if protocol.flow.write_paused:
             await protocol.flow.drain()
         if cycle.disconnected:
             return
-        lines = [STATUS_LINE[200]]
-        for name, value in (*cycle.default_headers, *headers):
-            lines += name, b": ", value, b"\r\n"
-        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
-        lines.append(body)
-        protocol.transport.write(b"".join(lines))
+        own = [b"%s: %s\r\n" % header for header in cycle.default_headers]
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+        protocol.transport.write(b"".join((STATUS_LINE[200], *own, lines, end, *body)))
         # What uvicorn's cycle does at the end of an answer.
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
