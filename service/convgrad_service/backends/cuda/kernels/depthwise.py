@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
@@ -71,6 +71,10 @@ TILES = {
 }
 
 
+# Beside them, for rows that strips of those columns would leave mostly empty.
+NARROWER = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
+# What a strip takes beside its columns, in columns.
+STRIP_COLUMNS = 2.5
 # Where the compiler finds fewer registers: before sm_89.
 NARROW_TILES = {(13, 13, 1): Tile(1, 1, 2, architectures=ARCHITECTURES[:1])}
 NARROW_BEFORE = (8, 9)
@@ -109,7 +113,7 @@ class Depthwise:
             work.dtype, (*plane.kernel, plane.stride), not work.epilogue_free
         ):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        launch = self.launch(work, device, plane, _tile(plane, device))
+        launch = self.launch(work, device, plane, _tile(work, plane, device))
         if launch.shared_bytes > device.shared_bytes_per_block:
             return (
                 f"a block needs {launch.shared_bytes} bytes of shared memory and there are "
@@ -126,7 +130,7 @@ class Depthwise:
             raise ValueError("not a plane")
         return Fragment(
             f"{self.name}_{work.direction}",
-            (self.launch(work, device, plane, _tile(plane, device)),),
+            (self.launch(work, device, plane, _tile(work, plane, device)),),
         )
 
     def launch(
@@ -179,12 +183,21 @@ class Depthwise:
         """See `Family.instances`."""
         return [
             _instance(dtype, kernel, tile, backward, epilogue)
-            for kernel, tile in (*TILES.items(), *NARROW_TILES.items())
+            for kernel, tile in _tiles()
             for dtype in DTYPES
             for backward in (False, True)
             for epilogue in (False, True)
             if _has_instance(dtype, kernel, epilogue)
         ]
+
+
+def _tiles() -> Iterator[tuple[tuple[int, int, int], Tile]]:
+    """By kernel."""
+    yield from TILES.items()
+    yield from NARROW_TILES.items()
+    for kernel, tiles in NARROWER.items():
+        for tile in tiles:
+            yield kernel, tile
 
 
 def _has_instance(dtype: DType, kernel: tuple[int, int, int], epilogue: bool) -> bool:
@@ -198,10 +211,17 @@ def _blocks(tile: Tile, epilogue: bool) -> int:
     return max(1, tile.blocks - epilogue)
 
 
-def _tile(plane: Plane, device: CudaDevice) -> Tile:
+def _tile(work: ConvWork, plane: Plane, device: CudaDevice) -> Tile:
+    """All that a kernel has give the same bits."""
+    width = (plane.input if work.direction == "bwd_data" else plane.output)[1]
     kernel = (*plane.kernel, plane.stride)
     narrow = NARROW_TILES if device.capability < NARROW_BEFORE else {}
-    return narrow.get(kernel) or TILES[kernel]
+    return narrow.get(kernel) or min(
+        (TILES[kernel], *NARROWER.get(kernel, ())),
+        key=lambda tile: (
+            ceil_div(width, _strips(tile) * tile.columns) * (tile.columns + STRIP_COLUMNS)
+        ),
+    )
 
 
 def _strips(tile: Tile) -> int:
