@@ -183,9 +183,9 @@ def devices_table() -> str:
     if not rows:
         return ""
     lines = [
-        f"{rows[0]['devices']} GPUs of one host beside one, through shared memory: requests side by "
-        "side, a problem of a gigabyte split over them to the same bits, and requests while a worker "
-        "is killed, of which none fails.",
+        f"{rows[0]['devices']} GPUs of one host beside one, through shared memory: requests side "
+        "by side, a problem of a gigabyte split over them to the same bits, and requests while a "
+        "worker is killed, of which none fails.",
         "",
         "| what | batch | in flight | devices | ms an answer | one device | times as fast |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
