@@ -50,6 +50,15 @@ class CudaDevice:
     def architecture(self) -> str:
         return architecture_of(self.capability)
 
+    def why_not_shared(self, needed_bytes: int) -> str | None:
+        """Why a block cannot have so much shared memory."""
+        if needed_bytes <= self.shared_bytes_per_block:
+            return None
+        return (
+            f"a block needs {needed_bytes} bytes of shared memory and there are "
+            f"{self.shared_bytes_per_block}"
+        )
+
 
 def architecture_of(capability: tuple[int, int]) -> str:
     """The name that the compiler takes: ``sm_90a`` for Hopper, whose own instructions need it."""

@@ -49,6 +49,17 @@ class Instance:
     defines: tuple[tuple[str, str], ...] = ()
     architectures: tuple[str, ...] = ARCHITECTURES
 
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        defines: Mapping[str, object],
+        architectures: tuple[str, ...] = ARCHITECTURES,
+    ) -> Instance:
+        """Of the kernel that is named as its source is, but for the suffix."""
+        values = tuple((name, str(value)) for name, value in defines.items())
+        return cls(source, source.removesuffix(".cu"), values, architectures)
+
     @property
     def name(self) -> str:
         values = ",".join(value for _, value in self.defines)

@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
     Tiling,
     chunk_rows,
+    fill_operands,
     plane_of,
     resident_blocks,
     why_not_plane,
@@ -114,11 +115,9 @@ class Depthwise:
         ):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, _tile(work, plane, device))
-        if launch.shared_bytes > device.shared_bytes_per_block:
-            return (
-                f"a block needs {launch.shared_bytes} bytes of shared memory and there are "
-                f"{device.shared_bytes_per_block}"
-            )
+        reason = device.why_not_shared(launch.shared_bytes)
+        if reason is not None:
+            return reason
         if launch.grid[0] > MAX_BLOCKS:
             return f"{launch.grid[0]} blocks are more than one grid holds"
         return None
@@ -162,12 +161,8 @@ class Depthwise:
         chunks = ceil_div(rows, chunk)
 
         args = DepthwiseArgs()
-        args.x_stride[:], args.y_stride[:] = plane.strides(source), plane.strides(result)
-        args.w_stride[:] = plane.weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = plane.strides(work.accumulate)
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.channels = plane.batch, work.groups
+        fill_operands(args, work, plane, source, result)
+        args.channels = work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, plane.pad
         args.activation = ACTIVATIONS[work.activation]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
@@ -258,9 +253,8 @@ def _instance(
         "BACKWARD": int(backward),
         "EPILOGUE": int(epilogue),
     }
-    return Instance(
+    return Instance.of(
         "depthwise.cu",
-        "depthwise",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         tile.architectures,
     )

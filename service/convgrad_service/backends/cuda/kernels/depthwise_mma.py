@@ -22,7 +22,12 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     variants,
     why_not_strips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
+    Plane,
+    fill_operands,
+    plane_of,
+    why_not_plane,
+)
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -120,11 +125,9 @@ class DepthwiseMma:
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, tile)
-        if launch.shared_bytes > device.shared_bytes_per_block:
-            return (
-                f"a block needs {launch.shared_bytes} bytes of shared memory and there are "
-                f"{device.shared_bytes_per_block}"
-            )
+        reason = device.why_not_shared(launch.shared_bytes)
+        if reason is not None:
+            return reason
         if launch.grid[0] > MAX_BLOCKS:
             return f"{launch.grid[0]} blocks are more than one grid holds"
         return None
@@ -176,14 +179,10 @@ class DepthwiseMma:
         chunks = ceil_div(rows, chunk)
 
         args = DepthwiseMmaArgs()
-        args.x_stride[:], args.y_stride[:] = plane.strides(source), plane.strides(result)
-        args.w_stride[:] = plane.weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = plane.strides(work.accumulate)
+        fill_operands(args, work, plane, source, result)
         args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 4
-        args.alpha, args.beta = work.alpha, work.beta
         args.activation = ACTIVATIONS[work.activation]
-        args.batch, args.channels = plane.batch, work.groups * work.out_channels
+        args.channels = work.groups * work.out_channels
         args.x_channels, args.multiplier = work.groups, work.out_channels
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
         args.kernel[:], args.dilation[:], args.flipped = plane.reach, plane.dilation, flipped
@@ -264,9 +263,8 @@ def _instance(
         "BLOCKS": blocks,
         "EPILOGUE": int(epilogue),
     }
-    return Instance(
+    return Instance.of(
         "depthwise_mma.cu",
-        "depthwise_mma",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         architectures,
     )

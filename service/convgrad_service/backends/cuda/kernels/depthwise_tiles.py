@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "Plane", "Tiling", "chunk_rows", "plane_of"]
-__all__ += ["resident_blocks", "why_not_counted", "why_not_plane"]
+__all__ += ["fill_operands", "resident_blocks", "why_not_counted", "why_not_plane"]
 
 BLOCK_CHANNELS = 32
 """Channels of a warp: two sectors of memory a pixel for 16-bit types."""
@@ -98,6 +99,18 @@ def why_not_plane(work: ConvWork, general: bool = False) -> str | None:
         if sum(stride * extent for stride, extent in spans) >= 2**31:
             return "an image of more than 2^31 elements"
     return None
+
+
+def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operand) -> None:
+    """What the arguments of all depthwise kernels have in common; ``x`` is read, and forward and in
+    the input ``y`` is written."""
+    args.x_stride[:], args.y_stride[:] = plane.strides(x), plane.strides(y)
+    args.w_stride[:] = plane.weight_strides(work.w)
+    if work.accumulate is not None:
+        of_weight = work.direction == "bwd_weight"
+        strides = plane.weight_strides if of_weight else plane.strides
+        args.accumulate_stride[:] = strides(work.accumulate)
+    args.alpha, args.beta, args.batch = work.alpha, work.beta, plane.batch
 
 
 def why_not_counted(columns: int) -> str | None:

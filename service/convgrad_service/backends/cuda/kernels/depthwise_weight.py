@@ -14,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
     Tiling,
     chunk_rows,
+    fill_operands,
     plane_of,
     resident_blocks,
     why_not_counted,
@@ -130,13 +131,7 @@ class DepthwiseWeight:
         reason = why_not_counted(_columns(work, plane, tile))
         if reason is not None:
             return reason
-        needed = _shared_bytes(work.dtype, plane, tile)
-        if needed > device.shared_bytes_per_block:
-            return (
-                f"a block needs {needed} bytes of shared memory and there are "
-                f"{device.shared_bytes_per_block}"
-            )
-        return None
+        return device.why_not_shared(_shared_bytes(work.dtype, plane, tile))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
@@ -169,12 +164,8 @@ class DepthwiseWeight:
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
 
         args = DepthwiseWeightArgs()
-        args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
-        args.w_stride[:] = plane.weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.channels = plane.batch, work.groups
+        fill_operands(args, work, plane, work.x, work.y)
+        args.channels = work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
         args.kernel_rows = plane.kernel[0]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
@@ -272,8 +263,7 @@ def _instance(
         "STAGES": STAGES[dtype.itemsize],
         "BLOCKS": tile.blocks,
     }
-    return Instance(
+    return Instance.of(
         "depthwise_weight.cu",
-        "depthwise_weight",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
     )

@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
+    fill_operands,
     plane_of,
     why_not_counted,
     why_not_plane,
@@ -137,13 +138,7 @@ class DepthwiseWeightMma:
         reason = why_not_counted(_columns(work, plane, tile))
         if reason is not None:
             return reason
-        needed = _shared_bytes(tile, _strips(plane).slots)
-        if needed > device.shared_bytes_per_block:
-            return (
-                f"a block needs {needed} bytes of shared memory and there are "
-                f"{device.shared_bytes_per_block}"
-            )
-        return None
+        return device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
@@ -181,13 +176,9 @@ class DepthwiseWeightMma:
         blocks = ceil_div(items, ceil_div(items, resident))
 
         args = DepthwiseWeightMmaArgs()
-        args.x_stride[:], args.y_stride[:] = plane.strides(work.x), plane.strides(work.y)
-        args.w_stride[:] = plane.weight_strides(work.w)
-        if work.accumulate is not None:
-            args.accumulate_stride[:] = plane.weight_strides(work.accumulate)
+        fill_operands(args, work, plane, work.x, work.y)
         args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 8
-        args.alpha, args.beta = work.alpha, work.beta
-        args.batch, args.channels = plane.batch, work.groups * work.out_channels
+        args.channels = work.groups * work.out_channels
         args.x_channels, args.multiplier = work.groups, work.out_channels
         args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
         args.kernel[:], args.dilation[:], args.part[:] = plane.reach, plane.dilation, part
@@ -283,9 +274,8 @@ def _instance(
         "BLOCKS": blocks,
         "FLUSH": FLUSH,
     }
-    return Instance(
+    return Instance.of(
         "depthwise_weight_mma.cu",
-        "depthwise_weight_mma",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         architectures,
     )

@@ -237,6 +237,4 @@ def _instance(dtype: DType, rows: int, depth: int | None) -> Instance:
         "DEPTH": depth or 1,
         "STAGES": STAGES,
     }
-    return Instance(
-        "first_data.cu", "first_data", tuple((name, str(value)) for name, value in defines.items())
-    )
+    return Instance.of("first_data.cu", defines)

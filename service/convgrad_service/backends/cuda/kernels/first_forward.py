@@ -186,9 +186,8 @@ def _instance(dtype: DType, pairs: int | None) -> Instance:
         "PAIRS": pairs or 1,
         "STAGES": STAGES,
     }
-    return Instance(
+    return Instance.of(
         "first_forward.cu",
-        "first_forward",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         BEFORE_BLACKWELL if pairs == RESIDENT[-1] else ARCHITECTURES,
     )

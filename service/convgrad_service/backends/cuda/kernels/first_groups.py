@@ -326,9 +326,8 @@ def _instance(dtype: DType, shape: Shape) -> Instance:
         "BLOCKS": shape.blocks,
         "STAGES": STAGES,
     }
-    return Instance(
+    return Instance.of(
         "first_groups.cu",
-        "first_groups",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         BEFORE_BLACKWELL if shape == SHAPES[0] else ARCHITECTURES,
     )

@@ -160,9 +160,8 @@ def _instance(dtype: DType, taps: int) -> Instance:
         "STEPS": STEPS,
         "STAGES": STAGES,
     }
-    return Instance(
+    return Instance.of(
         "first_warpgroup.cu",
-        "first_warpgroup",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         HOPPER,
     )

@@ -124,6 +124,4 @@ def _instance(dtype: DType, vector: int, kernel: Size3, stride: Size3) -> Instan
     defines = {"ELEMENT": CUDA_TYPES[dtype], "VECTOR": vector}
     for name, values in (("KERNEL", kernel), ("STRIDE", stride)):
         defines |= {f"{name}_{letter}": value for letter, value in zip("DHW", values, strict=True)}
-    return Instance(
-        "pool_cells.cu", "pool_cells", tuple((name, str(value)) for name, value in defines.items())
-    )
+    return Instance.of("pool_cells.cu", defines)

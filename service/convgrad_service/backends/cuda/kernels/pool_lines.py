@@ -136,11 +136,9 @@ class PoolLines:
         if image_elements(work) >= 2**31:
             return "an image of more than 2^31 elements"
         shape = _shape(work)
-        if shape.shared_bytes > device.shared_bytes_per_block:
-            return (
-                f"a block needs {shape.shared_bytes} bytes of shared memory and there are "
-                f"{device.shared_bytes_per_block}"
-            )
+        reason = device.why_not_shared(shape.shared_bytes)
+        if reason is not None:
+            return reason
         if work.batch * prod(_tiles(work, shape, device)) > MAX_BLOCKS:
             return "more blocks than one grid holds"
         return None
@@ -284,9 +282,8 @@ def _instance(dtype: DType, shape: Shape) -> Instance:
             f"PAD_{letter}": box.pad,
         }
     defines |= {"THREADS": shape.threads, "BLOCKS": shape.blocks}
-    return Instance(
+    return Instance.of(
         "pool_lines.cu",
-        "pool_lines",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
         with_shared_bytes(shape.shared_bytes),
     )

@@ -176,8 +176,7 @@ def _instance(dtype: DType, window: Window) -> Instance:
         "ROWS": window.rows,
         "BLOCKS": window.blocks,
     }
-    return Instance(
+    return Instance.of(
         "pool_strips.cu",
-        "pool_strips",
-        tuple((name, str(value)) for name, value in defines.items()),
+        defines,
     )
