@@ -17,9 +17,6 @@ static inline void arrive_expecting(u32 barrier, u32 bytes) {
   emulator::count_at(emulator::current_block(), barrier, 1, bytes);
 }
 static inline void arrive(u32 barrier) { arrive_expecting(barrier, 0); }
-static inline void expect_bytes(u32 barrier, u32 bytes) {
-  emulator::count_at(emulator::current_block(), barrier, 0, bytes);
-}
 static inline void arrive_at(u32 barrier, u32 block) { emulator::count_at(block, barrier, 1, 0); }
 static inline void wait_for(u32 barrier, u32 parity) {
   while (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
@@ -30,7 +27,7 @@ static inline bool has_passed(u32 barrier, u32 parity) {
   return emulator::phase_is_over(barrier, parity);
 }
 
-constexpr u64 kKeepAsUsual = 0, kKeepLeast = 1, kKeepMost = 2;
+constexpr u64 kKeepAsUsual = 0, kKeepMost = 1;
 static inline void prefetch_map(const TensorMap& map) { emulator::map_at(&map); }
 
 template <int kDims, int kBy>

@@ -37,11 +37,6 @@ __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Announces without arriving.
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
 // Arrives at the barrier that lies at the same place in another block of the cluster. Says that
 // shared memory has been read; what this thread wrote need not be seen there (that would take a
 // fence of the whole device, which measured four times a copy's own time).
@@ -91,8 +86,7 @@ __device__ __forceinline__ void wait_for_cluster(u32 barrier, u32 parity) {
 // included: always the whole box (tiled), or `channels` * `pixels` elements (im2col).
 
 // What the L2 cache is told of the lines of a copy.
-constexpr u64 kKeepAsUsual = 0x1000000000000000, kKeepLeast = 0x12f0000000000000,
-              kKeepMost = 0x14f0000000000000;
+constexpr u64 kKeepAsUsual = 0x1000000000000000, kKeepMost = 0x14f0000000000000;
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
