@@ -59,8 +59,9 @@ test-faults: kernels ## twenty kills under load, ten thousand requests: nothing 
 test-torch: kernels $(PEER) ## PyTorch's answers beside ours
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
 
-test-gpu: kernels ## every kernel test on this machine's GPU; stores the outcome
+test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
+	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
 
 compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes minutes
 	@$(PY) tests/perf/compile_kernels.py
