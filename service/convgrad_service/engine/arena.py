@@ -9,22 +9,19 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.engine.remembered import Remembered
 from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["ALIGNMENT_BYTES", "Arena", "arranged", "default_arena_bytes"]
 
 ALIGNMENT_BYTES = 256
 """Every tensor begins on a multiple of this: whole cache lines, and what GPUs copy best."""
-
-
-_MOST_REMEMBERED = 128
-T = TypeVar("T")
 
 
 class Arena:
@@ -39,7 +36,8 @@ class Arena:
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
         self._bytes = np.frombuffer(self._memory, np.uint8)
-        self._remembered: dict[Hashable, Any] = {}
+        self.tensors = Remembered()
+        """Of places that are given again and again."""
 
     @classmethod
     def create(cls, size_bytes: int) -> Arena:
@@ -67,15 +65,6 @@ class Arena:
         """A writable tensor at an offset."""
         flat = self._bytes[offset : offset + spec.size_bytes].view(spec.dtype.numpy)
         return flat.reshape(spec.shape)
-
-    def remembered(self, key: Hashable, made: Callable[[], T]) -> T:
-        """What ``made`` returns, made once for a key while there are not too many."""
-        found: T | None = self._remembered.get(key)
-        if found is None:
-            if len(self._remembered) >= _MOST_REMEMBERED:
-                self._remembered.clear()
-            found = self._remembered[key] = made()
-        return found
 
     def forget(self, offset: int, size_bytes: int) -> None:
         """Give whole pages back to the system; they read as zeros from then on."""

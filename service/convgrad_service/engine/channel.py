@@ -54,6 +54,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._bytes = b""
         self._to_send: list[bytes] = []
+        self._behind: list[bytes] = []
         self._to_send_soon = False
 
     @classmethod
@@ -74,12 +75,16 @@ class Channel(asyncio.Protocol):
         """Send a message; it is dropped if the other end has gone, which ``lost`` says.
 
         What is told in one turn of the loop leaves in one write: each wakes the other process. A
-        message that is not for ``soon`` waits for the next one that is.
+        message that is not for ``soon`` waits for one that is, and leaves behind it.
         """
-        if soon and not self._to_send_soon:
+        framed = _framed(self._kinds.plain(message))
+        if not soon:
+            self._behind.append(framed)
+            return
+        if not self._to_send_soon:
             self._to_send_soon = True
             self._loop.call_soon(self.flush)
-        self._to_send.append(_framed(self._kinds.plain(message)))
+        self._to_send.append(framed)
 
     def tell_now(self, message: Any) -> None:
         """The same for a message that somebody waits for, in a write of its own."""
@@ -95,7 +100,8 @@ class Channel(asyncio.Protocol):
     def flush(self) -> None:
         """Send what waits to be sent."""
         self._to_send_soon = False
-        frames, self._to_send = self._to_send, []
+        frames = self._to_send + self._behind
+        self._to_send, self._behind = [], []
         if frames and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(frames))
 

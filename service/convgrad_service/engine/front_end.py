@@ -145,7 +145,8 @@ class FrontEnd:
         elif (error := done.exception()) is not None:
             self._tell(Reply(number, error=error))
         else:
-            self._tell(Done(number, tuple(done.result()), task.waited_s or 0.0))
+            assert self._channel is not None  # noqa: S101
+            self._channel.tell_now(Done(number, tuple(done.result()), task.waited_s or 0.0))
 
     def _cancel(self, message: Cancel) -> None:
         if (task := self._tasks.get(message.number)) is not None:
@@ -192,7 +193,7 @@ class FrontEnd:
         else:
             future.add_done_callback(reply)
 
-    def _tell(self, message: Reply | Done | PartDone) -> None:
+    def _tell(self, message: Reply | PartDone) -> None:
         assert self._channel is not None  # noqa: S101
         self._channel.tell(message)
 

@@ -169,7 +169,7 @@ def _in_arena(arena: Arena, arrangement: Arrangement, base: int) -> tuple[Arrays
             array.flags.writeable = False
         return inputs, outputs
 
-    return arena.remembered((arrangement, base), made)
+    return arena.tensors.get((arrangement, base), made)
 
 
 def _with_regions(
@@ -182,20 +182,26 @@ def _with_regions(
             return arena.array(job.base + tensor.offset, tensor.spec)
         return _in_region(tensor, job.regions, segments)
 
-    inputs: dict[str, Any] = {tensor.name: array(tensor) for tensor in arrangement.inputs}
+    def made() -> tuple[dict[str, Any], Arrays]:
+        inputs = {tensor.name: array(tensor) for tensor in arrangement.inputs}
+        for given in inputs.values():
+            if isinstance(given, np.ndarray):
+                given.flags.writeable = False
+        return inputs, {tensor.name: array(tensor) for tensor in arrangement.outputs}
+
     for tensor in filter(_is_taken, arrangement.inputs):
         source = _in_region(tensor, job.regions, segments)
         if isinstance(source, np.ndarray):
-            np.copyto(inputs[tensor.name], source)
+            np.copyto(array(tensor), source)
         else:
-            source.read(inputs[tensor.name])
-    for given in inputs.values():
-        if isinstance(given, np.ndarray):
-            given.flags.writeable = False
+            source.read(array(tensor))
+    if all(place.device is None and not place.kept for place in job.regions):
+        return segments.tensors.get((arrangement, job.base, job.regions), made)
+    inputs, outputs = made()
     for name, _, offset, region in arrangement.inputs:
         if offset is None and region is not None and (place := job.regions[region]).kept:
             inputs[name] = backend.resident(place.file, place.version, inputs[name])
-    return inputs, {tensor.name: array(tensor) for tensor in arrangement.outputs}
+    return inputs, outputs
 
 
 def _run_piece(

@@ -20,6 +20,7 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import DeviceMemory, DeviceTensor
 from convgrad_service.backends.cpu.guard import Guard
 from convgrad_service.engine.regions import InRegion
+from convgrad_service.engine.remembered import Remembered
 from convgrad_service.problems.base import TensorSpec
 
 __all__ = ["Adopter", "Segments", "apart"]
@@ -75,6 +76,8 @@ class Segments:
         self._segments: dict[int, _Segment] = {}
         self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
+        self.tensors = Remembered()
+        """Of places that are used again and again, as long as no region goes."""
 
     def open(self, number: int, descriptor: int) -> None:
         """Map a region's file, unless it is mapped; the caller keeps and closes the descriptor.
@@ -102,6 +105,7 @@ class Segments:
 
     def close(self, number: int) -> None:
         """Unmap a region that no job uses any more."""
+        self.tensors.clear()
         self._segments.pop(number, None)
         if (memory := self._on_device.pop(number, None)) is not None:
             memory.close()
