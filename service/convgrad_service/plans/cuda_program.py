@@ -133,12 +133,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one kernel family does for one piece of work: part of a plan."""
+    """What one kernel family does for one piece of work: part of a plan.
+
+    ``expected_s`` is what its kernel should take on the device it was planned for, where the family
+    has a model of that.
+    """
 
     kernel: str
     steps: tuple[Step, ...]
     workspace: tuple[Workspace, ...] = ()
     checks: tuple[Check, ...] = ()
+    expected_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
