@@ -130,6 +130,8 @@ class Connection:
 
     def _read_head(self, waiting: Waiting) -> _Head:
         data = self._unread
+        if not data:
+            self._wait(waiting)  # no server has answered yet: an attempt to read would be in vain
         while True:
             head, found, rest = data.partition(_END_OF_HEAD)
             if found:
