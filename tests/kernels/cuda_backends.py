@@ -19,8 +19,9 @@ from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
@@ -85,6 +86,14 @@ def hopper(schedule: Schedule | None = None) -> Families:
     )
 
 
+def halo() -> Families:
+    """Hopper's kernel of haloed tiles for every convolution that it can compute."""
+    family = HopperHalo(anything=True)
+    return replace(
+        FAMILIES, fwd=[family, GatherDirect()], bwd_data=[family, GatherDirect()], fused=()
+    )
+
+
 def _made(families: Families) -> Callable[[], Backend]:
     return lambda: CudaBackend(families=families, poison=True)
 
@@ -93,6 +102,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda": _made(FAMILIES),
     "cuda_dense": _made(dense()),
     "cuda_hopper": _made(hopper()),
+    "cuda_halo": _made(halo()),
     "cuda_tiles": _made(general(GatherTile(), WeightTile())),
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
 }

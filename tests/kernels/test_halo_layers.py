@@ -42,7 +42,7 @@ class WithTile:
 
     def __init__(self, share: float) -> None:
         self.name = "hopper_halo"
-        self._family = HopperHalo()
+        self._family = HopperHalo(anything=True)
         self._share = share
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -78,7 +78,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
 
 
 @emulated
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_emulated(seed: int, case: Case, share: float) -> None:
     for gate in ("exact", "bounded"):

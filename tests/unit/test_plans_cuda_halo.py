@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,14 @@ from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
     CHUNK,
     TAP_BYTES,
 )
-from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import GROUPS, HaloTile, halo_tiles
+from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import (
+    GROUPS,
+    TABLE_BYTES,
+    HaloTile,
+    halo_tiles,
+)
 from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_program import Launch
 from convgrad_service.plans.cuda_works import (
     ConvWork,
     Direction,
@@ -205,7 +212,7 @@ def drawn(seed: int) -> ConvWork:
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_give_the_convolution(seed: int) -> None:
     work = drawn(seed)
-    if HopperHalo().why_not(work, H200) is not None:
+    if HopperHalo(anything=True).why_not(work, H200) is not None:
         return
     rng = np.random.default_rng(seed)
     backward = work.direction == "bwd_data"
@@ -222,3 +229,40 @@ def test_tables_give_the_convolution(seed: int) -> None:
         np.testing.assert_array_equal(
             followed(work, tile, source, weight, shape), wanted, tile.name
         )
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "chosen"),
+    [
+        ((64, 64), 3, 1, True),
+        ((32, 32), 3, 1, True),
+        ((128, 128), 3, 1, True),
+        ((64, 256), 1, 1, False),
+        ((256, 256), 3, 1, False),
+        ((64, 64), 3, 2, False),
+        ((8, 64), 3, 1, False),
+    ],
+)
+@pytest.mark.parametrize("size", [7, 56])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_plan_is_judged_by_channels_and_kernel_alone(
+    channels: tuple[int, int], kernel: int, stride: int, chosen: bool, size: int, batch: int
+) -> None:
+    work = work_of(
+        "bwd_data",
+        batch=batch,
+        channels=channels,
+        size=(size, size),
+        kernel=(kernel, kernel),
+        stride=(stride, stride),
+        padding=((kernel // 2, kernel // 2),) * 2,
+        dilation=(1, 1),
+    )
+    assert (HopperHalo().why_not(work, H200) is None) == chosen
+    assert HopperHalo().why_not(work, replace(H200, capability=(8, 0))) is not None
+    if chosen:
+        launch = HopperHalo().launches(work, H200).steps[-1]
+        assert isinstance(launch, Launch)
+        assert launch.instance in HopperHalo().instances()
+        assert launch.shared_bytes + TABLE_BYTES <= H200.shared_bytes_per_block
+        assert launch.grid[0] <= H200.multiprocessors

@@ -28,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
@@ -63,7 +64,7 @@ DEPTHWISE_WEIGHT = (
 GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
 # Many channels, no groups or large ones, forward or in the input.
-DENSE = (HopperGather(), DenseGather())
+DENSE = (HopperHalo(), HopperGather(), DenseGather())
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
 FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())

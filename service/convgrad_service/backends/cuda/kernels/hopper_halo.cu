@@ -39,6 +39,11 @@ constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that
 constexpr int kConsumers = kGroups * 4;                   // warps
 constexpr int kLead = 1, kConsume = 2;                    // barriers
 
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+
 // A place in a ring, and the parity of its turn.
 struct Place {
   u32 at = 0, parity = 0;
@@ -195,6 +200,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (w_release != 0) arrive(w_release);
           }
           __syncwarp();
+          x_release = w_release = 0;
+        };
+        // And waits for the products before.
+        const auto multiply_taps = [&](u64 a_step, u64 b_step, const HaloTap* from, auto count) {
+          HaloTap tap[count.value];
+#pragma unroll
+          for (int i = 0; i < count.value; ++i) tap[i] = from[i];
+          begin_products();
+#pragma unroll
+          for (int i = 0; i < count.value; ++i) {
+            const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
+            multiply<T, kWeights, kAlongK>(sum, a, b, 1);
+            multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
+          }
+          commit_products();
+          wait_products<1>();
+          release();
         };
         x_place = first;
         for (int chunk = 0; chunk < args.chunks; ++chunk) {
@@ -209,23 +231,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const u64 a_step =
                 a_first + (w_at * (args.slots == 0 ? args.chunk_bytes : args.slot_bytes) >> 4);
             const u64 b_step = b_first + (x_place.at * args.stage_bytes >> 4);
-            HaloTap tap = tables.tap[step.first_tap];
+            // Three taps at a time, so that the tensor cores do not wait for addresses.
             int j = 0;
-#pragma unroll 1
-            do {
-              const u64 a = a_step + tap.weight, b = b_step + tap.pixel * (kRowBytes / 16);
-              begin_products();
-              multiply<T, kWeights, kAlongK>(sum, a, b, 1);
-              multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
-              commit_products();
-              tap = tables.tap[step.first_tap + j + 1];
-              if (j == 0) {
-                wait_products<1>();
-                release();
-              } else {
-                wait_products<2>();
-              }
-            } while (++j < taps);
+            for (; j + 3 <= taps; j += 3) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<3>());
+            }
+            if (j + 2 == taps) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<2>());
+            } else if (j + 1 == taps) {
+              multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
+            }
             if (lead > 0 && --lead == 0) pass_by(kLead, kConsumers * 32);
             x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
             w_release = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;

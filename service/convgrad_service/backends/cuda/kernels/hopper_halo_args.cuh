@@ -23,7 +23,7 @@ struct HaloStep {
   unsigned short first_tap, first_load;
 };
 struct HaloTap {
-  unsigned short pixel;   // of the slice, for the tile's first position
+  unsigned short pixel;   // of the slice, for the tile's first position, in 16 bytes
   unsigned short weight;  // where its weights are, in 16 bytes
 };
 // A box of the weight: taps along S one after another, 32 channels of the source, so many of the
@@ -38,7 +38,7 @@ struct HaloTables {
   HaloPass pass[kMaxHaloPasses];
   HaloSlice slice[kMaxHaloSlices];
   HaloStep step[kMaxHaloSteps];
-  HaloTap tap[kMaxHaloTaps + 2];  // what follows the last one is read, and not used
+  HaloTap tap[kMaxHaloTaps];
   HaloLoad load[kMaxHaloTaps];
 };
 

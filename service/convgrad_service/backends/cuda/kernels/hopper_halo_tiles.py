@@ -22,7 +22,7 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Size3
 
-__all__ = ["COLUMNS", "GROUPS", "HaloTile", "halo_tiles", "some_tile_fits"]
+__all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
 
 COLUMNS = (64, 112, 144, 176, 208, 240)
 """Of a product: as many as a warpgroup has registers for, in steps that leave few of them empty."""
@@ -213,10 +213,8 @@ class HaloTile:
             for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
                 setattr(args.tables.step[index], name, int(getattr(step, name)))
         for index, tap in enumerate(tables.taps):
-            args.tables.tap[index].pixel, args.tables.tap[index].weight = (
-                tap.pixel,
-                tap.weight // 16,
-            )
+            args.tables.tap[index].pixel = tap.pixel * ROW_BYTES // 16
+            args.tables.tap[index].weight = tap.weight // 16
         for index, load in enumerate(tables.loads):
             into = args.tables.load[index]
             into.to, into.block = load.to // 16, load.block
