@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from fastapi import FastAPI
@@ -103,7 +103,10 @@ class Front:
     def __init__(self, compute: DeploymentHandle, options: Options) -> None:
         self._compute, self._options = compute, options
         slots = options.max_replicas * options.ongoing_per_replica
-        self._senders = ThreadPoolExecutor(max(32, 4 * slots), thread_name_prefix="send")
+        # Answers are awaited on one loop: threads that wait for some each keep the others' from
+        # being taken out of the object store, for up to a second.
+        self._sending = asyncio.new_event_loop()
+        threading.Thread(target=self._sending.run_forever, name="send", daemon=True).start()
         settings = Settings(**{"compute_slots": slots, **options.settings})
         chosen = "cuda" if options.gpus_per_replica else "cpu"
         name = chosen if settings.backend == "auto" else settings.backend
@@ -114,21 +117,19 @@ class Front:
         return self._app
 
     def _submit(self, problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
-        return self._senders.submit(self._run, problem, tensors)
+        return asyncio.run_coroutine_threadsafe(self._run(problem, tensors), self._sending)
 
-    def _run(self, problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Outcome:
+    async def _run(self, problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Outcome:
         """On one replica; again on another where that was lost."""
         for attempt in range(1, self._options.attempts + 1):
             try:
-                outcome: Outcome | ServiceError = self._compute.run.remote(
-                    problem, tensors
-                ).result()
+                outcome: Outcome | ServiceError = await self._compute.run.remote(problem, tensors)
             except RayTaskError:
                 raise  # the replica lives: what failed there would fail again
             except (RayError, RayServeException) as lost:
                 _log.warning("attempt %d: a replica or its answer was lost: %s", attempt, lost)
                 # Its successor takes a moment to start; others may be free at once.
-                time.sleep(min(2.0, 0.1 * 2**attempt))
+                await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
                 continue
             if isinstance(outcome, ServiceError):
                 raise outcome
