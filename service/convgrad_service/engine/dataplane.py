@@ -112,15 +112,15 @@ class Dataplane:
                         lambda: self._prepare(call, fields), holds, inline=call.small
                     )
             call.timings.accepted = True
-            if known is None:
-                if request.store:
-                    kept = await self.stored.make(to_store(request, sized(problem), regions))
-                    outputs = {name: kept[request.store[name]] for name in request.store}
-                    regions = {**regions, **outputs}
-                    call.key = None
-                known = self._remembered(call, request, problem, regions)
             stored = False
             try:
+                if known is None:
+                    if request.store:
+                        kept = await self.stored.make(to_store(request, sized(problem), regions))
+                        outputs = {name: kept[request.store[name]] for name in request.store}
+                        regions = {**regions, **outputs}
+                        call.key = None
+                    known = self._remembered(call, request, problem, regions)
                 size_bytes = known.arrangement.size_bytes
                 if call.ticket is not None:
                     await call.ticket.hold(size_bytes)
