@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("answers", "autoscaling", "measured", "death"))
     parser.add_argument("--store", action="store_true", help="keep the figures as results")
     asked = parser.parse_args()
-    # Ray lets its workers give way to everything else on a machine, this program's clients included.
+    # Ray lets its workers give way to everything else on a machine, this program's clients too.
     os.environ.setdefault("RAY_worker_niceness", "0")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"front": 1.0}}
