@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.hopper_maps import combined, lowest,
 from convgrad_service.backends.cuda.kernels.hopper_plan import (
     Schedule,
     choose_schedule,
+    expected_s,
     may_split,
     may_start_with_images,
 )
@@ -216,6 +217,7 @@ class HopperGather:
             f"{self.name}_{work.direction}_{schedule}",
             (*sides.steps, launch),
             sides.workspace,
+            expected_s=expected_s(work, axes, device, schedule),
         )
 
     def instances(self) -> Iterable[Instance]:
