@@ -280,7 +280,7 @@ def test_no_process_outlives_the_server(
         stdout=subprocess.DEVNULL,
     )
     try:
-        until(port_file.exists, 30)
+        until(port_file.exists, 60)
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         children = [int(child) for child in listed.split()]
         assert len(children) == 2 + (workers if workers > 1 else 0)  # gRPC, one worker, and HTTP
