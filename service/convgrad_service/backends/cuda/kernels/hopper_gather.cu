@@ -10,8 +10,8 @@
 // channels. One warp looks ahead where tiles lie and which taps they meet. A thread starts the copies
 // of the pixels of a step by im2col, zeros outside the source, another those of the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all; or else
 // SPLIT of them take a part of one tile's steps each, and its rows are divided among them when they
-// add these up: then a cluster has one tile, and a reduction is cut in the same places for all sums
-// of a launch. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
+// add these up: then a cluster has one tile, and all reductions of a phase are cut in the same places,
+// whatever taps they leave out. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
 // in a ring of STAGES steps. Taps that no pixel of a tile meets are left out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's results on their way; two barriers a
@@ -58,10 +58,6 @@ static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes fo
 
 // Tiles that warps are told of ahead.
 constexpr int kTold = 4;
-// Steps that a warpgroup starts after the one before it, so that one stores its results while another
-// multiplies.
-constexpr int kLag = CONSUMERS == 2 ? 2 : 1;
-
 struct Place {
   u32 ring, staging, barriers;  // shared addresses
   TileTold* told;
@@ -136,8 +132,12 @@ __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const P
       steps *= __popc(told.taps[d]);
     }
     told.image = image(own, args.images_first);
-    told.first_step = SPLIT > 1 ? steps * place.part / SPLIT : 0;
-    told.steps = (SPLIT > 1 ? steps * (place.part + 1) / SPLIT : steps) - told.first_step;
+    told.steps = steps;
+    if constexpr (SPLIT > 1) {
+      const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
+      told.first_step = all * place.part / SPLIT, told.end_step = all * (place.part + 1) / SPLIT;
+      told.steps = kept_steps(phase, told);
+    }
     tell(told);
   }
   told.steps = -1;
@@ -158,8 +158,8 @@ __device__ __forceinline__ void load_shared_pixels(u32 blocks, u32 to, const Ten
 // Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
 // taps that are kept.
 template <class Copy>
-__device__ __forceinline__ void for_each_step(const TileTold& tile, int channels, const Copy& copy) {
-  int index = 0;
+__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const TileTold& tile,
+                                              int channels, const Copy& copy) {
 #pragma unroll 1
   for (int channel = 0; channel < channels; channel += kDepth) {
 #pragma unroll 1
@@ -169,9 +169,11 @@ __device__ __forceinline__ void for_each_step(const TileTold& tile, int channels
 #pragma unroll 1
         for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
           if constexpr (SPLIT > 1) {
-            const bool own = static_cast<u32>(index - tile.first_step) < tile.steps;
-            ++index;
-            if (!own) continue;
+            const GatherAxis* const axis = phase.axis;
+            const int tap = (t * axis[1].taps + r) * axis[2].taps + s;
+            const int taps = axis[0].taps * axis[1].taps * axis[2].taps;
+            const int step = channel / kDepth * taps + tap;
+            if (step < tile.first_step || step >= tile.end_step) continue;
           }
           copy(channel, t, r, s);
         }
@@ -204,7 +206,7 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
     int by[3];
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
-    for_each_step(tile, channels, [&](int channel, int t, int r, int s) {
+    for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
       wait_for(place.read(ring.at), ring.parity);
       const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + own;
       arrive_expecting(barrier, kABytes);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
     const GatherPhase& phase = phase_of(args, tile.phase);
     const int first_channel = tile.first_channel + place.column * BN;
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-    for_each_step(tile, channels, [&](int channel, int j0, int j1, int j2) {
+    for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
       wait_for(place.read(ring.at), ring.parity);
       const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + kABytes;
       arrive_expecting(barrier, kLoadedBytes - kABytes);
@@ -303,11 +305,6 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       if (lane == 0) arrive(place.read(which));
     }
   };
-  bool started = false;
-  auto let_next_start = [&] {
-    if (warpgroup + 1 < CONSUMERS) pass_by(2 + warpgroup, 256);
-    started = true;
-  };
 #pragma unroll 1
   for (;;) {
     wait_for(place.known(turning.at), turning.parity);
@@ -330,11 +327,9 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
         }
       }
     }
-    if (warpgroup > 0 && !started) wait_at(1 + warpgroup, 256);
     int before = 0;  // the stage whose products are under way
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      if (i == kLag && !started) let_next_start();
       wait_for(place.filled(ring.at), ring.parity);
       begin_products();
       const u32 rows = place.stage(ring.at) + warpgroup * kRowsOf * kRowBytes;
@@ -345,7 +340,6 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       before = ring.at;
       ring.step();
     }
-    if (!started) let_next_start();
     // Where its rows go is found while the last products run.
     const Results<T, kParts, kFragments> results(args, tile,
                                                  place.staging + warpgroup * kStagingBytes);
@@ -355,7 +349,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     if (steps > 0) release(before);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it.
-      wait_at(7, CONSUMERS * 128);
+      wait_at(1, CONSUMERS * 128);
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
     } else {
       results.store(sum);

@@ -136,10 +136,26 @@ __device__ __forceinline__ u32 met_taps(const HopperGatherArgs& args, const Gath
 // What the warps of a block are told of a tile, in shared memory.
 struct TileTold {
   int phase, first_pixel, first_channel;  // of the cluster's tile
-  int first_step, steps;                  // of this block; fewer than 0 steps: there are no more tiles
+  int steps;                              // of this block; fewer than 0: there are no more tiles
+  int first_step, end_step;               // of a split reduction: among all, kept or not
   u32 taps[3];                            // that are kept along D, H and W
   int at[3], image;                       // of the first pixel that this block copies
 };
+
+// How many of a tile's steps from the first to before the end are kept, of chunks of channels and in
+// each the taps; a warp together.
+__device__ __forceinline__ int kept_steps(const GatherPhase& phase, const TileTold& tile) {
+  const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
+  const int taps = phase.axis[0].taps * taps1 * taps2;
+  int kept = 0;
+  for (int from = tile.first_step; from < tile.end_step; from += 32) {
+    const int step = from + (threadIdx.x & 31), tap = taps > 0 ? step % taps : 0;
+    const u32 t = tap / (taps1 * taps2), r = tap / taps2 % taps1, s = tap % taps2;
+    const u32 all = tile.taps[0] >> t & tile.taps[1] >> r & tile.taps[2] >> s & 1;
+    kept += __popc(__ballot_sync(~0u, step < tile.end_step && all != 0));
+  }
+  return kept;
+}
 
 // The next bit that is set above `bit` (from -1 on), or 32.
 __device__ __forceinline__ int next_bit(u32 bits, int bit) {

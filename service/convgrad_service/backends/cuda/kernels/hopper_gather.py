@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     may_split,
     may_start_with_images,
 )
-from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile
+from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile, tiles_of
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TensorMap, pack_maps
 from convgrad_service.plans.cuda_device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -225,7 +225,7 @@ class HopperGather:
         return [
             _instance(tile, dtype, across, maps, tile.stages(H200))
             for dtype in DTYPES
-            for tile in TILES
+            for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
         ]

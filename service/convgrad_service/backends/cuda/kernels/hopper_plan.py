@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis
 from convgrad_service.backends.cuda.kernels.hopper_maps import Combined, combined
-from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, TILES, HopperTile
+from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, HopperTile, tiles_of
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
@@ -143,7 +143,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for along in axis.phases
         for j in range(along.taps)
     )
-    for tile in TILES:
+    for tile in tiles_of(work.dtype):
         if tile.channels - written >= 64 and tile.channels > 64:
             continue
         if tile.split > 1:
@@ -174,7 +174,9 @@ def expected_s(
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
     busy = min(len(counts), workers) * tile.cluster / device.multiprocessors
-    times = np.ceil(counts / tile.split) * tile.step_s(busy) + tile.tile_s
+    times = np.ceil(counts / tile.split) * tile.step_s(busy) + tile.tile_s(
+        work.result_dtype.itemsize
+    )
     if len(times) > MOST_COUNTED:
         return float(times.sum() / workers + times.max() / 2)
     turn, place = np.divmod(np.arange(len(times)), workers)

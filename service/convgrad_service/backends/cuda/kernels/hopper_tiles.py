@@ -9,7 +9,7 @@ from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 
-__all__ = ["ROW_BYTES", "TILES", "HopperTile"]
+__all__ = ["ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
 
 ROW_BYTES = 128
 """Of an operand in shared memory: a step's depth."""
@@ -18,17 +18,21 @@ BOX_ROWS = 64
 STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
 # Of four tiles: two barriers each, and what is told of them.
-TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 48)
+TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 52)
 # Of a multiprocessor, and what a block has whatever it asks for.
 WARPGROUP = 128
-# What one H200 does a second: products of 16 bits, in tiles; bytes from its L2 cache to all
-# multiprocessors. And what a tile takes beside its steps, with each of its results.
-MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 800e12, 8.6e12
-CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
-"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
-TILE_S, ELEMENT_S, JOIN_S = 1e-6, 4e-11, 2e-6
+# What an H200 does a second, fitted to tests/perf's dense layers: products of 16 bits (of TF32, the
+# same in bytes); bytes from its L2 cache to all multiprocessors. Blocks that share weights measured
+# hardly faster for it (SHARED). And what a tile takes beside its steps, with a byte of its results.
+MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
+TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2e-6
 # One multiprocessor alone draws at most twice its share from the L2 cache.
 LEAST_BUSY = 0.5
+SHARED = 0.995
+# Of a tile in float32.
+MOST_SUMS = 128 * 256
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
 # By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
 
@@ -50,7 +54,7 @@ class HopperTile:
     def __str__(self) -> str:
         sharing = f"_{self.rows}x{self.columns}" if self.rows * self.columns > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
-        return f"{self.m}x{self.n}{sharing}{split}"
+        return f"{self.m}x{self.n}w{self.warpgroups}{sharing}{split}"
 
     @property
     def cluster(self) -> int:
@@ -71,13 +75,14 @@ class HopperTile:
         """Of a step, where such a part of an H200's multiprocessors work: products, or copies from
         the L2 cache, which they share."""
         products = self.m * self.n * ROW_BYTES / FLOPS
-        copied = (self.m / self.columns + self.n / self.rows) * ROW_BYTES
-        return max(products, max(busy, LEAST_BUSY) * copied / L2_BYTES_S) * MULTIPROCESSORS
+        copies = max(busy, LEAST_BUSY) * self.stage_bytes / L2_BYTES_S
+        shared = SHARED if self.rows > 1 else 1.0
+        return max(products, copies) * MULTIPROCESSORS * shared
 
-    @property
-    def tile_s(self) -> float:
+    def tile_s(self, itemsize: int) -> float:
         """Of a tile, beside its steps."""
-        return TILE_S + self.m * self.n * ELEMENT_S + (JOIN_S if self.split > 1 else 0)
+        joined = JOIN_S if self.split > 1 else 0
+        return TILE_S + self.m * self.n * itemsize * BYTE_S + joined
 
     @property
     def threads(self) -> int:
@@ -131,22 +136,16 @@ TILES = (
     HopperTile(128, 256),
     HopperTile(128, 256, rows=2),
     HopperTile(256, 128),
-    HopperTile(256, 128, rows=2),
-    HopperTile(256, 128, columns=2),
-    HopperTile(128, 128),
-    HopperTile(128, 128, rows=2),
-    HopperTile(128, 128, columns=2),
-    HopperTile(128, 128, rows=2, columns=2),
     HopperTile(192, 128, 3),
-    HopperTile(192, 128, 3, rows=2),
-    HopperTile(192, 128, 3, columns=2),
-    HopperTile(128, 192),
-    HopperTile(128, 192, rows=2),
     HopperTile(256, 160),
-    HopperTile(128, 160),
-    HopperTile(256, 96),
+    HopperTile(128, 128),
     HopperTile(256, 64),
     HopperTile(128, 64),
-    HopperTile(128, 64, columns=2),
-    *(HopperTile(128, n, split=split) for n in (64, 128, 256) for split in (2, 4, 8)),
+    *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 4, 8)),
 )
+"""Others lost everywhere: see HOPPER.md."""
+
+
+def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
+    """Those whose sums leave the registers that results of this type take."""
+    return tuple(tile for tile in TILES if dtype.itemsize == 2 or tile.m * tile.n <= MOST_SUMS)
