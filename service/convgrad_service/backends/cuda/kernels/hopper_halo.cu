@@ -57,6 +57,15 @@ struct Barriers {
   u32 x_full, x_empty, w_full, w_empty;
 };
 
+template <int kFragments>
+__device__ __forceinline__ void clear_sums(float (&sum)[kFragments][4]) {
+#pragma unroll
+  for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[j][e] = 0;
+  }
+}
+
 __device__ void load_source(const HopperHaloArgs& args, const HaloTables& tables, u32 ring,
                             const Barriers& barriers) {
   Place place;
@@ -181,17 +190,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int lead = group == 0 ? args.lead : 0;
 
     float sum[kColumns / 8][4];
+    clear_sums(sum);
     Place first, w_place;  // the former of the tile's first slice
     for (int tile = blockIdx.x; tile < args.all_tiles; tile += gridDim.x) {
       Place x_place;
       for (int pass = 0; pass < args.passes; ++pass) {
         const HaloPass& now = tables.pass[pass];
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[j][e] = 0;
-        }
-        hold_sums(sum);
+        int add = 0;  // to what the sums are from before
         // Barriers to pass once the step before is over, or 0.
         u32 x_release = 0, w_release = 0;
         const auto release = [&] {
@@ -211,9 +216,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int i = 0; i < count.value; ++i) {
             const u64 a = a_step + tap[i].weight, b = b_step + tap[i].pixel;
-            multiply<T, kWeights, kAlongK>(sum, a, b, 1);
+            multiply<T, kWeights, kAlongK>(sum, a, b, i == 0 ? add : 1);
             multiply<T, kWeights, kAlongK>(sum, a + a_next, b + 2, 1);
           }
+          add = 1;
           commit_products();
           wait_products<1>();
           release();
@@ -248,10 +254,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           }
           for (; slice < args.slices; ++slice) x_place.advance(args.stages);
         }
+        HaloResults results(args, now, HaloTile(args, tile));
         wait_products<0>();
         hold_sums(sum);
         release();
-        put_results<T>(args, HaloTile(args, tile), now, sum);
+        if (now.steps == 0) clear_sums(sum);
+        put_results<T>(results, sum);
       }
       first = x_place;
     }

@@ -139,9 +139,8 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
 
 // All of a warpgroup's results; the sums are used up.
 template <class T, int kFragments>
-__device__ __forceinline__ void put_results(const HopperHaloArgs& args, const HaloTile& tile,
-                                            const HaloPass& pass, float (&sum)[kFragments][4]) {
-  HaloResults to(args, pass, tile);
+__device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragments][4]) {
+  const HopperHaloArgs& args = to.args;
   if (!to.some()) return;
   const int lane = threadIdx.x & 31, quarter = lane & 3;
   const bool plain = args.plain && args.wide_stores;
@@ -152,7 +151,7 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
     if (to.channel + first >= args.out_channels) to.width = 0;
     char* const y = static_cast<char*>(args.y) + (to.at + first) * 2;
     const int row_bytes = to.row_step * 2, bytes = to.step * 2;
-    u32 odd = 0;
+    u32 odd[2] = {};  // that do not wait for one another
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const u32 low = transposed(narrow_two<T>(sum[j][0], sum[j][1]));
@@ -162,10 +161,10 @@ __device__ __forceinline__ void put_results(const HopperHaloArgs& args, const Ha
       int h, w;
       const bool there = to.position(j * 8 + lane / 4, h, w);
       store_if(there, y + (h * row_bytes + w * bytes), four);
-      mark_odd_if<T>(there, odd, four.x);
-      mark_odd_if<T>(there, odd, four.y);
+      mark_odd_if<T>(there, odd[0], four.x);
+      mark_odd_if<T>(there, odd[1], four.y);
     }
-    if (!__any_sync(0xffffffff, odd != 0)) return;
+    if (!__any_sync(0xffffffff, (odd[0] | odd[1]) != 0)) return;
     __syncwarp();  // another lane writes them anew
     to.width = width;
   }
