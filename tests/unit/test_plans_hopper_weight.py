@@ -121,3 +121,16 @@ def test_the_choice_is_the_least_expected(name: str) -> None:
     even = work.in_channels % 2 == 0  # else pairs of results are not aligned
     least = min(cuts(work, H200, direct=even), key=lambda cut: expected_s(cut, H200))
     assert HopperWeight().launches(work, H200).kernel == f"hopper_weight_{least.name}"
+
+
+def test_registers_taken_are_registers_that_a_block_starts_with() -> None:
+    for instance in HopperWeight().instances():
+        defines = dict(instance.defines)
+        if "WARPGROUPS" not in defines:
+            continue
+        multiply = int(defines["WARPGROUPS"])
+        both = instance.entry == "hopper_weight_split" and multiply == 2
+        others = 2 if both else 1
+        started = 65536 // ((multiply + others) * 128) // 8 * 8 * (multiply + others)
+        taken = multiply * int(defines["CONSUMER_REGISTERS"])
+        assert taken + others * int(defines["PRODUCER_REGISTERS"]) <= started

@@ -24,29 +24,21 @@
 // finite are taken again by the definition.
 // Index limits: pixels, with the halo, and results of one share below 2^31; elements 64-bit.
 #include "hopper_weight_cluster.cuh"
+#include "hopper_weight_copies.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
 
 namespace {
 
-constexpr int kBoxChannels = 64;
+using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, 2>;
 constexpr int kRowBytes = CHANNELS * 2;  // of a pixel in a box of x
-constexpr u32 kYBoxBytes = kPixels * kBoxChannels * 2;
-constexpr int kYBoxes = SPREAD ? ROWS : ROWS * WARPGROUPS;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
-constexpr int kMostCopied = (kYBoxes + kMostBoxes + 3) / 4;
+constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
 // What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
 constexpr bool kSums = CLUSTER > 1 && SUMS, kCopies = CLUSTER > 1 && !SUMS;
-
-// A box of either operand, and where in a stage it goes.
-struct Copied {
-  Source from;
-  u32 to;
-  bool of_y, shared;
-};
 
 }  // namespace
 
@@ -54,18 +46,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * kMostStages];
-  __shared__ Copied copied[4][kMostCopied];  // of each thread that copies
+  __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;
-  const u32 ring = shared_address(base);
-  const u32 x_at = kYBoxes * kYBoxBytes, stage_bytes = x_at + of.boxes * args.box_bytes;
-  const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
+  const u32 x_bytes = of.boxes * args.box_bytes, full = shared_address(barriers);
+  Ring ring = {shared_address(base), Layout::kXAt + x_bytes, full, full + kMostStages * 8,
+               args.stages};
   if (thread == 0) {
     for (int i = 0; i < args.stages; ++i) {
-      make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
+      make_barrier(ring.filled(i), 1);
+      make_barrier(ring.emptied(i), WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
     }
     publish_barriers();
   }
@@ -80,6 +72,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   } else {
     __syncthreads();
   }
+  start_next();
   const int steps = steps_of(args), block = CLUSTER > 1 ? block_of_cluster() : 0;
   const int units =
       (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / (kSums ? 1 : CLUSTER);
@@ -89,55 +82,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
   };
   const int first_unit = blockIdx.x / CLUSTER, unit_step = gridDim.x / CLUSTER;
-  int stage = 0;
-  u32 parity = 0;
-  auto next_stage = [&]() {
-    if (++stage == args.stages) stage = 0, parity ^= 1;
-  };
-
   if (warpgroup == WARPGROUPS) {
     leave_registers<PRODUCER_REGISTERS>();
-    // A thread starts a copy in 100 ns, so one of each warp takes its turn.
     if (elected()) {
       const int turn = warp % 4;
       if (turn == 0) prefetch_map(args.x_map), prefetch_map(args.y_map);
-      Copied* const own = copied[turn];
-      const u32 bytes = x_at + of.boxes * ((kPixels + args.halo) * kRowBytes);
+      const u32 bytes = Layout::kXAt + of.boxes * ((kPixels + args.halo) * kRowBytes);
       for (int index = first_unit; index < units; index += unit_step) {
-        const Unit unit = unit_of(index);
-        const Place place = place_of(of, unit.tile);
-        int count = 0, turns = 0;
-        auto note = [&](int i, bool of_y, u32 to, const Source& from) {
-          // Of what the blocks of a cluster share each copies a part, to all of them.
-          const bool shared = kCopies && of_y != static_cast<bool>(of.rows_first);
-          if (shared && i % CLUSTER != block) return;
-          if (turns++ % 4 == turn) own[count++] = {from, to, of_y, shared};
-        };
-        for (int i = 0; i < kYBoxes; ++i) {
-          note(i, true, i * kYBoxBytes, {(place.row * kYBoxes + i) * kBoxChannels, 0, 0, 0});
-        }
-        for (int i = 0; i < of.boxes; ++i) {
-          note(i, false, x_at + i * args.box_bytes, source_of(args, place.column, i));
-        }
-        Walk walk(args, unit.step);
-        for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
-          const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
-          const Pixel corner = corner_of(args, walk.at);
-          wait_for(empty + stage * 8, parity ^ 1);
-          if (turn == 0) arrive_expecting(arrived, bytes);
-#pragma unroll 1
-          for (int i = 0; i < count; ++i) {
-            const Copied one = own[i];
-            const TensorMap& map = one.of_y ? args.y_map : args.x_map;
-            const Pixel at = one.of_y ? walk.at : corner;
-            if (kCopies && one.shared) {
-              load_box<CLUSTER>(args, map, to + one.to, arrived, at, one.from);
-            } else {
-              load_box(args, map, to + one.to, arrived, at, one.from);
-            }
-          }
-          next_stage();
-        }
+        copy_steps<Layout, kCopies ? CLUSTER : 1, kTurns>(args, unit_of(index), ring, turn, block,
+                                                          args.box_bytes, bytes, copied[turn]);
       }
     }
     if (kSums) {
@@ -147,7 +100,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
-    const u32 next_box = shares_box ? args.dilation[2] * kRowBytes : args.box_bytes;
+    const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
     const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
@@ -163,9 +116,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     auto release = [&](int last) {
       if (last < 0) return;
       if (!kCopies) {
-        if (lane == 0) arrive(empty + last * 8);
+        if (lane == 0) arrive(ring.emptied(last));
       } else if (lane < CLUSTER) {
-        arrive_at(empty + last * 8, lane);
+        arrive_at(ring.emptied(last), lane);
       }
     };
     for (int index = first_unit; index < units; index += unit_step) {
@@ -185,11 +138,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       hold();
 #pragma unroll 1
       for (int step = unit.step; step < unit.end; ++step) {
-        const u32 from = ring + stage * stage_bytes;
-        const u64 a = operand_along_mn<128>(from + own_row * kYBoxBytes);
+        const u32 from = ring.here();
+        const u64 a = operand_along_mn<128>(from + own_row * Layout::kYBoxBytes);
         const u64 b =
-            operand_along_mn<kRowBytes>(from + x_at + own_box * args.box_bytes, next_box);
-        wait_for(full + stage * 8, parity);
+            operand_along_mn<kRowBytes>(from + Layout::kXAt + own_box * args.box_bytes, next_box);
+        wait_for(ring.filled(ring.stage), ring.parity);
         begin_products();
 #pragma unroll
         for (int k = 0; k < kPixels / 16; ++k) {
@@ -198,7 +151,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
               multiply<T, kAlongMn, kAlongMn>(
-                  sum[i][j], advance(a, i * kYBoxBytes + k * 16 * 128),
+                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * 16 * 128),
                   advance(b, j * boxes_each * args.box_bytes + k * 16 * kRowBytes), 1);
             }
           }
@@ -206,8 +159,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         commit_products();
         wait_products<1>();
         release(last);
-        last = stage;
-        next_stage();
+        last = ring.stage;
+        ring.next();
       }
       wait_products<0>();
       hold();
@@ -217,14 +170,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         wait_at(1, WARPGROUPS * 128);
         leave_sums(base, warpgroup, thread % 128, sum);
       } else {
-        if (index + unit_step >= units) start_next();
-        put_sums(args, unit, warpgroup, thread % 128, sum);
+        put_sums<T>(args, unit, warpgroup, thread % 128, sum);
       }
     }
     if constexpr (kSums) {
       synchronize_cluster();
       const ClusterUnit unit = cluster_unit_at(of, first_unit, steps, CLUSTER, block);
-      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring, block, boxes);
+      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring.at, block, boxes);
     }
   }
   // No block ends while another may still arrive at its barriers, or read its sums.

@@ -2,6 +2,7 @@
 // hopper_weight.py.
 #pragma once
 
+#include "accesses.cuh"
 #include "epilogue.cuh"
 #include "tensor_core.cuh"
 
@@ -33,6 +34,20 @@ struct WeightResult {
   int spread;        // warpgroups part the columns, not the rows
   int pairs;         // neighbouring channels lie side by side and aligned in w
   int wide;          // w holds float32, whatever x and y do
+};
+
+// What is summed.
+struct WeightSource {
+  const void* x;
+  const void* y;
+  i64 x_stride[6];  // N G C D H W, in elements
+  i64 y_stride[6];
+  int batch;
+  int x_size[3];
+  int y_size[3];
+  int stride[3];
+  int dilation[3];
+  int pad[3];
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -90,6 +105,36 @@ struct Own {
 __device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Box& box) {
   return k * of.w_stride[1] + box.c * of.w_stride[2] + box.t * of.w_stride[3] +
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
+}
+
+// One result as it is defined: what a sum that is not finite ought to be.
+template <class T>
+__device__ __noinline__ float defined_sum(const WeightSource& of, int k, const Box& box) {
+  const T* const x = static_cast<const T*>(of.x) + box.c;
+  const T* const y = static_cast<const T*>(of.y) + k;
+  float sum = 0;
+#pragma unroll 1
+  for (int n = 0; n < of.batch; ++n) {
+#pragma unroll 1
+    for (int z = 0; z < of.y_size[0]; ++z) {
+      const int d = z * of.stride[0] + box.t * of.dilation[0] - of.pad[0];
+      if (static_cast<u32>(d) >= static_cast<u32>(of.x_size[0])) continue;
+#pragma unroll 1
+      for (int p = 0; p < of.y_size[1]; ++p) {
+        const int h = p * of.stride[1] + box.r * of.dilation[1] - of.pad[1];
+        if (static_cast<u32>(h) >= static_cast<u32>(of.x_size[1])) continue;
+        const T* const x_row = x + n * of.x_stride[0] + d * of.x_stride[3] + h * of.x_stride[4];
+        const T* const y_row = y + n * of.y_stride[0] + z * of.y_stride[3] + p * of.y_stride[4];
+#pragma unroll 4
+        for (int q = 0; q < of.y_size[2]; ++q) {
+          const int w = q * of.stride[2] + box.s * of.dilation[2] - of.pad[2];
+          if (static_cast<u32>(w) >= static_cast<u32>(of.x_size[2])) continue;
+          sum += widen(y_row[q * of.y_stride[5]]) * widen(x_row[w * of.x_stride[5]]);
+        }
+      }
+    }
+  }
+  return sum;
 }
 
 // Two neighbours, aligned to both.

@@ -9,7 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import Prepared, prepare_activation
+from convgrad_service.backends.cuda.kernels.channels_last import prepare_activation
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     SPLIT_TILES,
@@ -33,6 +33,11 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
 __all__ = ["HopperWeight", "reachable"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+# What is read, and what is written.
+RESULTS = (
+    *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
+    *((dtype, DType.FLOAT32) for dtype in DTYPES),
+)
 LEAST_CHANNELS = 16
 # A step may count past the last pixel.
 MAX_PIXELS = 2**31 - 2**16
@@ -75,6 +80,16 @@ RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
 )
 
 
+# WeightSource of hopper_weight.cuh.
+SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("x", ctypes.c_uint64),
+    ("y", ctypes.c_uint64),
+    *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
+    ("batch", ctypes.c_int32),
+    *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
+)
+
+
 class HopperWeightArgs(ctypes.Structure):
     """See ``hopper_weight.cu``."""
 
@@ -82,11 +97,7 @@ class HopperWeightArgs(ctypes.Structure):
         ("x_map", MapField),
         ("y_map", MapField),
         *RESULT_FIELDS,
-        ("x", ctypes.c_uint64),
-        ("y", ctypes.c_uint64),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
-        ("batch", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
+        *SOURCE_FIELDS,
         *((name, ctypes.c_int32) for name in ("dims", "halo", "box_bytes", "stages")),
     )
 
@@ -94,7 +105,7 @@ class HopperWeightArgs(ctypes.Structure):
 class WeightSumArgs(ctypes.Structure):
     """See ``hopper_weight_sum.cu``."""
 
-    _fields_ = (*RESULT_FIELDS, ("slices", ctypes.c_int32))
+    _fields_ = (*RESULT_FIELDS, *SOURCE_FIELDS, ("slices", ctypes.c_int32))
 
 
 class HopperWeight:
@@ -156,7 +167,7 @@ class HopperWeight:
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    _args(work, cut, x, y, device),
+                    _args(work, cut, x.operand, y.operand, device),
                     {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)},
                     x=x.operand,
                     y=y.operand,
@@ -170,8 +181,13 @@ class HopperWeight:
         workspace = [*x.workspace, *y.workspace]
         if partials is not None:
             workspace.append(Workspace(partials, cut.partial_bytes))
-            steps.append(_sum(work, cut, partials))
-        return Fragment(f"{self.name}_{cut.name}", tuple(steps), tuple(workspace))
+            steps.append(_sum(work, cut, x.operand, y.operand, partials))
+        return Fragment(
+            f"{self.name}_{cut.name}",
+            tuple(steps),
+            tuple(workspace),
+            expected_s=expected_s(cut, device),
+        )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -184,26 +200,27 @@ class HopperWeight:
                 for cluster in clusters
             ),
             *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
-            *map(_sum_instance, (*DTYPES, DType.FLOAT32)),
+            *(_sum_instance(dtype, result) for dtype, result in RESULTS),
         ]
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """The cuts whose tensor maps the hardware takes."""
-    direct = work.epilogue_free and _pairs(work)
+    beside = 2 if work.result_dtype is DType.FLOAT32 else 8
+    direct = work.epilogue_free and _beside(work, beside)
     for cut in cuts(work, device, direct=direct):
         if all(one.why_not() is None for one in _maps(work, cut)):
             yield cut
 
 
-def _pairs(work: ConvWork) -> bool:
-    """Whether neighbouring channels of the result lie side by side, and pairs aligned."""
+def _beside(work: ConvWork, count: int) -> bool:
+    """Whether so many channels of the result lie side by side, and aligned."""
     strides = work.w.strides
     outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
     return (
         strides[2] == 1
-        and work.in_channels % 2 == 0
-        and all(stride % 2 == 0 for stride, extent in outer if extent > 1)
+        and work.in_channels % count == 0
+        and all(stride % count == 0 for stride, extent in outer if extent > 1)
     )
 
 
@@ -218,28 +235,33 @@ def _fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cu
     for name in ("warpgroups", "rows", "products", "channels", "spread"):
         setattr(args, name, getattr(cut.tile, name))
     args.fragments = cut.tile.columns // 8
-    args.pairs, args.wide = _pairs(work), work.result_dtype is DType.FLOAT32
+    args.pairs, args.wide = _beside(work, 2), work.result_dtype is DType.FLOAT32
 
 
-def _args(
-    work: ConvWork, cut: Cut, x: Prepared, y: Prepared, device: CudaDevice
-) -> HopperWeightArgs:
-    args = HopperWeightArgs()
-    _fill_result(args, work, cut)
-    args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
+def _fill_source(
+    args: HopperWeightArgs | WeightSumArgs, work: ConvWork, x: Operand, y: Operand
+) -> None:
+    args.x_stride[:], args.y_stride[:] = x.strides, y.strides
     args.batch = work.batch
     args.x_size[:], args.y_size[:] = work.input, work.output
     for name in ("stride", "dilation", "pad"):
         getattr(args, name)[:] = getattr(work, name)
+
+
+def _args(work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice) -> HopperWeightArgs:
+    args = HopperWeightArgs()
+    _fill_result(args, work, cut)
+    _fill_source(args, work, x, y)
     args.dims, args.halo, args.box_bytes = _dims(work), cut.halo, cut.box_bytes
     args.stages = cut.stages(device)
     return args
 
 
-def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
+def _sum(work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str) -> Launch:
     """Adds up the partial sums and finishes them."""
     args = WeightSumArgs()
     _fill_result(args, work, cut)
+    _fill_source(args, work, x, y)
     vectors = cut.tile.sums // 4
     threads = vectors * cut.parted // SUM_EACH
     # A block stays within a box, of 16 vectors a channel.
@@ -248,18 +270,17 @@ def _sum(work: ConvWork, cut: Cut, partials: str) -> Launch:
         args.slices *= 2
     each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
-        _sum_instance(work.result_dtype),
+        _sum_instance(work.dtype, work.result_dtype),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(args, w=work.w, accumulate=work.accumulate, partials=partials),
+        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials),
         overlaps=True,
     )
 
 
-def _sum_instance(dtype: DType) -> Instance:
-    return Instance(
-        "hopper_weight_sum.cu", "hopper_weight_sum", (("RESULT", CUDA_TYPES[dtype]),), HOPPER
-    )
+def _sum_instance(dtype: DType, result: DType) -> Instance:
+    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("RESULT", CUDA_TYPES[result])
+    return Instance("hopper_weight_sum.cu", "hopper_weight_sum", defines, HOPPER)
 
 
 def _dims(work: ConvWork) -> int:

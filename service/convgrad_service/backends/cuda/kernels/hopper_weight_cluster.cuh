@@ -64,14 +64,13 @@ __device__ __forceinline__ void sum_cluster(const HopperWeightArgs& args, const 
       float& second = half == 0 ? sum.y : sum.w;
       if (!real || k + half * 8 >= of.out_channels) continue;
       const bool both = box.c + 1 < of.in_channels;
-      if (!is_finite(first)) {
-        first = defined_sum(args, unit.step, unit.end, k + half * 8, box.c, box.t, box.r, box.s);
-      }
-      if (both && !is_finite(second)) {
-        second =
-            defined_sum(args, unit.step, unit.end, k + half * 8, box.c + 1, box.t, box.r, box.s);
-      }
       if (of.shares > 1) continue;
+      if (!is_finite(first + second)) {
+        Box next = box;
+        first = defined_sum<T>(args.source, k + half * 8, next);
+        ++next.c;
+        if (both) second = defined_sum<T>(args.source, k + half * 8, next);
+      }
       const i64 at = result_at(of, k + half * 8, box);
       if (sizeof(T) == 4 || of.wide) {
         put_two<float>(of, at, first, second, both);

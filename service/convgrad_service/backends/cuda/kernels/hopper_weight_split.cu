@@ -3,7 +3,7 @@
 // 3 * 2^-16 of it. The host's side is hopper_weight.py; the GEMM view, tiles, units and results are
 // those of hopper_weight.cu. (TF32 products read operands along K alone, and here pixels lie apart.)
 //
-// One warp copies float32 boxes (TMA, im2col) of 32 pixels. Three warps split x, from shared to shared
+// Some threads copy float32 boxes (TMA, im2col) of 32 pixels. Others split x, from shared to shared
 // memory, in rows of CHANNELS with the swizzle that products read. The warpgroups that multiply split
 // y in registers, as each needs it: y's boxes of 32 channels are swizzled so that a warp's reads of
 // eight channels and four pixels meet no bank twice. Dynamic shared memory: 1,024 bytes to align it
@@ -13,20 +13,22 @@
 // input's and y's rows times an infinity are NaN, and so are both parts of an infinity together:
 // sums that are not finite are taken again by the definition.
 // Index limits: pixels, with the halo, below 2^31; elements 64-bit.
-#include "hopper_weight_units.cuh"
+#include "hopper_weight_copies.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
 
 namespace {
 
-constexpr int kYChannels = 32;
-constexpr u32 kYBoxBytes = kPixels * kYChannels * 4;
-constexpr int kYBoxes = (SPREAD ? ROWS : ROWS * WARPGROUPS) * 2;
+using Layout = Step<(SPREAD ? ROWS : ROWS * WARPGROUPS) * 2, 32, 4>;
 constexpr int kWideRowBytes = CHANNELS * 4, kRowBytes = CHANNELS * 2;  // of a pixel in a box of x
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
-constexpr int kThreads = (WARPGROUPS + 1) * 128, kSplitters = 96;
+// A warpgroup of threads that split, and one of whose warps each one thread copies; or one warpgroup
+// where there are three that multiply: then its first warp copies.
+constexpr int kSplitters = WARPGROUPS == 2 ? 128 : 96, kTurns = WARPGROUPS == 2 ? 4 : 1;
+constexpr int kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
+constexpr int kThreads = WARPGROUPS * 128 + (WARPGROUPS == 2 ? 256 : 128);
 
 // Two values rounded to bfloat16, and what that left of them, rounded too.
 struct Halves {
@@ -40,110 +42,101 @@ __device__ __forceinline__ Halves halves_of(float first, float second) {
   return of;
 }
 
+// Splits what came of x: from rows of float32, `wide` bytes a box, to two of bfloat16, `box` bytes,
+// the low parts `low` further on.
+__device__ __forceinline__ void split_boxes(const char* from, char* to, int boxes, int rows, u32 wide,
+                                            u32 box, u32 low, int splitter) {
+  constexpr int kVectors = CHANNELS / 4;  // of a row
+  constexpr int kPass = kSplitters / kVectors, kBatch = 4;
+  static_assert(kPass * kBatch % 8 == 0, "rows of a batch see whole patterns of the swizzle");
+  const int vector = splitter % kVectors, first = splitter / kVectors;
+  u32 put[kBatch];
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int row = first + j * kPass;
+    const int chunk = vector / 2 ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1));
+    put[j] = row * kRowBytes + chunk * 16 + vector % 2 * 8;
+  }
+#pragma unroll 1
+  for (int i = 0; i < boxes; ++i, from += wide, to += box) {
+#pragma unroll 1
+    for (int batch = 0; batch < rows; batch += kPass * kBatch) {
+      const char* const wide_rows = from + (batch + first) * kWideRowBytes + vector * 16;
+      char* const split_rows = to + batch * kRowBytes;
+      // Reads first: the compiler may not move them over writes.
+      float4 four[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (batch + first + j * kPass >= rows) continue;
+        four[j] = *reinterpret_cast<const float4*>(wide_rows + j * kPass * kWideRowBytes);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (batch + first + j * kPass >= rows) continue;
+        const Halves one = halves_of(four[j].x, four[j].y), two = halves_of(four[j].z, four[j].w);
+        *reinterpret_cast<uint2*>(split_rows + put[j]) = make_uint2(one.high, two.high);
+        *reinterpret_cast<uint2*>(split_rows + low + put[j]) = make_uint2(one.low, two.low);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_weight_split(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[3 * kMostStages];
-  __shared__ Source sources[kMostBoxes];  // the copying thread's own
+  __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;
-  const u32 ring = shared_address(base);
   const int box_rows = kPixels + args.halo;
-  const u32 x_at = kYBoxes * kYBoxBytes, wide_box = box_rows * kWideRowBytes;
-  const u32 high_at = x_at + (of.boxes * wide_box + 1023) / 1024 * 1024;
+  const u32 wide_box = box_rows * kWideRowBytes, full = shared_address(barriers);
+  const u32 high_at = Layout::kXAt + (of.boxes * wide_box + 1023) / 1024 * 1024;
   const u32 low_at = high_at + of.boxes * args.box_bytes;
-  const u32 stage_bytes = low_at + of.boxes * args.box_bytes;
-  const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
-  const u32 ready = empty + kMostStages * 8;
+  Ring ring = {shared_address(base), low_at + of.boxes * args.box_bytes, full,
+               full + kMostStages * 8, args.stages};
+  const u32 ready = full + 2 * kMostStages * 8;
   if (thread == 0) {
     for (int i = 0; i < args.stages; ++i) {
-      make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, WARPGROUPS * 4);
+      make_barrier(ring.filled(i), 1);
+      make_barrier(ring.emptied(i), WARPGROUPS * 4);
       make_barrier(ready + i * 8, kSplitters / 32);
     }
     publish_barriers();
   }
   __syncthreads();
+  start_next();
   const int steps = steps_of(args);
   const int units = of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares;
-  int stage = 0;
-  u32 parity = 0;
-  auto next_stage = [&]() {
-    if (++stage == args.stages) stage = 0, parity ^= 1;
-  };
 
-  if (warpgroup == WARPGROUPS) {
+  if (warpgroup >= WARPGROUPS) {
     leave_registers<PRODUCER_REGISTERS>();
-    if (warp != WARPGROUPS * 4) {
-      const int splitter = thread - WARPGROUPS * 128 - 32;
-      constexpr int kVectors = CHANNELS / 4, kBatch = 6;  // of a row; of a thread at once
+    const int helper = thread - WARPGROUPS * 128;
+    const bool splits = WARPGROUPS == 2 ? helper < 128 : helper >= 32;
+    if (splits) {
       for (int index = blockIdx.x; index < units; index += gridDim.x) {
         const Unit unit = unit_at(of, index, steps);
         for (int step = unit.step; step < unit.end; ++step) {
-          char* const at = base + stage * stage_bytes;
-          wait_for(full + stage * 8, parity);
-#pragma unroll 1
-          for (int box = 0; box < of.boxes; ++box) {
-            const char* const from = at + x_at + box * wide_box;
-            char* const to = at + high_at + box * args.box_bytes;
-            for (int first = splitter; first < box_rows * kVectors; first += kSplitters * kBatch) {
-              // Reads first: the compiler may not move them over writes.
-              float4 four[kBatch];
-#pragma unroll
-              for (int j = 0; j < kBatch; ++j) {
-                const int i = min(first + j * kSplitters, box_rows * kVectors - 1);
-                four[j] = *reinterpret_cast<const float4*>(from + i * 16);
-              }
-#pragma unroll
-              for (int j = 0; j < kBatch; ++j) {
-                const int i = first + j * kSplitters, row = i / kVectors, vector = i % kVectors;
-                if (i >= box_rows * kVectors) continue;
-                const Halves one = halves_of(four[j].x, four[j].y);
-                const Halves two = halves_of(four[j].z, four[j].w);
-                const int chunk = vector / 2 ^ (row * kRowBytes / 128 & (kRowBytes / 16 - 1));
-                const int put = row * kRowBytes + chunk * 16 + vector % 2 * 8;
-                *reinterpret_cast<uint2*>(to + put) = make_uint2(one.high, two.high);
-                *reinterpret_cast<uint2*>(to + (low_at - high_at) + put) =
-                    make_uint2(one.low, two.low);
-              }
-            }
-          }
+          char* const at = base + ring.stage * ring.stage_bytes;
+          wait_for(ring.filled(ring.stage), ring.parity);
+          split_boxes(at + Layout::kXAt, at + high_at, of.boxes, box_rows, wide_box, args.box_bytes,
+                      low_at - high_at, WARPGROUPS == 2 ? helper : helper - 32);
           publish_shared();
           __syncwarp();
-          if (lane == 0) arrive(ready + stage * 8);
-          next_stage();
+          if (lane == 0) arrive(ready + ring.stage * 8);
+          ring.next();
         }
       }
-      return;
-    }
-    if (!elected()) return;
-    prefetch_map(args.x_map);
-    prefetch_map(args.y_map);
-    const u32 bytes = kYBoxes * kYBoxBytes + of.boxes * wide_box;
-    for (int index = blockIdx.x; index < units; index += gridDim.x) {
-      const Unit unit = unit_at(of, index, steps);
-      const Place place = place_of(of, unit.tile);
-      for (int i = 0; i < of.boxes; ++i) sources[i] = source_of(args, place.column, i);
-      Walk walk(args, unit.step);
-      for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
-        const u32 to = ring + stage * stage_bytes, arrived = full + stage * 8;
-        wait_for(empty + stage * 8, parity ^ 1);
-        arrive_expecting(arrived, bytes);
-#pragma unroll 1
-        for (int i = 0; i < kYBoxes; ++i) {
-          const Source source = {(place.row * kYBoxes + i) * kYChannels, 0, 0, 0};
-          load_box(args, args.y_map, to + i * kYBoxBytes, arrived, walk.at, source);
-        }
-        const Pixel corner = corner_of(args, walk.at);
-#pragma unroll 1
-        for (int i = 0; i < of.boxes; ++i) {
-          load_box(args, args.x_map, to + x_at + i * wide_box, arrived, corner, sources[i]);
-        }
-        next_stage();
+    } else if (elected()) {
+      const int turn = kTurns == 1 ? 0 : warp % 4;
+      if (turn == 0) prefetch_map(args.x_map), prefetch_map(args.y_map);
+      const u32 bytes = Layout::kXAt + of.boxes * wide_box;
+      for (int index = blockIdx.x; index < units; index += gridDim.x) {
+        copy_steps<Layout, 1, kTurns>(args, unit_at(of, index, steps), ring, turn, 0, wide_box, bytes,
+                                      copied[turn]);
       }
     }
     return;
@@ -151,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<CONSUMER_REGISTERS>();
   const bool shares_box = of.shared_taps > 1;
-  const u32 next_box = shares_box ? args.dilation[2] * kRowBytes : args.box_bytes;
+  const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
   const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
   const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
   const int own_row = SPREAD ? 0 : warpgroup * ROWS;
@@ -161,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto y_from = [&](int channel, int pixel) {
     return pixel * 128 + (channel / 4 ^ pixel) * 16 + channel % 4 * 4;
   };
-  const int box_from = (own_row * 2 + warp % 4 / 2) * kYBoxBytes;
+  const int box_from = (own_row * 2 + warp % 4 / 2) * Layout::kYBoxBytes;
   const int from[2][2] = {{box_from + y_from(in_box, even), box_from + y_from(in_box, even + 1)},
                           {box_from + y_from(in_box + 8, even),
                            box_from + y_from(in_box + 8, even + 1)}};
@@ -195,11 +188,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hold();
 #pragma unroll 1
     for (int step = unit.step; step < unit.end; ++step) {
-      const char* const y = base + stage * stage_bytes;
-      const u32 at = ring + stage * stage_bytes + own_box * args.box_bytes;
+      const char* const y = base + ring.stage * ring.stage_bytes;
+      const u32 at = ring.here() + own_box * args.box_bytes;
       const u64 high = operand_along_mn<kRowBytes>(at + high_at, next_box);
       const u64 low = operand_along_mn<kRowBytes>(at + low_at, next_box);
-      wait_for(full + stage * 8, parity);
+      wait_for(ring.filled(ring.stage), ring.parity);
 #pragma unroll
       for (int k = 0; k < kPixels / 16; ++k) {
 #pragma unroll
@@ -207,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int word = 0; word < 4; ++word) {
             // Of fragments' words, the odd ones are 8 rows further on, the upper two 8 pixels.
-            const char* const here = y + i * 2 * kYBoxBytes + (k * 16 + word / 2 * 8) * 128;
+            const char* const here = y + i * 2 * Layout::kYBoxBytes + (k * 16 + word / 2 * 8) * 128;
             const Halves of_y =
                 halves_of(*reinterpret_cast<const float*>(here + from[word % 2][0]),
                           *reinterpret_cast<const float*>(here + from[word % 2][1]));
@@ -215,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             a_low[k % 2][i][word] = of_y.low;
           }
         }
-        if (k == 0) wait_for(ready + stage * 8, parity);
+        if (k == 0) wait_for(ready + ring.stage * 8, ring.parity);
         hold_y(k % 2);
         begin_products();
 #pragma unroll
@@ -231,15 +224,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         commit_products();
         wait_products<1>();
         hold_y((k + 1) % 2);  // free again
-        if (k == 0 && last >= 0 && lane == 0) arrive(empty + last * 8);
+        if (k == 0 && last >= 0 && lane == 0) arrive(ring.emptied(last));
       }
-      last = stage;
-      next_stage();
+      last = ring.stage;
+      ring.next();
     }
     wait_products<0>();
     hold();
-    if (last >= 0 && lane == 0) arrive(empty + last * 8);
-    if (index + static_cast<int>(gridDim.x) >= units) start_next();
-    put_sums(args, unit, warpgroup, thread % 128, sum);
+    if (last >= 0 && lane == 0) arrive(ring.emptied(last));
+    put_sums<T>(args, unit, warpgroup, thread % 128, sum);
   }
 }

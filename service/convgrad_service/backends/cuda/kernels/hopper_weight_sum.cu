@@ -16,6 +16,7 @@ using namespace convgrad;
 
 struct WeightSumArgs {
   WeightResult result;
+  WeightSource source;
   int slices;
 };
 
@@ -72,18 +73,36 @@ extern "C" __global__ void __launch_bounds__(256, 3)
   }
   if (slice > 0 || !box.real) return;
 
+  // Where a result is: of vector v, in the lower or upper of its rows, its first or second channel.
+  const i64 rows_apart = 8 * of.w_stride[1];
+  auto place = [&](int v, Box& at) {
+    const int index = first_vector + v * lanes, owner = index & 127;
+    at.c += index / 128 * 8 + owner % 4 * 2;
+    return own.k + row * 64 + owner / 32 * 16 + owner % 32 / 4;
+  };
+  float odd = 0;
 #pragma unroll
   for (int v = 0; v < kEach; ++v) {
-    const int index = first_vector + v * lanes, owner = index & 127;
     Box at = box;
-    at.c += index / 128 * 8 + owner % 4 * 2;
+    const int k = place(v, at);
     if (at.c >= of.in_channels) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int k = own.k + row * 64 + owner / 32 * 16 + owner % 32 / 4 + half * 8;
-      if (k >= of.out_channels) continue;
-      put_two<RESULT>(of, result_at(of, k, at), sum[v][half * 2], sum[v][half * 2 + 1],
-                      at.c + 1 < of.in_channels);
+    const bool both = at.c + 1 < of.in_channels;
+    const i64 to = result_at(of, k, at);
+    odd = fmaf(sum[v][0], 0.0f, fmaf(sum[v][1], 0.0f, odd));
+    odd = fmaf(sum[v][2], 0.0f, fmaf(sum[v][3], 0.0f, odd));
+    if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
+    if (k + 8 < of.out_channels) {
+      put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);
     }
+  }
+  if (odd == 0) return;
+#pragma unroll 1
+  for (int i = 0; i < kEach * 4; ++i) {
+    Box at = box;
+    const int k = place(i / 4, at) + i / 2 % 2 * 8;
+    at.c += i % 2;
+    if (at.c >= of.in_channels || k >= of.out_channels) continue;
+    const float again = defined_sum<ELEMENT>(args.source, k, at);
+    put_two<RESULT>(of, result_at(of, k, at), again, 0, false);
   }
 }

@@ -22,13 +22,21 @@ ALIGNMENT, BESIDE_BYTES = 1024, 1024
 PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 
-# What an H200 did, see HOPPER.md: cycles of a second while tensor cores are busy, bytes a second
-# from L2, what a unit takes beside its steps, and a second kernel beside its bytes.
-CYCLES_PER_S = 1.6e9
-L2_BYTES_PER_S = 6.5e12
+# Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
 CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
-UNIT_S, SUM_S = 1.5e-6, 2.5e-6
-SUM_BYTES_PER_S, CLUSTER_S = 4e12, 3e-6
+# What an H200 takes (see HOPPER.md), fitted to every cut of tests/perf's dense layers: a launch; a
+# cycle of its tensor cores; bytes to shared memory; a box, of one thread that copies; more for a
+# step of blocks that share; of products and copies the shorter one, that much beside the longer;
+# partial sums that a unit writes; the second kernel, and its bytes; sums of a cluster.
+LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S, BOX_S, SHARING_S, BESIDE = (
+    8.0e-6,
+    1 / 1.87e9,
+    9.4e12,
+    15.6e-9,
+    53e-9,
+    0.2,
+)
+PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S, CLUSTER_SUM_S = 3.7e12, 6.4e-6, 7.5e12, 5.8e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +74,8 @@ class WeightTile:
 
     @property
     def threads(self) -> int:
-        """One warpgroup more copies."""
-        return (self.warpgroups + 1) * 128
+        """One warpgroup more copies, another one splits where there is room for it."""
+        return (self.warpgroups + (2 if self.split and self.warpgroups == 2 else 1)) * 128
 
     @property
     def row_boxes(self) -> int:
@@ -101,8 +109,8 @@ class WeightTile:
 
     @property
     def copying(self) -> tuple[int, ...]:
-        """Clusters of so many blocks share what they copy."""
-        return () if self.split else (2,)
+        """Clusters of so many blocks share what they copy: where their code finds the registers."""
+        return () if self.split or self.rows * self.columns > 256 else (2,)
 
     @property
     def summing(self) -> tuple[int, ...]:
@@ -110,13 +118,14 @@ class WeightTile:
         return () if self.split else (2, 4, 8)
 
     def instance(self, dtype: DType, cluster: int = 1, *, sums: bool = False) -> Instance:
-        # Registers of threads that copy (and split), and that multiply: 64 Ki a block.
-        if self.split:
-            copies, multiplies = (56, 224) if self.warpgroups == 2 else (56, 152)
-        elif cluster > 1:
-            copies, multiplies = (40, 232) if self.warpgroups == 2 else (56, 152)
+        # Registers of threads that copy (and split), and that multiply: together no more than the
+        # block starts with, or it waits for ever.
+        if self.warpgroups == 3:
+            copies, multiplies = (56, 152) if self.split or cluster > 1 else (32, 160)
+        elif self.split:
+            copies, multiplies = 64, 192
         else:
-            copies, multiplies = (24, 240) if self.warpgroups == 2 else (32, 160)
+            copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
         defines = (
             ("ELEMENT", CUDA_TYPES[dtype]),
             ("PIXELS", str(self.pixels)),
@@ -146,7 +155,6 @@ TILES = (
 )
 SPLIT_TILES = (
     WeightTile(2, 1, 1, 192, 64, spread=False, split=True),
-    WeightTile(2, 1, 1, 256, 64, spread=False, split=True),
     WeightTile(2, 1, 1, 128, 64, spread=False, split=True),
     WeightTile(3, 1, 1, 192, 64, spread=True, split=True),
     WeightTile(3, 1, 1, 96, 32, spread=True, split=True),
@@ -218,6 +226,14 @@ class Cut:
         if self.sums:
             return x + y
         return x // self.cluster + y if self.rows_first else x + y // self.cluster
+
+    @property
+    def copied_boxes(self) -> float:
+        """Of a step and a block."""
+        y = self.tile.row_boxes * self.tile.itemsize / 2
+        if self.sums:
+            return self.boxes + y
+        return self.boxes / self.cluster + y if self.rows_first else self.boxes + y / self.cluster
 
     @property
     def box_bytes(self) -> int:
@@ -319,18 +335,24 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
 
 def expected_s(cut: Cut, device: CudaDevice) -> float:
     """What a cut should take on an H200; for others it serves to choose as well."""
-    blocks = device.multiprocessors
+    tile, blocks = cut.tile, device.multiprocessors
     busy = cut.blocks(device)
-    step_s = max(cut.tile.step_cycles / CYCLES_PER_S, cut.copied_bytes * busy / L2_BYTES_PER_S)
+    products = tile.step_cycles * CYCLE_S
+    copies = max(cut.copied_bytes * busy / COPIED_BYTES_PER_S, cut.copied_boxes * BOX_S)
+    step_s = max(products, copies) + BESIDE * min(products, copies)
+    partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
+    seconds = LAUNCH_S
     if cut.sums:
-        seconds = UNIT_S + CLUSTER_S + ceil_div(cut.steps, cut.shares * cut.cluster) * step_s
-        return seconds + (_sum_s(cut) if cut.parted else 0.0)
-    whole = ceil_div(cut.whole, blocks)
-    parted = ceil_div(cut.parted * cut.shares, blocks)
-    seconds = whole * (UNIT_S + cut.steps * step_s)
-    seconds += parted * (UNIT_S + ceil_div(cut.steps, cut.shares) * step_s)
-    return seconds + (_sum_s(cut) if cut.parted else 0.0)
-
-
-def _sum_s(cut: Cut) -> float:
-    return SUM_S + 2 * cut.partial_bytes / SUM_BYTES_PER_S
+        seconds += ceil_div(cut.steps, cut.shares * cut.cluster) * step_s + CLUSTER_SUM_S
+        if cut.parted:
+            seconds += partial_s / cut.cluster
+    else:
+        if cut.cluster > 1:
+            step_s += SHARING_S
+        whole = ceil_div(cut.whole, blocks)
+        parted = ceil_div(cut.parted * cut.shares, blocks)
+        seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s
+        seconds += parted * partial_s
+    if cut.parted:
+        seconds += SUM_S + cut.partial_bytes / SUM_BYTES_PER_S
+    return seconds

@@ -17,16 +17,7 @@ struct HopperWeightArgs {
   TensorMap x_map;
   TensorMap y_map;
   WeightResult result;
-  const void* x;
-  const void* y;
-  i64 x_stride[6];  // N G C D H W, in elements
-  i64 y_stride[6];
-  int batch;
-  int x_size[3];
-  int y_size[3];
-  int stride[3];
-  int dilation[3];
-  int pad[3];
+  WeightSource source;
   int dims;       // spatial, as the maps have them
   int halo;       // pixels by which a row of y is longer
   int box_bytes;  // from a box of x to the next
@@ -40,8 +31,8 @@ struct Unit {
 };
 
 __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
-  const int row = args.y_size[2] + args.halo;
-  const u32 pixels = args.batch * args.y_size[0] * args.y_size[1] * row;
+  const int row = args.source.y_size[2] + args.halo;
+  const u32 pixels = args.source.batch * args.source.y_size[0] * args.source.y_size[1] * row;
   return (pixels + kPixels - 1) / kPixels;
 }
 
@@ -78,10 +69,10 @@ struct Pixel {
 };
 
 __device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, u32 index) {
-  const u32 row = args.y_size[2] + args.halo;
-  const u32 rest2 = index / row, rest1 = rest2 / args.y_size[1], n = rest1 / args.y_size[0];
-  return {static_cast<int>(n), static_cast<int>(rest1 - n * args.y_size[0]),
-          static_cast<int>(rest2 - rest1 * args.y_size[1]), static_cast<int>(index - rest2 * row)};
+  const u32 row = args.source.y_size[2] + args.halo;
+  const u32 rest2 = index / row, rest1 = rest2 / args.source.y_size[1], n = rest1 / args.source.y_size[0];
+  return {static_cast<int>(n), static_cast<int>(rest1 - n * args.source.y_size[0]),
+          static_cast<int>(rest2 - rest1 * args.source.y_size[1]), static_cast<int>(index - rest2 * row)};
 }
 
 // The steps of a unit, one after another, without a division each.
@@ -93,9 +84,9 @@ struct Walk {
 
   __device__ __forceinline__ void next(const HopperWeightArgs& args) {
     at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;
-    if (at.w >= args.y_size[2] + args.halo) at.w -= args.y_size[2] + args.halo, ++at.h;
-    if (at.h >= args.y_size[1]) at.h -= args.y_size[1], ++at.d;
-    if (at.d >= args.y_size[0]) at.d -= args.y_size[0], ++at.n;
+    if (at.w >= args.source.y_size[2] + args.halo) at.w -= args.source.y_size[2] + args.halo, ++at.h;
+    if (at.h >= args.source.y_size[1]) at.h -= args.source.y_size[1], ++at.d;
+    if (at.d >= args.source.y_size[0]) at.d -= args.source.y_size[0], ++at.n;
   }
 };
 
@@ -127,128 +118,119 @@ __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const Ten
 // That of one of a tile's columns' boxes.
 __device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
   const Box box = box_at(args.result, column_tile * args.result.boxes + i);
-  return {box.c, box.t * args.dilation[0], box.r * args.dilation[1], box.s * args.dilation[2]};
+  return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1], box.s * args.source.dilation[2]};
 }
 
 // The corner of a pixel's window.
 __device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
-  return {at.n, at.d * args.stride[0] - args.pad[0], at.h * args.stride[1] - args.pad[1],
-          at.w * args.stride[2] - args.pad[2]};
+  return {at.n, at.d * args.source.stride[0] - args.source.pad[0], at.h * args.source.stride[1] - args.source.pad[1],
+          at.w * args.source.stride[2] - args.source.pad[2]};
 }
 
-// The sum of one result over a unit's pixels, as it is defined.
-__device__ __noinline__ float defined_sum(const HopperWeightArgs& args, int step, int end, int k,
-                                          int c, int t, int r, int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + k;
-  float sum = 0;
-  for (u32 i = step * kPixels; i < end * kPixels; ++i) {
-    const Pixel at = pixel_at(args, i);
-    if (at.n >= args.batch || at.w >= args.y_size[2]) continue;
-    const int d = at.d * args.stride[0] + t * args.dilation[0] - args.pad[0];
-    const int h = at.h * args.stride[1] + r * args.dilation[1] - args.pad[1];
-    const int w = at.w * args.stride[2] + s * args.dilation[2] - args.pad[2];
-    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0]) ||
-        static_cast<u32>(h) >= static_cast<u32>(args.x_size[1]) ||
-        static_cast<u32>(w) >= static_cast<u32>(args.x_size[2])) {
-      continue;
+// Gives four neighbouring lanes, which have each a word of four rows, a row of four words each.
+__device__ __forceinline__ void turn_words(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int way = 1; way < 4; way *= 2) {
+    const bool odd = (lane & way) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = way == 1 ? pair * 2 : pair, high = low + way;
+      const u32 other = __shfl_xor_sync(~0u, odd ? words[low] : words[high], way);
+      words[low] = odd ? other : words[low];
+      words[high] = odd ? words[high] : other;
     }
-    const i64 x_at = at.n * args.x_stride[0] + d * args.x_stride[3] + h * args.x_stride[4] +
-                     w * args.x_stride[5];
-    const i64 y_at = at.n * args.y_stride[0] + at.d * args.y_stride[3] + at.h * args.y_stride[4] +
-                     at.w * args.y_stride[5];
-    sum += widen(y[y_at]) * widen(x[x_at]);
   }
-  return sum;
 }
 
 // A thread's sums of a unit: ROWS times 64 rows, products beside each other, fragments of 8 columns.
-template <int kRows, int kProducts, int kFragments>
+template <class E, int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
                                          int warpgroup, int thread,
                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;
-  constexpr int kBlocks = kFragments / kInBlock;
-  const Own own(of, unit.tile, warpgroup, thread);
-  bool odd = false;
   if (!unit.whole) {
     const int parted = of.row_tiles * of.column_tiles - of.whole;
     constexpr int kEach = kRows * kProducts * kFragments;
     const i64 first = (static_cast<i64>(unit.share) * parted + (unit.tile - of.whole)) *
                           WARPGROUPS + warpgroup;
-    float4* const to = reinterpret_cast<float4*>(of.partials) + first * (kEach * 128) +
-                       thread;
+    float4* const to = reinterpret_cast<float4*>(of.partials) + first * (kEach * 128) + thread;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          const float(&of_fragment)[4] = sum[i][j][f];
-          const float4 four = {of_fragment[0], of_fragment[1], of_fragment[2], of_fragment[3]};
-          odd |= !is_finite(four.x + four.y + four.z + four.w);
-          to[((i * kProducts + j) * kFragments + f) * 128] = four;
+          const float(&from)[4] = sum[i][j][f];
+          to[((i * kProducts + j) * kFragments + f) * 128] =
+              make_float4(from[0], from[1], from[2], from[3]);
         }
       }
     }
-    if (!odd) return;
-#pragma unroll 1
-    for (int i = 0; i < kEach * 4; ++i) {
-      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
-      const Box box = own.box(of, outer % kProducts, f / kInBlock);
-      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
-      const int c = box.c + f % kInBlock * 8 + own.column + i % 2;
-      float& written = reinterpret_cast<float*>(to + i / 4 * 128)[i % 4];
-      if (!box.real || k >= of.out_channels || c >= of.in_channels || is_finite(written)) continue;
-      written = defined_sum(args, unit.step, unit.end, k, c, box.t, box.r, box.s);
-    }
     return;
   }
-  // The sum itself, neighbouring channels side by side.
-  auto put = [&](auto type) {
-    using R = decltype(type);
-    R* const w = static_cast<R*>(of.w);
+  // The sum itself: of 16 bits eight neighbouring channels a store, of 32 bits two.
+  constexpr int kBlocks = kFragments / kInBlock;
+  const Own own(of, unit.tile, warpgroup, thread);
+  const int lane = thread % 4;
+  float odd = 0;
 #pragma unroll
-    for (int j = 0; j < kProducts; ++j) {
+  for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const Box box = own.box(of, j, block);
-        const int channels = box.real ? of.in_channels - box.c - own.column : 0;
+    for (int block = 0; block < kBlocks; ++block) {
+      const Box box = own.box(of, j, block);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int k = own.k + i * 64 + half * 8;
-            R* const row = w + result_at(of, k, box) + own.column;
-            const int real = k < of.out_channels ? channels : 0;
+        for (int half = 0; half < 2; ++half) {
+          const int k = own.k + i * 64 + half * 8;
+          const i64 row = result_at(of, k, box);
+          const int channels = box.real && k < of.out_channels ? of.in_channels - box.c : 0;
+          if (sizeof(E) == 4 || of.wide) {
 #pragma unroll
             for (int f = 0; f < kInBlock; ++f) {
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
               const float first = from[half * 2], second = from[half * 2 + 1];
-              if (f * 8 >= real) continue;
-              odd |= !is_finite(first + second);
-              put_pair(row + f * 8, first, second);
+              if (f * 8 >= channels) continue;
+              odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
+              put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
+            }
+          } else if constexpr (sizeof(E) == 2) {
+#pragma unroll
+            for (int f = 0; f < kInBlock; f += 4) {
+              u32 words[4];
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const float(&from)[4] = sum[i][j][block * kInBlock + f + e];
+                const float first = from[half * 2], second = from[half * 2 + 1];
+                odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
+                words[e] = narrow_two<E>(first, second);
+              }
+              turn_words(words, lane);
+              store_if((f + lane) * 8 < channels,
+                       static_cast<E*>(of.w) + row + (f + lane) * 8,
+                       make_uint4(words[0], words[1], words[2], words[3]));
             }
           }
         }
       }
     }
-    if (!odd) return;
+  }
+  // Neighbours have stored some of this thread's results.
+  __syncwarp();
+  if (odd == 0) return;
 #pragma unroll 1
-    for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
-      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
-      Box box = own.box(of, outer % kProducts, f / kInBlock);
-      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
-      box.c += f % kInBlock * 8 + own.column + i % 2;
-      if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
-      const float again = defined_sum(args, unit.step, unit.end, k, box.c, box.t, box.r, box.s);
-      w[result_at(of, k, box)] = narrow<R>(again);
+  for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
+    const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
+    Box box = own.box(of, outer % kProducts, f / kInBlock);
+    const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
+    box.c += f % kInBlock * 8 + own.column + i % 2;
+    if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
+    const float again = defined_sum<E>(args.source, k, box);
+    if (sizeof(E) == 4 || of.wide) {
+      static_cast<float*>(of.w)[result_at(of, k, box)] = again;
+    } else if constexpr (sizeof(E) == 2) {
+      static_cast<E*>(of.w)[result_at(of, k, box)] = narrow<E>(again);
     }
-  };
-  if (sizeof(T) == 4 || of.wide) {
-    put(0.0f);
-  } else {
-    put(T{});
   }
 }
 

@@ -1,0 +1,83 @@
+// The ring of steps in shared memory of hopper_weight.cu and hopper_weight_split.cu, and the threads
+// that fill it.
+#pragma once
+
+#include "hopper_weight_units.cuh"
+
+namespace convgrad {
+
+// Stages one after another, each with a barrier that completes when it is full, and one when it is
+// empty. Whoever uses it walks over it alone.
+struct Ring {
+  u32 at, stage_bytes, full, empty;
+  int stages;
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ u32 here() const { return at + stage * stage_bytes; }
+  __device__ __forceinline__ u32 filled(int of) const { return full + of * 8; }
+  __device__ __forceinline__ u32 emptied(int of) const { return empty + of * 8; }
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// A box of either operand, and where in a stage it goes.
+struct Copied {
+  Source from;
+  u32 to;
+  bool of_y, shared;
+};
+
+// How a step lies in a stage: boxes of y, then of x.
+template <int kYBoxes_, int kYChannels_, int kItemBytes>
+struct Step {
+  static constexpr int kYBoxes = kYBoxes_, kYChannels = kYChannels_;
+  static constexpr u32 kYBoxBytes = kPixels * kYChannels * kItemBytes;
+  static constexpr u32 kXAt = kYBoxes * kYBoxBytes;
+};
+
+// Copies a unit's steps, this thread's turn of kTurns that do so together: a thread starts a copy in
+// 100 ns. Of what the blocks of a cluster share each copies a part, to all of them. `own` has room
+// for a turn's boxes; `bytes` is what comes to a stage.
+template <class Step, int kCluster, int kTurns>
+__device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const Unit& unit, Ring& ring,
+                                           int turn, int block, u32 x_box_bytes, u32 bytes,
+                                           Copied* own) {
+  const WeightResult& of = args.result;
+  const Place place = place_of(of, unit.tile);
+  int count = 0, turns = 0;
+  auto note = [&](int i, bool of_y, u32 to, const Source& from) {
+    const bool shared = kCluster > 1 && of_y != static_cast<bool>(of.rows_first);
+    if (shared && i % kCluster != block) return;
+    if (turns++ % kTurns == turn) own[count++] = {from, to, of_y, shared};
+  };
+  for (int i = 0; i < Step::kYBoxes; ++i) {
+    const Source source = {(place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
+    note(i, true, i * Step::kYBoxBytes, source);
+  }
+  for (int i = 0; i < of.boxes; ++i) {
+    note(i, false, Step::kXAt + i * x_box_bytes, source_of(args, place.column, i));
+  }
+  Walk walk(args, unit.step);
+  for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
+    const u32 to = ring.here(), arrived = ring.filled(ring.stage);
+    const Pixel corner = corner_of(args, walk.at);
+    wait_for(ring.emptied(ring.stage), ring.parity ^ 1);
+    if (turn == 0) arrive_expecting(arrived, bytes);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const Copied one = own[i];
+      const TensorMap& map = one.of_y ? args.y_map : args.x_map;
+      const Pixel at = one.of_y ? walk.at : corner;
+      if (kCluster > 1 && one.shared) {
+        load_box<kCluster>(args, map, to + one.to, arrived, at, one.from);
+      } else {
+        load_box(args, map, to + one.to, arrived, at, one.from);
+      }
+    }
+    ring.next();
+  }
+}
+
+}  // namespace convgrad
