@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -35,10 +36,14 @@ ALONE = "tests/kernels/test_cuda_backend.py"
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
 
 
-def compile_all(architecture: str) -> tuple[int, list[str]]:
-    """Every kernel of this architecture, into the cache: how many, and which were refused."""
+def compile_all(
+    architecture: str, instances: Iterable[Instance] | None = None
+) -> tuple[int, list[str]]:
+    """These kernels, or every one of this architecture, into the cache: how many, and which were
+    refused."""
     compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture)
-    wanted = [one for one in FAMILIES.instances() if architecture in one.architectures]
+    chosen = FAMILIES.instances() if instances is None else instances
+    wanted = [one for one in chosen if architecture in one.architectures]
 
     def refused(instance: Instance) -> str | None:
         try:

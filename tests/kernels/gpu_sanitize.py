@@ -1,11 +1,12 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
     python tests/kernels/gpu_sanitize.py [--tools memcheck racecheck initcheck] [--draws 1500]
+        [--sources depthwise pool_]
 
 Named cases run on the general kernels and on those that plans choose; then, so that every fast
 kernel is met, as many random ones as it takes (see covering.py) of so many draws for each class
-of layer and dtype. The tools run side by side. A line for each goes to
-tests/perf/results/gpu_checks.jsonl.
+of layer and dtype. With ``--sources`` it is the random ones alone, of kernels whose sources' names
+start so. The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from convgrad_service.plans.cuda_program import Instance
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.geometries import Conv
-from tests.kernels.covering import Covered, covering_quickly
+from tests.kernels.covering import Covered, covering_quickly, instances_of
 from tests.kernels.cuda_backends import general
 from tests.kernels.gpu_check import RESULTS, compile_all, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
@@ -58,7 +59,7 @@ CASES: list[Case] = [
 ]  # fmt: skip
 
 
-def run_all(covering: list[Covered], shard: int, shards: int) -> None:
+def run_all(covering: list[Covered], named: bool, shard: int, shards: int) -> None:
     """This shard's part of the cases, each with every family of kernels; nothing here looks at the
     answers."""
     sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect()), FAMILIES]
@@ -73,7 +74,7 @@ def run_all(covering: list[Covered], shard: int, shards: int) -> None:
 
     Lane.download = one_by_one  # type: ignore[method-assign,assignment]
     backends = [CudaBackend(families=families) for families in sets]
-    for case in CASES[shard::shards]:
+    for case in CASES[shard::shards] if named else ():
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
         tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
         for backend in backends:
@@ -84,11 +85,16 @@ def run_all(covering: list[Covered], shard: int, shards: int) -> None:
     print("ran all cases", flush=True)
 
 
-def sanitized(tool: str, timeout_s: float, covering: Path, shards: int) -> dict[str, Any]:
+def sanitized(
+    tool: str, timeout_s: float, covering: Path, named: bool, shards: int
+) -> dict[str, Any]:
     """What one tool found, in processes side by side."""
     with ThreadPoolExecutor(shards) as pool:
         found = list(
-            pool.map(lambda shard: _shard(tool, timeout_s, covering, shard, shards), range(shards))
+            pool.map(
+                lambda shard: _shard(tool, timeout_s, covering, named, shard, shards),
+                range(shards),
+            )
         )
     errors = [one["errors"] for one in found]
     return {
@@ -101,7 +107,9 @@ def sanitized(tool: str, timeout_s: float, covering: Path, shards: int) -> dict[
     }
 
 
-def _shard(tool: str, timeout_s: float, covering: Path, shard: int, shards: int) -> dict[str, Any]:
+def _shard(
+    tool: str, timeout_s: float, covering: Path, named: bool, shard: int, shards: int
+) -> dict[str, Any]:
     command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
     started = time.perf_counter()
     try:
@@ -116,6 +124,7 @@ def _shard(tool: str, timeout_s: float, covering: Path, shard: int, shards: int)
                 str(shard),
                 "--shards",
                 str(shards),
+                *([] if named else ["--random"]),
             ],
             capture_output=True,
             text=True,
@@ -147,22 +156,38 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each tool")
     parser.add_argument("--draws", type=int, default=1500, help="for each class and dtype")
     parser.add_argument("--shards", type=int, default=4, help="processes for each tool")
+    parser.add_argument("--sources", nargs="*", default=[], help="what their names start with")
+    parser.add_argument("--random", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--shard", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--inner", type=Path, help="run the cases and this file's, under no tool")
     asked = parser.parse_args()
     if asked.inner:
         covering = pickle.loads(asked.inner.read_bytes())  # noqa: S301 - written below
-        run_all(covering, asked.shard, asked.shards)
+        run_all(covering, not asked.random, asked.shard, asked.shards)
         return 0
     device = describe(0)
-    # Beside the tools, which would each compile all of them one after another.
-    compile_all(device.architecture)
     covering = covering_quickly(device, FAMILIES, asked.draws)
+    needed = None
+    if asked.sources:
+        wanted = tuple(asked.sources)
+        covering = [
+            one for one in covering if any(new.source.startswith(wanted) for new in one.new)
+        ]
+        needed = {
+            instance
+            for one in covering
+            for instance in instances_of(one.case, one.dtype, one.layout, device, FAMILIES)
+        }
+    # Beside the tools, which would each compile all of them one after another.
+    compile_all(device.architecture, needed)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
         cases = Path(folder) / "covering.pickle"
         cases.write_bytes(pickle.dumps(covering))
         outcomes = list(
-            pool.map(lambda tool: sanitized(tool, asked.timeout, cases, asked.shards), asked.tools)
+            pool.map(
+                lambda tool: sanitized(tool, asked.timeout, cases, not asked.sources, asked.shards),
+                asked.tools,
+            )
         )
     met = frozenset[Instance]().union(*(one.new for one in covering))
     instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
@@ -177,7 +202,7 @@ def main() -> int:
             "device": device.name,
             "driver": driver(),
             "versions": versions(),
-            "cases": len(CASES) + len(covering),
+            "cases": len(covering) + (0 if asked.sources else len(CASES)),
             "instances_covered": len(met & instances),
             "instances": len(instances),
             "command": ["python", "tests/kernels/gpu_sanitize.py", *sys.argv[1:]],
