@@ -81,7 +81,7 @@ def hopper(schedule: Schedule | None = None) -> Families:
         FAMILIES,
         fwd=[HopperGather(1, schedule), GatherDirect()],
         bwd_data=[HopperGather(1, schedule), GatherDirect()],
-        bwd_weight=[HopperWeight(1), WeightDirect()],
+        bwd_weight=[HopperWeight(1, everywhere=True), WeightDirect()],
         fused=(),
     )
 

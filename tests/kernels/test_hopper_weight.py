@@ -82,7 +82,7 @@ class OfKind(HopperWeight):
     """Whatever the model expects, the first cut of a kind, in as many parts as it comes."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(least_channels=1)
+        super().__init__(least_channels=1, everywhere=True)
         self._tile, self._is = kind.split("_")[0], KINDS[kind]
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:

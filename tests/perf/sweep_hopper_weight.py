@@ -42,7 +42,7 @@ class Noted:
         self.work: ConvWork | None = None
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
-        return HopperWeight().why_not(work, device)
+        return HopperWeight(everywhere=True).why_not(work, device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         self.work = work

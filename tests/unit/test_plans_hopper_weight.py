@@ -42,6 +42,10 @@ WORKS = {
         (work_of("bwd_weight", channels=(8, 64)), "8 channels to 64"),
         (work_of("bwd_weight", dtype=DType.FLOAT64), "float64"),
         (work_of("bwd_weight", dtype=DType.FLOAT32), "float32 of highest"),
+        (
+            work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2),
+            "share few copies",
+        ),
         (work_of("bwd_weight", size=40, kernel=1, pad=0, stride=9), "a stride of 9"),
         (work_of("bwd_weight", size=300, kernel=3, pad=128, dilation=128), "reach over 256"),
         (work_of("bwd_weight", size=300, kernel=2, pad=130, dilation=255), "too far"),

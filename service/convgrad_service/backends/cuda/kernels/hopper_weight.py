@@ -39,6 +39,8 @@ RESULTS = (
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
+# Of float32: taps further apart make boxes too long, fewer channels rows too short.
+NEAR, FEW_CHANNELS = 4, 32
 # A step may count past the last pixel.
 MAX_PIXELS = 2**31 - 2**16
 MOST_STEP = 8
@@ -113,9 +115,10 @@ class HopperWeight:
 
     name = "hopper_weight"
 
-    def __init__(self, least_channels: int = LEAST_CHANNELS) -> None:
-        """The fewest channels on either side."""
+    def __init__(self, least_channels: int = LEAST_CHANNELS, *, everywhere: bool = False) -> None:
+        """The fewest channels on either side; whether it takes float32 that others do faster."""
         self._least_channels = least_channels
+        self._everywhere = everywhere
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`; judged by channels and kernel where not by what TMA can reach."""
@@ -130,6 +133,8 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
+        if work.dtype is DType.FLOAT32 and not (self._everywhere or _shares_well(work)):
+            return "float32 whose taps share few copies: dense_weight's products of TF32 are faster"
         dims = _dims(work)
         for dim in range(3 - dims, 3):
             shift = (work.kernel[dim] - 1) * work.dilation[dim]
@@ -202,6 +207,12 @@ class HopperWeight:
             *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
             *(_sum_instance(dtype, result) for dtype, result in RESULTS),
         ]
+
+
+def _shares_well(work: ConvWork) -> bool:
+    """Whether a box of the input, split once, serves several taps."""
+    near = work.kernel[2] > 1 and work.stride[2] == 1 and work.dilation[2] <= NEAR
+    return near and work.in_channels > FEW_CHANNELS
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:

@@ -25,7 +25,7 @@ MOST_WAVES = 3
 # Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
 CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
 # What an H200 takes (see HOPPER.md), fitted to every cut of tests/perf's dense layers: a launch; a
-# cycle of its tensor cores; bytes to shared memory; a box, of one thread that copies; more for a
+# cycle of its tensor cores; bytes to shared memory; a box, where four threads copy; more for a
 # step of blocks that share; of products and copies the shorter one, that much beside the longer;
 # partial sums that a unit writes; the second kernel, and its bytes; sums of a cluster.
 LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S, BOX_S, SHARING_S, BESIDE = (
@@ -36,6 +36,7 @@ LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S, BOX_S, SHARING_S, BESIDE = (
     53e-9,
     0.2,
 )
+SPLIT_S = 90e-9
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S, CLUSTER_SUM_S = 3.7e12, 6.4e-6, 7.5e12, 5.8e-6
 
 
@@ -76,6 +77,16 @@ class WeightTile:
     def threads(self) -> int:
         """One warpgroup more copies, another one splits where there is room for it."""
         return (self.warpgroups + (2 if self.split and self.warpgroups == 2 else 1)) * 128
+
+    @property
+    def copiers(self) -> int:
+        """Threads that start copies: they have a warpgroup of their own, or one of its warps."""
+        return 1 if self.split and self.warpgroups == 3 else 4
+
+    @property
+    def splitters(self) -> int:
+        """Warps."""
+        return 4 if self.warpgroups == 2 else 3
 
     @property
     def row_boxes(self) -> int:
@@ -236,6 +247,13 @@ class Cut:
         return self.boxes / self.cluster + y if self.rows_first else self.boxes + y / self.cluster
 
     @property
+    def split_vectors(self) -> float:
+        """Of four elements of the input, a step and a thread that splits."""
+        if not self.tile.split:
+            return 0
+        return self.boxes * self.box_pixels * self.tile.channels / 4 / (32 * self.tile.splitters)
+
+    @property
     def box_bytes(self) -> int:
         """From one box of the input to the next, as products read them."""
         return _aligned(self.box_pixels * self.tile.channels * 2)
@@ -338,7 +356,11 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     tile, blocks = cut.tile, device.multiprocessors
     busy = cut.blocks(device)
     products = tile.step_cycles * CYCLE_S
-    copies = max(cut.copied_bytes * busy / COPIED_BYTES_PER_S, cut.copied_boxes * BOX_S)
+    copies = max(
+        cut.copied_bytes * busy / COPIED_BYTES_PER_S,
+        cut.copied_boxes * BOX_S * 4 / tile.copiers,
+        cut.split_vectors * SPLIT_S,
+    )
     step_s = max(products, copies) + BESIDE * min(products, copies)
     partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
     seconds = LAUNCH_S
