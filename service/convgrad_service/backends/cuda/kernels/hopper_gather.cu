@@ -5,23 +5,24 @@
 // dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
 // [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
 //
-// Grid: one block a multiprocessor, in clusters of CLUSTER_M x CLUSTER_N x SPLIT; each cluster takes
-// one tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN
-// channels. One warp looks ahead where tiles lie and which taps they meet. A thread starts the copies
-// of the pixels of a step by im2col, zeros outside the source, another those of the weights. Blocks of a cluster that share pixels, or weights, copy a part each to all; or else
-// SPLIT of them take a part of one tile's steps each, and its rows are divided among them when they
-// add these up: then a cluster has one tile, and all reductions of a phase are cut in the same places,
-// whatever taps they leave out. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels. They meet
-// in a ring of STAGES steps. Taps that no pixel of a tile meets are left out.
+// Grid: one block a multiprocessor, in clusters of CLUSTER = SHARING or SPLIT; each cluster takes one
+// tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels.
+// One warp looks ahead where tiles lie and which taps they meet; taps that no pixel of a tile meets
+// are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
+// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels.
+// They meet in a ring of STAGES steps. SHARING blocks with pixels of their own share weights, and copy
+// a part each to all. Or else SPLIT of them take a part of one tile's steps each, and a part of its
+// rows when they add these up: then a cluster has one tile, and all reductions of a phase are cut in
+// the same places, whatever taps they leave out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
-// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's results on their way; two barriers a
-// stage, and two for each of four tiles with what is told of them.
+// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
+// results on their way; two barriers a stage, and two for each of four tiles with what is told of them.
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
-// group. The weight's rows run along the source's channels (ACROSS 0), or along the
-// result's (ACROSS 1), 16-bit types alone. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile (but for SPLIT). Positions outside the
-// source enter as zeros, which times an infinity is NaN: results that are not finite are summed again
-// over the positions inside.
+// group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
+// (ACROSS 1), 16-bit types alone. Needs sm_90a.
+// Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
+// outside the source enter as zeros, which times an infinity is NaN: results that are not finite are
+// summed again over the positions inside.
 // Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets.
 #include "hopper_result.cuh"
 
@@ -44,16 +45,16 @@ constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
 // Of the weights across: how far apart boxes lie.
 constexpr int kBoxBytes = kDepth * kRowBytes;
 
-constexpr int kSharing = CLUSTER_M * CLUSTER_N;  // blocks that copy for each other
-// Of a step, what one block copies: to all that share it.
-constexpr int kOwnPixels = BM / CLUSTER_N, kOwnChannels = BN / CLUSTER_M;
-// Of weights across: whole boxes, or where they do not come out even, a part of each.
-constexpr bool kWholeBoxes = kBoxes % CLUSTER_M == 0;
-constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / CLUSTER_M : kBoxes;
-constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / CLUSTER_M;
+// Of a step's weights, what one block copies to all that share them: whole boxes, or of weights
+// across, where boxes do not come out even, a part of each.
+constexpr int kOwnChannels = BN / SHARING;
+constexpr bool kWholeBoxes = kBoxes % SHARING == 0;
+constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / SHARING : kBoxes;
+constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / SHARING;
 
-static_assert(BM % (64 * CONSUMERS) == 0 && kOwnPixels % 8 == 0, "whole boxes for each");
-static_assert(SPLIT == 1 || kSharing == 1, "blocks of a cluster share operands, or a reduction");
+static_assert(BM % (64 * CONSUMERS) == 0, "whole products for each");
+static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
+              "blocks of a cluster share operands, or a reduction");
 static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
 
 // Tiles that warps are told of ahead.
@@ -61,8 +62,8 @@ constexpr int kTold = 4;
 struct Place {
   u32 ring, staging, barriers;  // shared addresses
   TileTold* told;
-  int row, column;  // of the block in its cluster: its pixels and its channels
-  int part;         // of the reduction
+  int row;   // of the block in its cluster: which pixels
+  int part;  // of the reduction
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
   // Barriers: a stage's operands are there, or have been read; likewise of what is told of a tile.
@@ -114,14 +115,13 @@ __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const P
 #pragma unroll 1
   for (int turn = 0; turn < turns.count(); ++turn) {
     GatherTile tile;
-    if (!tile_at<BM * CLUSTER_M, BN * CLUSTER_N>(args, turns.place(turn), turns.all, tile)) {
+    if (!tile_at<BM * SHARING, BN>(args, turns.place(turn), turns.all, tile)) {
       continue;
     }
     const GatherPhase& phase = phase_of(args, tile.phase);
-    const int past = min(tile.first_pixel + BM * CLUSTER_M, phase.pixels);
+    const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
-    const PixelAt own =
-        pixel_at(phase, tile.first_pixel + place.row * BM + place.column * kOwnPixels);
+    const PixelAt own = pixel_at(phase, tile.first_pixel + place.row * BM);
     told.phase = tile.phase, told.first_pixel = tile.first_pixel;
     told.first_channel = tile.first_channel;
     int steps = chunks;
@@ -142,17 +142,6 @@ __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const P
   }
   told.steps = -1;
   tell(told);
-}
-
-template <int kDims>
-__device__ __forceinline__ void load_shared_pixels(u32 blocks, u32 to, const TensorMap& map,
-                                                   u32 barrier, const int (&at)[kDims],
-                                                   const int (&by)[kDims - 2]) {
-  if constexpr (CLUSTER_N > 1) {
-    load_pixels_to<kDims>(blocks, to, map, barrier, at, by);
-  } else {
-    load_pixels<kDims>(to, map, barrier, at, by);
-  }
 }
 
 // Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
@@ -182,17 +171,12 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Ti
   }
 }
 
-// One thread starts the copies of this block's part of the pixels, to the blocks of its row.
+// One thread starts the copies of the pixels.
 __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const Place& place) {
   Turning<kTold> turning(0);
   Turning<STAGES> ring(1);
   const int channels = args.in_channels, way = args.dims + (args.images_first ? 3 : 0);
   const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
-  u32 blocks = 0;
-#pragma unroll
-  for (int i = 0; i < CLUSTER_N; ++i) blocks |= 1u << (i * CLUSTER_M);
-  blocks <<= place.row;
-  const u32 own = place.column * kOwnPixels * kRowBytes;
 #pragma unroll 1
   for (;;) {
     wait_for(place.known(turning.at), turning.parity);
@@ -208,33 +192,27 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
     for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
     for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
       wait_for(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + own;
+      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at);
       arrive_expecting(barrier, kABytes);
       const int dd = by[0] + t * x_tap[0], dh = by[1] + r * x_tap[1], dw = by[2] + s * x_tap[2];
       // Of the slowest dimension there are no corners: what moves it is part of where it is.
       switch (way) {
-        case 3: load_shared_pixels<3>(blocks, to, map, barrier, {channel, w, n}, {dw}); break;
-        case 4: load_shared_pixels<4>(blocks, to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
-        case 5:
-          load_shared_pixels<5>(blocks, to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd});
-          break;
-        case 6: load_shared_pixels<3>(blocks, to, map, barrier, {channel, n, w + dw}, {0}); break;
-        case 7:
-          load_shared_pixels<4>(blocks, to, map, barrier, {channel, n, w, h + dh}, {0, dw});
-          break;
-        default:
-          load_shared_pixels<5>(blocks, to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
+        case 3: load_pixels<3>(to, map, barrier, {channel, w, n}, {dw}); break;
+        case 4: load_pixels<4>(to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
+        case 5: load_pixels<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd}); break;
+        case 6: load_pixels<3>(to, map, barrier, {channel, n, w + dw}, {0}); break;
+        case 7: load_pixels<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw}); break;
+        default: load_pixels<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
       }
       ring.step();
     });
   }
 }
 
-// One thread starts the copies of this block's part of the weights, to the blocks of its column.
+// One thread starts the copies of this block's part of the weights, to all that share them.
 __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const Place& place) {
   Turning<kTold> turning(0);
   Turning<STAGES> ring(1);
-  const u32 blocks = ((1u << CLUSTER_M) - 1) << (place.column * CLUSTER_M);
   const int channels = args.in_channels;
   const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
 #pragma unroll 1
@@ -245,7 +223,6 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
     turning.step();
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
-    const int first_channel = tile.first_channel + place.column * BN;
     const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
     for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
       wait_for(place.read(ring.at), ring.parity);
@@ -253,8 +230,8 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
       arrive_expecting(barrier, kLoadedBytes - kABytes);
       const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
       auto load = [&](u32 there, const int (&at)[5]) {
-        if constexpr (CLUSTER_M > 1) {
-          load_tile_to<5>(blocks, there, args.weight, barrier, at, kKeepMost);
+        if constexpr (SHARING > 1) {
+          load_tile_to<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kKeepMost);
         } else {
           load_tile<5>(there, args.weight, barrier, at, kKeepMost);
         }
@@ -265,11 +242,11 @@ __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const
           const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
           const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
           load(to + box * kBoxBytes + own * kRowBytes,
-               {first_channel + box * kBoxColumns, s, r, t, channel + own});
+               {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
         }
       } else {
         const int own = place.row * kOwnChannels;
-        load(to + own * kRowBytes, {channel, s, r, t, first_channel + own});
+        load(to + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
       }
       ring.step();
     });
@@ -297,10 +274,8 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
   Turning<kTold> turning(0);
   Turning<STAGES> ring(0);
   auto release = [&](int which) {
-    if constexpr (kSharing > 1) {
-      // Whoever copies to this block: those of its row and of its column.
-      const bool shares = lane / CLUSTER_M == place.column || lane % CLUSTER_M == place.row;
-      if (lane < kSharing && shares) arrive_at(place.read(which), lane);
+    if constexpr (SHARING > 1) {
+      if (lane < SHARING) arrive_at(place.read(which), lane);
     } else {
       if (lane == 0) arrive(place.read(which));
     }
@@ -311,7 +286,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     const TileTold& told = place.told[turning.at];
     const int steps = told.steps;
     const GatherTile tile = {told.phase, told.first_pixel + place.row * BM + warpgroup * kRowsOf,
-                             told.first_channel + place.column * BN};
+                             told.first_channel};
     __syncwarp();
     if (lane == 0) arrive(place.heard(turning.at));
     turning.step();
@@ -373,15 +348,14 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
   place.told = reinterpret_cast<TileTold*>(after + (2 * STAGES + 2 * kTold) * 8);
   const int rank = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) : 0;
-  place.row = rank % CLUSTER_M, place.column = rank / CLUSTER_M % CLUSTER_N;
-  place.part = rank / kSharing;
+  place.row = rank % SHARING, place.part = rank / SHARING;
   const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 2);
-      make_barrier(place.read(i), (CLUSTER_M + CLUSTER_N - 1) * CONSUMERS * 4);
+      make_barrier(place.read(i), SHARING * CONSUMERS * 4);
     }
     for (int i = 0; i < kTold; ++i) {
       make_barrier(place.known(i), 1);
@@ -389,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     }
     publish_barriers();
   }
-  if constexpr (kSharing > 1) {
+  if constexpr (SHARING > 1) {
     synchronize_cluster();
   } else {
     __syncthreads();

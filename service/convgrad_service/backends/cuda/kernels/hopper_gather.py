@@ -165,7 +165,7 @@ class HopperGather:
         args.images_first = schedule.images_first
         args.dims = work.conv.ndim + 2
         args.rounds = schedule.rounds
-        args.channel_tiles = ceil_div(written, tile.channels)
+        args.channel_tiles = ceil_div(written, tile.n)
         args.phases = len(phases)
         for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
             getattr(args, name)[:] = [getattr(axis, name) for axis in axes]

@@ -94,7 +94,7 @@ class Sides:
             lower=tuple(low for *_, low, _ in dims[:-1]),
             upper=tuple(high for *_, high in dims[:-1]),
             channels=ROW_BYTES // item,
-            pixels=tile.m // tile.columns,
+            pixels=tile.m,
         )
 
     def weight_map(self, tile: HopperTile) -> TileMap:

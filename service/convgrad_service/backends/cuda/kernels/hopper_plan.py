@@ -68,7 +68,7 @@ def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
         ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
         for phase in combined(axes)
     ]
-    return sum(pixels) * ceil_div(written, tile.channels)
+    return sum(pixels) * ceil_div(written, tile.n)
 
 
 def kept_taps(
@@ -144,7 +144,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for j in range(along.taps)
     )
     for tile in tiles_of(work.dtype):
-        if tile.channels - written >= 64 and tile.channels > 64:
+        if tile.n - written >= 64 and tile.n > 64:
             continue
         if tile.split > 1:
             if may_split(work, axes, device, tile):
@@ -169,7 +169,7 @@ def expected_s(
     read = work.out_channels if backward else work.in_channels
     written = work.in_channels if backward else work.out_channels
     chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
-    columns = ceil_div(written, tile.channels)
+    columns = ceil_div(written, tile.n)
     workers = tile.clusters(device)
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)

@@ -40,43 +40,37 @@ REGISTERS = {2: (56, 224), 3: (56, 152)}
 @dataclass(frozen=True, slots=True)
 class HopperTile:
     """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
-    weights (``rows`` of them, with pixels of their own) or pixels (``columns``), or that ``split``
-    one tile's reduction among them.
+    weights (``sharing`` of them, with pixels of their own), or that ``split`` one tile's reduction
+    among them.
     """
 
     m: int
     n: int
     warpgroups: int = 2
-    rows: int = 1
-    columns: int = 1
+    sharing: int = 1
     split: int = 1
 
     def __str__(self) -> str:
-        sharing = f"_{self.rows}x{self.columns}" if self.rows * self.columns > 1 else ""
+        sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
         return f"{self.m}x{self.n}w{self.warpgroups}{sharing}{split}"
 
     @property
     def cluster(self) -> int:
         """Blocks."""
-        return self.rows * self.columns * self.split
+        return self.sharing * self.split
 
     @property
     def pixels(self) -> int:
         """Of a cluster."""
-        return self.m * self.rows
-
-    @property
-    def channels(self) -> int:
-        """Of a cluster."""
-        return self.n * self.columns
+        return self.m * self.sharing
 
     def step_s(self, busy: float) -> float:
         """Of a step, where such a part of an H200's multiprocessors work: products, or copies from
         the L2 cache, which they share."""
         products = self.m * self.n * ROW_BYTES / FLOPS
         copies = max(busy, LEAST_BUSY) * self.stage_bytes / L2_BYTES_S
-        shared = SHARED if self.rows > 1 else 1.0
+        shared = SHARED if self.sharing > 1 else 1.0
         return max(products, copies) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
@@ -100,8 +94,8 @@ class HopperTile:
         """What one block copies of a step's weights at a time: rows, each a channel of the result,
         or each a channel of the source where a step has ``depth`` of those as rows."""
         if depth is None:
-            return self.n // self.rows
-        return depth // self.rows if ceil_div(self.n, BOX_ROWS) % self.rows else depth
+            return self.n // self.sharing
+        return depth // self.sharing if ceil_div(self.n, BOX_ROWS) % self.sharing else depth
 
     def stages(self, device: CudaDevice) -> int:
         """As many as fit."""
@@ -123,8 +117,7 @@ class HopperTile:
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
             "CLUSTER": self.cluster,
-            "CLUSTER_M": self.rows,
-            "CLUSTER_N": self.columns,
+            "SHARING": self.sharing,
             "SPLIT": self.split,
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
@@ -134,7 +127,7 @@ class HopperTile:
 
 TILES = (
     HopperTile(128, 256),
-    HopperTile(128, 256, rows=2),
+    HopperTile(128, 256, sharing=2),
     HopperTile(256, 128),
     HopperTile(192, 128, 3),
     HopperTile(256, 160),
