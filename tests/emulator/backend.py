@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
-from convgrad_service.backends.base import Outcome, Plan
+from convgrad_service.backends.base import Outcome, Plan, Vitals
 from convgrad_service.backends.cuda.compile import KERNELS, included
 from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
 from convgrad_service.backends.cuda.memory import arena_of
@@ -169,6 +169,9 @@ class EmulatedBackend:
 
     def explain(self, problem: Problem) -> Plan:
         return plan_for(problem, H200, self._families)
+
+    def vitals(self) -> Vitals:
+        return Vitals()
 
     def run(
         self,
