@@ -1,0 +1,48 @@
+"""Two pieces of work side by side: each planned for its share of the GPU where that should gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from convgrad_service.plans.cuda_beside import MOST_S, shared_out
+from convgrad_service.plans.cuda_device import H200, CudaDevice
+from convgrad_service.plans.cuda_families import Chosen
+from convgrad_service.plans.cuda_program import Fragment
+
+
+def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Chosen]:
+    def make(device: CudaDevice) -> Chosen:
+        count = device.multiprocessors
+        return Chosen(Fragment(str(count), (), expected_s=expected_s(count)), ())
+
+    return make
+
+
+def of(*pair: Chosen) -> list[str]:
+    return [chosen.fragment.kernel for chosen in pair]
+
+
+WHOLE = [str(H200.multiprocessors)] * 2
+
+
+def test_small_work_is_shared_out() -> None:
+    """Half as many multiprocessors take less than twice as long, and each has one start."""
+    small = made(lambda count: 10e-6 + 1.5e-3 / count)
+    assert of(*shared_out(small, small, H200)) == ["72", "60"]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("too long", lambda _: MOST_S, lambda _: 1e-6),
+        ("no expectation", lambda _: None, lambda _: 20e-6),
+        ("none for a share", lambda count: 20e-6 if count == 132 else None, lambda _: 20e-6),
+        ("one much longer", lambda count: 60e-6 * 132 / count, lambda _: 1e-6),
+    ],
+)
+def test_other_work_is_not(
+    what: str, first: Callable[[int], float | None], second: Callable[[int], float | None]
+) -> None:
+    assert of(*shared_out(made(first), made(second), H200)) == WHOLE, what
