@@ -173,10 +173,7 @@ def expected_s(
     workers = tile.clusters(device)
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
-    busy = min(len(counts), workers) * tile.cluster / device.multiprocessors
-    times = np.ceil(counts / tile.split) * tile.step_s(busy) + tile.tile_s(
-        work.result_dtype.itemsize
-    )
+    times = np.ceil(counts / tile.split) * tile.step_s + tile.tile_s(work.result_dtype.itemsize)
     if len(times) > MOST_COUNTED:
         return float(times.sum() / workers + times.max() / 2)
     turn, place = np.divmod(np.arange(len(times)), workers)

@@ -19,15 +19,13 @@ STAGING_BYTES = 64 * ROW_BYTES
 ALIGNMENT, BARRIER_BYTES = 1024, 8
 # Of four tiles: two barriers each, and what is told of them.
 TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 52)
-# Of a multiprocessor, and what a block has whatever it asks for.
+# Threads.
 WARPGROUP = 128
 # What an H200 does a second, fitted to tests/perf's dense layers: products of 16 bits (of TF32, the
 # same in bytes); bytes from its L2 cache to all multiprocessors. Blocks that share weights measured
 # hardly faster for it (SHARED). And what a tile takes beside its steps, with a byte of its results.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
-TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2e-6
-# One multiprocessor alone draws at most twice its share from the L2 cache.
-LEAST_BUSY = 0.5
+TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 8e-6
 SHARED = 0.995
 # Of a tile in float32.
 MOST_SUMS = 128 * 256
@@ -65,13 +63,13 @@ class HopperTile:
         """Of a cluster."""
         return self.m * self.sharing
 
-    def step_s(self, busy: float) -> float:
-        """Of a step, where such a part of an H200's multiprocessors work: products, or copies from
-        the L2 cache, which they share."""
+    @property
+    def step_s(self) -> float:
+        """Of a step: products, or copies from the L2 cache, of which a multiprocessor gets no more
+        where others are idle."""
         products = self.m * self.n * ROW_BYTES / FLOPS
-        copies = max(busy, LEAST_BUSY) * self.stage_bytes / L2_BYTES_S
         shared = SHARED if self.sharing > 1 else 1.0
-        return max(products, copies) * MULTIPROCESSORS * shared
+        return max(products, self.stage_bytes / L2_BYTES_S) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
         """Of a tile, beside its steps."""
