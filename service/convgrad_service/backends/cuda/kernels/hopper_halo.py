@@ -33,7 +33,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
 # Where others are faster, measured on an H200 (HOPPER.md).
-LEAST_TAPS, MOST_WRITTEN = 9, 128
+LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
 MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
 MAX_INDEX = 2**31 - 1
 THREADS = 384
@@ -270,13 +270,15 @@ class HopperHalo:
 
 def _slower(work: ConvWork) -> str | None:
     """Why another kernel is as fast or faster; judged by what HOPPER.md lists the times of."""
-    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
+    read, written = work.in_channels, work.out_channels
+    if work.direction == "bwd_data":
+        read, written = written, read
     if max(work.stride) > 1:
         return f"a stride of {work.stride}: each phase has few taps for a slice"
     if work.taps < LEAST_TAPS:
         return f"{work.taps} taps for a slice"
-    if written > MOST_WRITTEN:
-        return f"{written} channels of the result, in tiles of their own that load a slice each"
+    if read > MOST_READ or written > MOST_WRITTEN:
+        return f"{read} to {written} channels: all weights are read for each tile"
     return None
 
 

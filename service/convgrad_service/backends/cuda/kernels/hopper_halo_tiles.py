@@ -179,7 +179,9 @@ class HaloTile:
         if self.slots:
             moved += self.chunks * len(self.tables.loads) * self.load_bytes
         tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
-        return ceil_div(self.count, device.multiprocessors) * tile + LAUNCH_CLOCKS
+        # Where weights stay, the first product waits for all of a chunk's.
+        first = self.tables.slot_bytes / BYTES_A_CLOCK
+        return ceil_div(self.count, device.multiprocessors) * tile + first + LAUNCH_CLOCKS
 
     def describe(self, args: Any) -> None:
         """Fill in the argument's part of it."""
