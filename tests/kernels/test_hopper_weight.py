@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[Cut], bool]] = {
     "128x192_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "128x192_shared_input": lambda cut: cut.cluster > 1 and cut.rows_first and not cut.sums,
     "128x192_shared_grad": lambda cut: cut.cluster > 1 and not cut.rows_first and not cut.sums,
-    "128x192_summed": lambda cut: cut.sums and cut.cluster == 2,
+    "128x192_summed": lambda cut: cut.sums and cut.cluster == 4,
     "64x576_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "64x288": lambda cut: cut.cluster == 1,
     "256x64": lambda cut: cut.cluster == 1,

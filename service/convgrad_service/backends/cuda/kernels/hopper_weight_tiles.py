@@ -24,20 +24,15 @@ MOST_WAVES = 3
 
 # Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
 CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
-# What an H200 takes (see HOPPER.md), fitted to every cut of tests/perf's dense layers: a launch; a
-# cycle of its tensor cores; bytes to shared memory; a box, where four threads copy; more for a
-# step of blocks that share; of products and copies the shorter one, that much beside the longer;
-# partial sums that a unit writes; the second kernel, and its bytes; sums of a cluster.
-LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S, BOX_S, SHARING_S, BESIDE = (
-    8.0e-6,
-    1 / 1.87e9,
-    9.4e12,
-    15.6e-9,
-    53e-9,
-    0.2,
-)
-SPLIT_S = 90e-9
-PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S, CLUSTER_SUM_S = 3.7e12, 6.4e-6, 7.5e12, 5.8e-6
+# What an H200 takes, fitted to every cut of tests/perf's dense layers (HOPPER.md): a launch; a
+# cycle of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks
+# of a cluster share; four elements, split by one thread; of products and copies the shorter one, so
+# much beside the longer; partial sums that a unit writes; the second kernel, and its bytes; sums of
+# a cluster, and their bytes.
+LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 7.7e-6, 1 / 1.82e9, 8.8e12
+BOX_S, SHARED_BOX_S, SPLIT_S, BESIDE = 60e-9, 15e-9, 90e-9, 0.14
+PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 5.5e12, 6.6e-6, 6.1e12
+CLUSTER_SUM_S, CLUSTER_BYTES_PER_S = 3.4e-6, 4.5e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +120,9 @@ class WeightTile:
 
     @property
     def summing(self) -> tuple[int, ...]:
-        """Clusters of so many blocks sum one tile."""
-        return () if self.split else (2, 4, 8)
+        """Clusters of so many blocks sum one tile: of those that were ever the fastest so."""
+        tiles = "64x288", "128x192", "256x64", "256x128"
+        return (4, 8) if not self.split and self.name in tiles else ()
 
     def instance(self, dtype: DType, cluster: int = 1, *, sums: bool = False) -> Instance:
         # Registers of threads that copy (and split), and that multiply: together no more than the
@@ -158,7 +154,6 @@ class WeightTile:
 TILES = (
     WeightTile(2, 2, 1, 192, 64, spread=False),
     WeightTile(2, 1, 1, 192, 64, spread=False),
-    WeightTile(2, 1, 1, 256, 64, spread=False),
     WeightTile(2, 2, 1, 128, 64, spread=False),
     WeightTile(2, 2, 1, 64, 64, spread=False),
     WeightTile(3, 1, 1, 192, 64, spread=True),
@@ -365,12 +360,13 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
     seconds = LAUNCH_S
     if cut.sums:
-        seconds += ceil_div(cut.steps, cut.shares * cut.cluster) * step_s + CLUSTER_SUM_S
+        seconds += ceil_div(cut.steps, cut.shares * cut.cluster) * step_s
+        seconds += CLUSTER_SUM_S + tile.sums * 4 * busy / CLUSTER_BYTES_PER_S
         if cut.parted:
             seconds += partial_s / cut.cluster
     else:
         if cut.cluster > 1:
-            step_s += SHARING_S
+            step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
         whole = ceil_div(cut.whole, blocks)
         parted = ceil_div(cut.parted * cut.shares, blocks)
         seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s
