@@ -15,8 +15,8 @@
 // together (hopper_halo_args.cuh): passes, each of which sums up one result of the tile, slices,
 // steps, taps. With 32 channels of the result a product has them twice: once for its positions, with
 // one tap, and once for those one position deeper, with the tap before it.
-// Dynamic shared memory: 1,024 bytes to align it by, stages, weights, barriers; counted by
-// hopper_halo.py.
+// Shared memory: the tables; dynamic: 1,024 bytes to align it by, stages, weights, barriers, which
+// hopper_halo_tiles.py counts.
 // Relies on its launcher for the tables, and for a source and a weight with channels side by side in
 // whole 16-byte chunks. Needs sm_90a, 384 threads.
 // Deterministic: one order of additions for each result, however the tiles lie.
