@@ -10,19 +10,21 @@
 // there, so that pixels that follow each other in memory do so along W too, at each tap. Both
 // operands lie in shared memory as they do in global memory, channels side by side (along M and N).
 //
-// Block: a unit is a tile and a share of the pixels; a block takes units blockIdx.x, + gridDim.x, ...
-// Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times 64 rows of the
-// tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64 rows and its
-// part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024 bytes to align it
-// by, a ring of `stages` steps, barriers; hopper_weight.py counts it.
-// A unit's float32 sums go to its share's part of `partials`, in the order (k, t, r, s, c), for
-// flat_sum.cu or split_sum.cu to add up, or with one share to w itself.
-// Relies on its launcher for channels that TMA can read (their number a multiple of 8), for
-// partials or a w that lies in the order of partials and is the sum itself.
+// Block: a unit is a tile, whole or a share of its pixels; a block takes units blockIdx.x, +
+// gridDim.x, ... Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times
+// 64 rows of the tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64
+// rows and its part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024
+// bytes to align it by, a ring of `stages` steps; hopper_weight_tiles.py counts it.
+// Clusters of CLUSTER blocks: with neighbouring tiles and one share, of which each block copies a part
+// of the boxes that both need, to both; or (SUMS) with shares of one tile, a unit each, which they add
+// up through their shared memory (hopper_weight_cluster.cuh).
+// Sums of a whole tile become results here, the others partial sums for hopper_weight_sum.cu.
+// Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
+// for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
 // Deterministic: one order of additions for each result and number of shares. Positions outside the
 // input and beyond a row of y enter as zeros, which times an infinity is NaN: sums that are not
-// finite are taken again by the definition.
-// Index limits: pixels, with the halo, and results of one share below 2^31; elements 64-bit.
+// finite are taken again by the definition, by whoever finishes them.
+// Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
 #include "hopper_weight_cluster.cuh"
 #include "hopper_weight_copies.cuh"
 #include "warpgroup.cuh"

@@ -42,7 +42,7 @@ LEAST_CHANNELS = 16
 # Of float32: taps further apart make boxes too long, fewer channels rows too short.
 NEAR, FEW_CHANNELS = 4, 32
 # A step may count past the last pixel.
-MAX_PIXELS = 2**31 - 2**16
+MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
 # What a pixel may be moved by in its window, by the number of dimensions.
 MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
@@ -216,11 +216,12 @@ def _shares_well(work: ConvWork) -> bool:
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
-    """The cuts whose tensor maps the hardware takes."""
+    """The cuts that can be counted, and whose tensor maps the hardware takes."""
     beside = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and _beside(work, beside)
     for cut in cuts(work, device, direct=direct):
-        if all(one.why_not() is None for one in _maps(work, cut)):
+        countable = cut.steps * cut.tile.pixels <= MAX_PIXELS and cut.parted <= MAX_GRID_Y
+        if countable and all(one.why_not() is None for one in _maps(work, cut)):
             yield cut
 
 
