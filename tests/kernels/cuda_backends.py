@@ -79,8 +79,8 @@ def hopper(schedule: Schedule | None = None) -> Families:
     the general ones for the others. ``schedule`` in place of the plan's own."""
     return replace(
         FAMILIES,
-        fwd=[HopperGather(1, schedule), GatherDirect()],
-        bwd_data=[HopperGather(1, schedule), GatherDirect()],
+        fwd=[HopperGather(True, schedule), GatherDirect()],
+        bwd_data=[HopperGather(True, schedule), GatherDirect()],
         bwd_weight=[HopperWeight(1, everywhere=True), WeightDirect()],
         fused=(),
     )

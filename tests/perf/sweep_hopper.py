@@ -40,7 +40,7 @@ class Noted:
     name = "hopper_gather"
 
     def __init__(self, schedule: Schedule | None = None) -> None:
-        self._family = HopperGather(1, schedule)
+        self._family = HopperGather(True, schedule)
         self.work: ConvWork | None = None
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:

@@ -33,6 +33,9 @@ __all__ = ["HopperGather"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # With fewer on either side most of a tile or of a step would be empty.
 LEAST_CHANNELS = 48
+# Results with an epilogue, and those whose channels do not lie in whole chunks, are stored more slowly
+# than by dense_gather: with sums of so many products it is worth it (measured on an H200).
+LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
 # Of one kernel: its argument holds a map a phase.
 MAPS = (1, 8, 32)
 # A dimension's taps in one phase: a bit each.
@@ -102,11 +105,10 @@ class HopperGather:
 
     name = "hopper_gather"
 
-    def __init__(
-        self, least_channels: int = LEAST_CHANNELS, schedule: Schedule | None = None
-    ) -> None:
-        """The fewest channels on either side; a schedule for all, in place of the best one."""
-        self._least_channels = least_channels
+    def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
+        """``everything`` that it can compute, though others may be faster; a schedule for all, in
+        place of the best one."""
+        self._everything = everything
         self._schedule = schedule
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -118,8 +120,13 @@ class HopperGather:
         if work.groups != 1:
             return f"{work.groups} groups"
         read, written = _channels(work)
-        if min(read, written) < self._least_channels:
+        if not self._everything and min(read, written) < LEAST_CHANNELS:
             return f"{read} to {written} channels would leave most of a tile"
+        least = _least_terms(work, written)
+        if not self._everything and read * work.taps < least:
+            return (
+                f"sums of {read * work.taps} products take less time than such results; not {least}"
+            )
         axes = [axis_of(work, dim) for dim in range(3)]
         phases = combined(axes)
         if len(phases) > MAPS[-1]:
@@ -229,6 +236,15 @@ class HopperGather:
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
         ]
+
+
+def _least_terms(work: ConvWork, written: int) -> int:
+    """Products that a sum has at least, by how its result is stored."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
+        return LEAST_TERMS_APART
+    return 0 if work.epilogue_free else LEAST_TERMS_FINISHED
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
