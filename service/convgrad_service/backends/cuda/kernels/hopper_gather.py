@@ -33,7 +33,7 @@ __all__ = ["HopperGather"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # With fewer on either side most of a tile or of a step would be empty.
 LEAST_CHANNELS = 48
-# Results with an epilogue, and those whose channels do not lie in whole chunks, are stored more slowly
+# Results with an epilogue, and those with channels in no whole chunks, are stored more slowly
 # than by dense_gather: with sums of so many products it is worth it (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
 # Of one kernel: its argument holds a map a phase.
