@@ -37,7 +37,7 @@ constexpr int kDepth = 32;  // channels of a chunk
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
 constexpr int kThreads = 384, kGroups = 2, kLoaders = 8;  // the first warp that loads
 constexpr int kConsumers = kGroups * 4;                   // warps
-constexpr int kLead = 1, kConsume = 2;                    // barriers
+constexpr int kConsume = 1;                               // a barrier
 
 template <int kCount>
 struct Count {
@@ -185,10 +185,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u64 b_first =
         operand_along_k<64>(ring) + group * args.group_pixels * (kRowBytes / 16);
 
-    // So that one warpgroup's results are stored beside the other's products.
-    if (group == 1 && args.lead > 0) wait_at(kLead, kConsumers * 32);
-    int lead = group == 0 ? args.lead : 0;
-
     float sum[kColumns / 8][4];
     clear_sums(sum);
     Place first, w_place;  // the former of the tile's first slice
@@ -247,7 +243,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             } else if (j + 1 == taps) {
               multiply_taps(a_step, b_step, &tables.tap[step.first_tap + j], Count<1>());
             }
-            if (lead > 0 && --lead == 0) pass_by(kLead, kConsumers * 32);
             x_release = step.last ? barriers.x_empty + 8 * x_place.at : 0;
             w_release = args.slots != 0 ? barriers.w_empty + 8 * w_at : 0;
             if (args.slots != 0) w_place.advance(args.slots);

@@ -139,7 +139,6 @@ class HopperHaloArgs(ctypes.Structure):
                 "row_channels",
                 "deeper_first",
                 "passes",
-                "lead",
             )
         ),
         ("tables", TablesArgs),

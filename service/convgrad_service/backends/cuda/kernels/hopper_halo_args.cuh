@@ -89,7 +89,6 @@ struct HopperHaloArgs {
   int row_channels;  // of the result in a product: 64, or 32 and the same ones one position deeper
   int deeper_first;  // of the two in a product, the deeper position's rows come first
   int passes;
-  int lead;  // steps that the first warpgroup starts before the second one
   HaloTables tables;
 };
 

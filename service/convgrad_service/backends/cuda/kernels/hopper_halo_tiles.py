@@ -38,9 +38,10 @@ TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
 MOST_SLICES = 16
 TABLE_BYTES = 2304
 """What the argument has room for."""
-# What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what a
-# launch does, and bytes that a multiprocessor is given in one.
-PASS_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 6000, 22
+# What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what
+# weights that do not stay do in a tile, what a launch does, and bytes that a multiprocessor is
+# given in one.
+PASS_CLOCKS, STREAM_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 1200, 6000, 22
 
 Split = Literal["columns", "channels"]
 
@@ -160,17 +161,6 @@ class HaloTile:
         """Of ``shared_bytes``, what the kernel does not declare itself."""
         return self.shared_bytes - TABLE_BYTES
 
-    @property
-    def lead(self) -> int:
-        """Steps that the first warpgroup is ahead of the second: half of a pass, or as many as the
-        second one's stages and slots allow."""
-        steps = self.tables.passes[0].steps * self.chunks
-        lead = min(steps // 2, self.slots - 2) if self.slots else steps // 2
-        if len(self.tables.passes) == 1:
-            a_slice = max(1, self.tables.passes[0].steps // len(self.halo.slices))
-            lead = min(lead, (self.stages - 1) * a_slice - 1)
-        return max(lead, 0)
-
     def clocks(self, device: CudaDevice) -> float:
         """What it is expected to take."""
         depths = 2 * self.chunks
@@ -179,6 +169,8 @@ class HaloTile:
         if self.slots:
             moved += self.chunks * len(self.tables.loads) * self.load_bytes
         tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
+        if self.slots:
+            tile += STREAM_CLOCKS
         # Where weights stay, the first product waits for all of a chunk's.
         first = self.tables.slot_bytes / BYTES_A_CLOCK
         return ceil_div(self.count, device.multiprocessors) * tile + first + LAUNCH_CLOCKS
@@ -204,7 +196,7 @@ class HaloTile:
             args.group_blocks, args.group_weights = 1, self.load_bytes // 16
         args.row_channels = CHUNK if self.twice else 64
         args.deeper_first = axes[0].x_tap > 0
-        args.passes, args.lead = len(tables.passes), self.lead
+        args.passes = len(tables.passes)
         for index, one in enumerate(tables.passes):
             into = getattr(args.tables, "pass")[index]
             into.first_step, into.steps = one.first_step, one.steps
