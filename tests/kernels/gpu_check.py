@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
 # Takes nearly all of the GPU's memory at times.
 ALONE = "tests/kernels/test_cuda_backend.py"
+NOTHING_COLLECTED = 5
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
 
 
@@ -91,6 +92,8 @@ def run_tests(command: list[str]) -> dict[str, Any]:
         report = Path(folder) / "report.xml"
         started = time.perf_counter()
         code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
+        # No test of this part was asked for; main looks whether any was.
+        code = 0 if code == NOTHING_COLLECTED else code
         seconds = time.perf_counter() - started
         if not report.exists():
             return {"exit_code": code, "seconds": round(seconds, 1)}
@@ -157,7 +160,7 @@ def main() -> int:
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line))
-    return int(outcome["exit_code"] or bool(refused))
+    return int(outcome["exit_code"] or bool(refused) or not outcome["tests"])
 
 
 if __name__ == "__main__":
