@@ -28,6 +28,8 @@ GEOMETRIES = {
     "many_tiles": Conv(1, 128, 320, (6, 7), (3, 3), padding=1),
     "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
     "channels_24_to_40": Conv(2, 24, 40, (8, 5), (3, 3), padding=1),
+    # No multiple of 8: what lies beyond the last of a tap's channels is the next tap's.
+    "channels_36_to_20": Conv(2, 36, 20, (5, 6), (3, 3), padding=1),
     "strided": Conv(2, 40, 72, (9, 10), (3, 3), 2, 1),
     "strided_3_by_2": Conv(1, 32, 64, (11, 10), (4, 5), (3, 2), 2),
     "stride_beyond_kernel": Conv(1, 64, 32, (9, 8), (2, 2), 3),
@@ -70,7 +72,15 @@ EMULATED += [(name, "128x192", "float16") for name in ("plain", "3d_strided")]
 EMULATED += [
     (name, kind, "tf32")
     for kind in ("128x192", "128x192_taps", "64x288")
-    for name in ("plain", "channels_67_to_131", "strided", "dilated", "1d", "3d")
+    for name in (
+        "plain",
+        "channels_67_to_131",
+        "channels_36_to_20",
+        "strided",
+        "dilated",
+        "1d",
+        "3d",
+    )
 ]
 NOT_FINITE = ("plain", "strided", "dilated", "padding_beyond", "channels_67_to_131", "3d")
 EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups" not in case.name]
@@ -123,6 +133,18 @@ def test_not_finite(backend: Backend, seed: int, name: str) -> None:
 def test_emulated(seed: int, name: str, kind: str, dtype: str) -> None:
     layouts = with_layouts(CASES[name].ndim, grouped=False)
     gates(EmulatedBackend(of_kind(kind)), seed, CASES[name], dtype, layouts[-1:])
+
+
+@emulation
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+@pytest.mark.parametrize("name", ["channels_36_to_20", "output_1"])
+def test_emulated_as_planned(seed: int, name: str, dtype: str) -> None:
+    """Small sums go straight to the result, of float32 two channels at a time."""
+    families = replace(FAMILIES, bwd_weight=(HopperWeight(1, everywhere=True), WeightDirect()))
+    case = CASES[name]
+    if dtype == "bfloat16":
+        case = case.with_params("wide", weight_dtype="float32")
+    gates(EmulatedBackend(families), seed, case, dtype, with_layouts(case.ndim, grouped=False))
 
 
 @emulation

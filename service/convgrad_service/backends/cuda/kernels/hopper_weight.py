@@ -342,11 +342,15 @@ def _map(
     itemsize = work.dtype.itemsize
     spatial = range(2, 2 - _dims(work), -1)
     sizes = (channels, *(size[dim] for dim in spatial), work.batch)
-    if operand is None:
-        whole = ceil_div(channels, 8) * 8
-        strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
-    else:
-        strides = (*(operand.strides[3 + dim] for dim in spatial), operand.strides[0])
+    whole = ceil_div(channels, 8) * 8
+    strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
+    if operand is not None:
+        given = (*(operand.strides[3 + dim] for dim in spatial), operand.strides[0])
+        # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+        strides = tuple(
+            theirs if extent > 1 else ours
+            for theirs, ours, extent in zip(given, strides, sizes[1:], strict=True)
+        )
     return PixelMap(
         work.dtype,
         sizes,

@@ -190,7 +190,7 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
             for (int f = 0; f < kInBlock; ++f) {
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
               const float first = from[half * 2], second = from[half * 2 + 1];
-              if (f * 8 >= channels) continue;
+              if (f * 8 + own.column >= channels) continue;
               odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
               put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
             }
