@@ -145,7 +145,7 @@ def _shard(
         "errors": sum(int(a or b) for a, b in found) if found else None,
         "finished": "ran " in ran.stdout,
         "seconds": round(time.perf_counter() - started, 1),
-        "output": "" if ran.returncode == 0 else (ran.stdout[-4000:] + ran.stderr[-1000:]),
+        "output": "" if ran.returncode == 0 else (ran.stdout[:6000] + ran.stderr[-1000:]),
     }
 
 

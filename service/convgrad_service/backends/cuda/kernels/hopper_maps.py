@@ -61,7 +61,7 @@ class Sides:
     @property
     def across(self) -> bool:
         """Whether the weight's rows run along the result's channels, not along the source's."""
-        return self.work.direction == "bwd_data" and self.w.strides[2] == 1
+        return self.work.direction == "bwd_data" and not _turned(self.work)
 
     @property
     def _dims(self) -> int:
@@ -104,7 +104,7 @@ class Sides:
         work = self.work
         # Innermost, and outermost with its stride.
         channels, others, step = work.in_channels, work.out_channels, k
-        if c != 1:
+        if _turned(work):
             channels, others, step = work.out_channels, work.in_channels, c
         row = _row_bytes(self.w, channels)
         sizes = *reversed(work.kernel), others
@@ -134,6 +134,12 @@ class Sides:
         return None
 
 
+def _turned(work: ConvWork) -> bool:
+    """Whether the weight's out_channels lie side by side: float32's products read both operands
+    along the reduction alone."""
+    return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
+
+
 def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
     """Channels last, in whole chunks."""
     backward = work.direction == "bwd_data"
@@ -147,8 +153,6 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         f"{work.prefix}source_channels_last",
         device,
     )
-    # Float32's products read both operands along the reduction alone.
-    turned = backward and work.dtype is DType.FLOAT32
     w = prepare_weight(
         work.w,
         work.groups,
@@ -157,7 +161,7 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         work.kernel,
         f"{work.prefix}weight_channels_last",
         device,
-        out_channels_last=turned,
+        out_channels_last=_turned(work),
     )
     return Sides(
         work,
