@@ -42,8 +42,11 @@ def sockets(process_id: int) -> int:
 def http_processes(server: TreeServer) -> list[int]:
     """The HTTP front ends; gRPC's is the first that was started."""
     ids = [process.pid for process in server.tree.front_processes]
-    names = {each: Path(f"/proc/{each}/comm").read_text().strip() for each in ids}
-    return [each for each in ids if names[each] == "convgrad-http"]
+    names: dict[int, str] = {}
+    for each in ids:
+        with suppress(FileNotFoundError):  # it has just died
+            names[each] = Path(f"/proc/{each}/comm").read_text().strip()
+    return [each for each in ids if names.get(each) == "convgrad-http"]
 
 
 def connected(server: TreeServer) -> http.client.HTTPConnection:

@@ -276,7 +276,14 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "fragments", "majors", "swizzles"), PRODUCTS)
+# Each is a compilation of its own, so most are among the slow tests.
+@pytest.mark.parametrize(
+    ("dtype", "fragments", "majors", "swizzles"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if i % 4 else [])
+        for i, one in enumerate(PRODUCTS)
+    ],
+)
 def test_products(
     prober: Prober,
     rng: np.random.Generator,
