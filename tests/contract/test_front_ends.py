@@ -44,7 +44,8 @@ def http_processes(server: TreeServer) -> list[int]:
     ids = [process.pid for process in server.tree.front_processes]
     names: dict[int, str] = {}
     for each in ids:
-        with suppress(FileNotFoundError):  # it has just died
+        # It has just died: before its name was opened, or before it was read.
+        with suppress(FileNotFoundError, ProcessLookupError):
             names[each] = Path(f"/proc/{each}/comm").read_text().strip()
     return [each for each in ids if names.get(each) == "convgrad-http"]
 
