@@ -1,0 +1,287 @@
+"""The tables of docs/speed.md and the README's short ones, from `results/`; see `readme_tables`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "cpu_means_table",
+    "cpu_table",
+    "devices_table",
+    "engine_gpu_table",
+    "gpu_ratios_table",
+    "gpu_table",
+    "serve_short_table",
+    "serve_table",
+    "wire_table",
+]
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = Path(__file__).parent / "suite" / "layers.json"
+
+Record = Mapping[str, Any]
+
+
+def records(bench: str) -> list[Record]:
+    """The stored measurements of one benchmark; none where it has not run."""
+    path = RESULTS / f"{bench}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def source(rows: list[Record], command: str) -> str:
+    """One sentence: the command, the machine, the day and the versions behind a table."""
+    first = rows[0]
+    commits = ", ".join(dict.fromkeys(row["git_sha"][:7] for row in rows))
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return (
+        f"`{command}` on {first['device']}, {first['utc'][:10]}, at {commits} "
+        f"({versions}); medians."
+    )
+
+
+def wire_table() -> str:
+    """Decoding and encoding, as the server runs it (its malloc settings) and untuned."""
+    rows = [row for row in records("wire") if row["stage"] == "total"]
+    if not rows:
+        return ""
+    lines = [
+        "| 64 MiB of float32 tensors | malloc | ms | GB/s of tensors | peer | peer, ms |",
+        "| --- | --- | ---: | ---: | --- | ---: |",
+    ]
+    for row in rows:
+        rate = "a view, no copy" if row["ours_ms"] < 1 else f"{row['gb_per_s']:.1f}"
+        lines.append(
+            f"| {row['direction']} | {_MALLOC[row['malloc']]} | {row['ours_ms']:.3g} | {rate} | "
+            f"{row['peer']} | {row['peer_ms']:.3g} |"
+        )
+    return "\n".join([*lines, "", source(rows, "make bench-wire")])
+
+
+_MALLOC = {"default": "as shipped by glibc", "served": "as the server sets it"}
+
+_BACKWARD = ("conv_bwd_data", "maxpool2d_bwd")
+_COLUMNS = [(ops, last) for ops in (_BACKWARD, ("grouped_conv_bwd_weight",)) for last in (0, 1)]
+
+
+def cpu_table() -> str:
+    """The CPU kernels beside PyTorch's, layer by layer, then the geometric means of the ratios."""
+    rows = records("cpu")
+    if not rows:
+        return ""
+    lines = [
+        "| float32, batch 4, ms: ours / PyTorch | gradient of the input, NCHW | NHWC "
+        "| gradient of the weight, NCHW | NHWC |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    plain = [row for row in rows if row["malloc"] == "default"]
+    for layer in dict.fromkeys(row["layer"] for row in plain):
+        cells = []
+        for ops, last in _COLUMNS:
+            found = [row for row in plain if row["layer"] == layer and row["op"] in ops]
+            cells.append(
+                f"{found[last]['ours_ms']:.2f} / {found[last]['peer_ms']:.2f}" if found else ""
+            )
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    lines += _cpu_means(rows, bold=True)
+    return "\n".join([*lines, "", source(rows, "make bench-cpu")])
+
+
+def cpu_means_table() -> str:
+    """The geometric means alone."""
+    rows = records("cpu")
+    if not rows:
+        return ""
+    lines = [
+        "| float32, batch 4 | gradient of the input, NCHW | NHWC "
+        "| gradient of the weight, NCHW | NHWC |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        *_cpu_means(rows, bold=False),
+    ]
+    return "\n".join([*lines, "", source(rows, "make bench-cpu")])
+
+
+def _cpu_means(rows: list[Record], *, bold: bool) -> list[str]:
+    """A line for each kind of layer and way of allocating memory."""
+    lines = []
+    title = "**times as fast as PyTorch**, " if bold else ""
+    for malloc in dict.fromkeys(row["malloc"] for row in rows):
+        for kind, pools in (("convolutions", False), ("pooling", True)):
+            cells = []
+            for ops, last in _COLUMNS:
+                some = [
+                    row
+                    for row in rows
+                    if row["malloc"] == malloc
+                    and row["op"] in ops
+                    and (row["class"] == "pool") == pools
+                ]
+                cells.append(_ratio(some[last::2]))
+            lines.append(f"| {title}{kind}, malloc {_MALLOC[malloc]} | {' | '.join(cells)} |")
+    return lines
+
+
+def _ratio(rows: list[Record]) -> str:
+    """How many times as fast as the peer, by geometric mean; nothing where nothing was measured."""
+    if not rows:
+        return ""
+    return f"{statistics.geometric_mean(row['peer_ms'] / row['ours_ms'] for row in rows):.2f}x"
+
+
+_PRECISIONS = [
+    ("bfloat16", "NHWC"),
+    ("float16", "NHWC"),
+    ("float32", "NHWC"),
+    ("float32, true", "NHWC"),
+    ("bfloat16", "NCHW"),
+    ("float32", "NCHW"),
+]
+
+
+def gpu_ratios_table() -> str:
+    """The GPU kernels beside PyTorch's: geometric means, a row for a class and an operation."""
+    rows = records("gpu")
+    if not rows:
+        return ""
+    groups = _gpu_groups(rows)
+    heads = [f"{dtype}, {layout}" for dtype, layout in _PRECISIONS]
+    lines = [
+        f"| class | operation | layers | {' | '.join(heads)} |",
+        f"| --- | --- | ---: |{' ---: |' * len(heads)}",
+    ]
+    for kind, op in sorted({key[:2] for key in groups}):
+        found = [groups.get((kind, op, *precision), []) for precision in _PRECISIONS]
+        layers = max(map(len, found))
+        lines.append(f"| {kind} | {op} | {layers} | {' | '.join(map(_ratio, found))} |")
+    return "\n".join([*lines, "", source(rows, "make bench-gpu")])
+
+
+def gpu_table() -> str:
+    """The GPU kernels beside PyTorch's and the reference time: geometric means by class."""
+    rows = records("gpu")
+    if not rows:
+        return ""
+    lines = [
+        "| class | operation | dtype | layout | layers | times as fast as PyTorch "
+        "| over the reference time |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for names, some in sorted(_gpu_groups(rows).items()):
+        over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
+        lines.append(f"| {' | '.join(names)} | {len(some)} | {_ratio(some)} | {over:.2f}x |")
+    return "\n".join([*lines, "", source(rows, "make bench-gpu")])
+
+
+def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Record]]:
+    """The rows of each class, operation, dtype and layout."""
+    ndim = {layer["name"]: layer["ndim"] for layer in json.loads(LAYERS.read_text())}
+    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    for row in rows:
+        # PyTorch's 1D convolutions are slow enough to lift a mean that they are part of.
+        kind = f"{row['class']}, 1D" if ndim[row["layer"]] == 1 else row["class"]
+        dtype = "float32, true" if row.get("precision") == "highest" else row["dtype"]
+        key = (kind, row["op"], dtype, row["layout"])
+        groups.setdefault(key, []).append(row)
+    return groups
+
+
+def serve_table() -> str:
+    """The whole way of a request beside the peer's: medians and how many times as fast."""
+    rows = records("serve")
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys((row["size"], row["malloc"]) for row in rows))
+    heads = [f"{size}, malloc {malloc}" for size, malloc in columns]
+    lines = [
+        f"| ms: ours / peer (times as fast) | peer | {' | '.join(heads)} |",
+        f"| --- | --- |{' ---: |' * len(columns)}",
+    ]
+    for transport in dict.fromkeys(row["transport"] for row in rows):
+        found = [row for row in rows if row["transport"] == transport]
+        cells = map(_beside, found)
+        peers = " or ".join(dict.fromkeys(row["peer"] for row in found))
+        lines.append(f"| {transport} | {peers} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(rows, "make bench-serve")])
+
+
+_SHORT = [
+    "binary HTTP, SDK",
+    "HTTP, tritonclient",
+    "gRPC, tritonclient",
+    "shared memory, SDK",
+    "shared memory over HTTP, tritonclient",
+    "JSON, SDK",
+]
+
+
+def serve_short_table() -> str:
+    """The ways that clients take most, both sides with malloc tuned."""
+    rows = [row for row in records("serve") if row["malloc"] == "tuned"]
+    if not rows:
+        return ""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = [
+        f"| ms: ours / peer (times as fast) | {' | '.join(sizes)} | peer |",
+        f"| --- |{' ---: |' * len(sizes)} --- |",
+    ]
+    for transport in _SHORT:
+        found = [row for row in rows if row["transport"] == transport]
+        cells = " | ".join(map(_beside, found))
+        lines.append(f"| {transport} | {cells} | {found[0]['peer']} |")
+    return "\n".join([*lines, "", source(rows, "make bench-serve")])
+
+
+def _beside(row: Record) -> str:
+    """Ours, the peer's, and how many times as fast."""
+    ours, peer = row["ours_ms"], row["peer_ms"]
+    return f"{ours:.3g} / {peer:.3g} ({peer / ours:.2f}x)"
+
+
+def engine_gpu_table() -> str:
+    """The whole server on a GPU: what an answer takes beside the bus that it travels over."""
+    rows = records("engine_gpu")
+    if not rows:
+        return ""
+    lines = [
+        "| way | front ends | in flight | ms an answer | GB/s up | GB/s down "
+        "| the bus alone, ms | share |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        # What lies on the GPU already does not travel; of HTTP the front ends' sockets are slower.
+        travels = row["transport"].startswith("shared memory")
+        bus = f"{row['reference_ms']:.2f}" if travels else ""
+        share = f"{row['reference_ms'] / row['ours_ms']:.0%}" if travels else ""
+        moved = not row["transport"].startswith(("stored", "CUDA"))
+        rates = [f"{row[f'{way}_gb_per_s']:.2f}" if moved else "" for way in ("up", "down")]
+        lines.append(
+            f"| {row['transport']} | {row['front_ends']} | {row['in_flight']} "
+            f"| {row['ours_ms']:.3g} | {rates[0]} | {rates[1]} | {bus} | {share} |"
+        )
+    return "\n".join([*lines, "", source(rows, "make bench-engine-gpu")])
+
+
+def devices_table() -> str:
+    """Several GPUs beside one."""
+    rows = records("devices")
+    if not rows:
+        return ""
+    lines = [
+        f"{rows[0]['devices']} GPUs of one host beside one, through shared memory: requests side "
+        "by side, a problem of a gigabyte split over them to the same bits, and requests while a "
+        "worker is killed, of which none fails.",
+        "",
+        "| what | batch | in flight | devices | ms an answer | one device | times as fast |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['what']} | {row['batch']} | {row['in_flight']} | {row['devices']} "
+        f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} | {row['peer_ms'] / row['ours_ms']:.2f}x |"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", source(rows, "make bench-devices")])
