@@ -21,6 +21,7 @@ from convgrad_service.backends.cuda.kernels.dense_axes import (
     divider,
     may_skip,
 )
+from convgrad_service.backends.cuda.kernels.dense_limits import MAX_PIXELS, why_not_dense
 from convgrad_service.backends.cuda.kernels.dense_tiles import DenseTile, few_terms, splits_factors
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
@@ -33,11 +34,7 @@ __all__ = ["DenseGather"]
 # Channels of one group on either side, where there are groups; the product of both otherwise.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
 MAX_TAPS = 1024
-MAX_EXTENT = 2**28
 MAX_INDEX = 2**31 - 1
-# A tile may count past the last pixel.
-MAX_PIXELS = MAX_INDEX - 1024
-MAX_GRID_YZ = 65535
 
 
 class PhaseArgs(ctypes.Structure):
@@ -99,10 +96,8 @@ class DenseGather:
         Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
         whole does; only sizes that no tile can count are refused too.
         """
-        if work.dtype is DType.FLOAT64:
-            return "tensor cores that sum in float64 are not used"
-        if device.capability < (8, 0):
-            return f"{device.name} is older than sm_80"
+        if (reason := why_not_dense(work, device)) is not None:
+            return reason
         read, written = _channels(work)
         grouped = work.groups > 1 and min(read, written) < self._least_grouped
         if grouped or read * written < self._least_product:
@@ -116,20 +111,6 @@ class DenseGather:
             return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
         if work.taps > MAX_TAPS:
             return f"{work.taps} taps are more than {MAX_TAPS}"
-        if work.groups > MAX_GRID_YZ:
-            return f"{work.groups} groups are more than {MAX_GRID_YZ}"
-        reach = (
-            abs(value)
-            for dim in range(3)
-            for value in (
-                work.input[dim],
-                work.output[dim] * work.stride[dim],
-                work.pad[dim],
-                work.kernel[dim] * work.dilation[dim],
-            )
-        )
-        if max(reach) > MAX_EXTENT:
-            return f"positions reach beyond {MAX_EXTENT}"
         if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
         return None

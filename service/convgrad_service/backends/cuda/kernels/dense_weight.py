@@ -13,6 +13,11 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     Prepared,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.kernels.dense_limits import (
+    MAX_GRID_YZ,
+    MAX_PIXELS,
+    why_not_dense,
+)
 from convgrad_service.backends.cuda.kernels.dense_tiles import (
     LAUNCH_S,
     DenseTile,
@@ -37,11 +42,7 @@ __all__ = ["DenseWeight"]
 # Channels of one group on either side, where there are groups; else the product of output channels
 # and of taps x input channels.
 LEAST_GROUPED, LEAST_PRODUCT = 16, 64
-MAX_EXTENT = 2**28
 MAX_INDEX = 2**31 - 1
-# A tile may count past the last pixel.
-MAX_PIXELS = MAX_INDEX - 1024
-MAX_GRID_YZ = 65535
 SPAN_BYTES = 32
 # Of flat_sum.cu: a thread's results, threads, and the slices of a block that share many splits.
 SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
@@ -95,10 +96,8 @@ class DenseWeight:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`; judged by channels and kernel, as `DenseGather` is."""
-        if work.dtype is DType.FLOAT64:
-            return "tensor cores that sum in float64 are not used"
-        if device.capability < (8, 0):
-            return f"{device.name} is older than sm_80"
+        if (reason := why_not_dense(work, device)) is not None:
+            return reason
         least = min(work.in_channels, work.out_channels)
         grouped = work.groups > 1 and least < self._least_grouped
         if grouped or work.out_channels * work.in_channels * work.taps < self._least_product:
@@ -110,20 +109,6 @@ class DenseWeight:
             return reason
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
-        if work.groups > MAX_GRID_YZ:
-            return f"{work.groups} groups are more than {MAX_GRID_YZ}"
-        reach = (
-            abs(value)
-            for dim in range(3)
-            for value in (
-                work.input[dim],
-                work.output[dim] * work.stride[dim],
-                work.pad[dim],
-                work.kernel[dim] * work.dilation[dim],
-            )
-        )
-        if max(reach) > MAX_EXTENT:
-            return f"positions reach beyond {MAX_EXTENT}"
         if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
             return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
         return None
