@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Plan, Vitals
+from convgrad_service.backends.cpu import compile as cpu_compile
+from convgrad_service.backends.cpu import library
 from convgrad_service.backends.cuda.compile import KERNELS, included
 from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
 from convgrad_service.backends.cuda.memory import arena_of
@@ -54,8 +56,9 @@ _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 
 HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
-OPTIONS = "-std=c++20 -O2 -march=native -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
-COMPILE = OPTIONS.split()
+OPTIONS = "-std=c++20 -O2 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
+# Nothing of C++'s library is used, and without it none is compiled.
+OPTIONS += " -nostdlib++ -nostdinc++"
 
 
 class Launching(ctypes.Structure):
@@ -74,6 +77,17 @@ class Launching(ctypes.Structure):
 def works_here() -> bool:
     """Whether threads can take turns on this machine: the switch is written for x86-64."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+@cache
+def _options() -> tuple[str, ...]:
+    """What to compile with: for the level that the CPU kernels run at here.
+
+    For that target the compiler's own parts lie in the cache already, since `make kernels`.
+    """
+    named = library.load().level
+    level = next(one for one in cpu_compile.LEVELS[cpu_compile.machine()] if one.name == named)
+    return ("-target", level.target, *level.flags, *OPTIONS.split())
 
 
 def _translated(instance: Instance) -> str:
@@ -122,21 +136,27 @@ def launch_of(instance: Instance) -> Any:
     """The launch function of one instance; what did not change is found in build/."""
     text = _translated(instance)
     headers = "".join((HERE / name).read_text() for name in HEADERS)
-    headers += " ".join(COMPILE)
+    headers += " ".join(_options())
     key = hashlib.sha256((text + headers).encode()).hexdigest()[:24]
-    library = BUILD / f"{instance.entry}-{key}.so"
-    if not library.exists():
+    built = BUILD / f"{instance.entry}-{key}.so"
+    if not built.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        source = library.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
+        source = built.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
         source.write_text(text)
         partial = source.with_suffix(".so")
-        command = [sys.executable, "-m", "ziglang", "c++", *COMPILE, f"-I{HERE}"]
+        command = [sys.executable, "-m", "ziglang", "c++", *_options(), f"-I{HERE}"]
         command += ["-o", str(partial), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, **cpu_compile.CACHES},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
-        partial.replace(library)
+        partial.replace(built)
         source.unlink()
-    launch = ctypes.CDLL(str(library)).launch
+    launch = ctypes.CDLL(str(built)).launch
     launch.argtypes, launch.restype = [ctypes.POINTER(Launching)], ctypes.c_char_p
     return launch
 

@@ -19,7 +19,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE / "kernels"
 NATIVE = HERE / "_native"
-CACHE = HERE.parents[3] / "build" / "zig-cache"
+_CACHE = HERE.parents[3] / "build" / "zig-cache"
+# The compiler's settings for where it keeps what it compiled of its own.
+CACHES = {
+    "ZIG_GLOBAL_CACHE_DIR": str(_CACHE / "global"),
+    "ZIG_LOCAL_CACHE_DIR": str(_CACHE / "local"),
+}
 
 FLAGS = (
     "-std=c++20",
@@ -109,14 +114,10 @@ def _compile(level: Level, sources: list[Path]) -> None:
     partial = level.library.with_suffix(f".{os.getpid()}.tmp.so")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", level.target]
     command += [*level.flags, *FLAGS, "-o", str(partial), *map(str, sources)]
-    caches = {
-        "ZIG_GLOBAL_CACHE_DIR": str(CACHE / "global"),
-        "ZIG_LOCAL_CACHE_DIR": str(CACHE / "local"),
-    }
     started = max(path.stat().st_mtime for path in sources)
     try:
         done = subprocess.run(  # noqa: S603 - our own compiler on our own sources
-            command, env={**os.environ, **caches}, capture_output=True, text=True, check=False
+            command, env={**os.environ, **CACHES}, capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             raise CompileError(f"compiling {level.name} failed:\n{done.stderr}")
