@@ -1,4 +1,8 @@
-"""Several devices on one host: requests side by side, a large problem split over all of them."""
+"""Several devices on one host: requests side by side, a large problem split over all of them.
+
+Parts that lie side by side give the bits of the whole; sums give those of the same parts added up
+in their order, on however many devices.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,22 @@ from convgrad import Call, Client, calls
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
-from convgrad_service.engine.arrangement import forget_sizes
+from convgrad_service.engine.arrangement import arrangement_of, forget_sizes
 from tests.contract.tree_server import TreeServer, serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
-PARTS = 8
+IMAGES = np.random.default_rng(2).standard_normal((16, 6, 32, 32), np.float32)
+PARTS, SUM_PARTS = 8, 4
+SUM: dict[str, Any] = {
+    "input": IMAGES,
+    "grad_output": GRAD,
+    "weight_size": (3, 3),
+    "padding": 1,
+    "alpha": 0.5,
+    "beta": -2.0,
+    "accumulate": WEIGHT,
+}
 
 
 class Slow(CpuBackend):
@@ -34,9 +48,31 @@ class Slow(CpuBackend):
         return super().run(*arguments)
 
 
+class TwoOfThem(Slow):
+    """The same, one of two."""
+
+    devices = 2
+
+
+class Alone(Slow):
+    """The same, and the only one."""
+
+    devices = 1
+
+
 def slow(device: int) -> Slow:
     """See `Slow`."""
     return Slow(threads=1)
+
+
+def two(device: int) -> Slow:
+    """See `TwoOfThem`."""
+    return TwoOfThem(threads=1)
+
+
+def alone(device: int) -> Slow:
+    """See `Alone`."""
+    return Alone(threads=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,6 +127,23 @@ def expected() -> Any:
     return CpuBackend(threads=1).run(problem, tensors).outputs["grad_input"]
 
 
+def summed(operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What the parts of a sum give, one after another in this process."""
+    from convgrad.contract import OPERATIONS, validate
+    from convgrad_service.problems import problem_from, run_in_pieces
+
+    request = validate(OPERATIONS[operation].request, given)
+    problem = problem_from(operation, request)
+    count = arrangement_of(problem).sizes.parts
+    assert count >= SUM_PARTS
+    cpu = CpuBackend(threads=1)
+    return run_in_pieces(problem, request.tensors(), count, lambda p, t: cpu.run(p, t).outputs)
+
+
+def bwd_weight() -> Call[Any]:
+    return calls.grouped_conv_bwd_weight(**SUM)
+
+
 def test_a_large_problem_is_computed_on_all_devices_to_the_same_bits(server: TreeServer) -> None:
     with Client(server.url, retries=0) as client, Watch(server) as watch:
         answer = client.call(bwd_data())
@@ -128,3 +181,76 @@ def test_small_requests_go_on_beside_a_large_one(server: TreeServer) -> None:
         until(lambda: server.tree.hub.schedule.running == 3)
         assert small.conv_bwd_data(ones, ones).item() == 1
         computing.join()
+
+
+def test_a_sum_is_computed_on_all_devices_and_added_up_in_order(server: TreeServer) -> None:
+    wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
+    held = server.held_bytes
+    with Client(server.url, retries=0) as client:
+        for _ in range(2):
+            with Watch(server) as watch:
+                answer = client.call(bwd_weight())
+            assert watch.most == 3
+            assert answer.report.pieces == SUM_PARTS
+            assert (answer.outputs.grad_weight == wanted).all()
+    until(lambda: server.held_bytes == held)
+
+
+def test_a_sum_over_shared_memory_has_the_same_bits(server: TreeServer) -> None:
+    wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
+    with Client(server.url, retries=0, transport="shm") as client:
+        for _ in range(2):  # the first comes over the connection
+            assert (client.call(bwd_weight()).outputs.grad_weight == wanted).all()
+
+
+def test_all_gradients_of_one_upload_are_split_too(server: TreeServer) -> None:
+    given = {"grad_output": GRAD, "input": IMAGES, "weight": WEIGHT, "padding": 1}
+    wanted = summed("conv_backward", given)
+    with Client(server.url, retries=0) as client, Watch(server) as watch:
+        found = client.conv_backward(GRAD, IMAGES, WEIGHT, padding=1)
+    assert watch.most == 3
+    for name, array in wanted.items():
+        assert (getattr(found, name) == array).all()
+
+
+@pytest.mark.parametrize("recipe", [two, alone])
+def test_other_numbers_of_devices_give_the_same_bits(recipe: Any) -> None:
+    wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
+    with serving_tree(recipe, slots=1) as other, Client(other.url, retries=0) as client:
+        answer = client.call(bwd_weight())
+    assert answer.report.pieces == SUM_PARTS
+    assert (answer.outputs.grad_weight == wanted).all()
+
+
+def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
+    wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
+    schedule, workers = server.tree.hub.schedule, server.tree.supervisor.workers
+    until(lambda: sorted(workers) == [0, 1, 2])
+    held, deaths, killed = server.held_bytes, schedule.deaths, threading.Event()
+    wrong: list[BaseException | str] = []
+
+    def ask() -> None:
+        try:
+            with Client(server.url, retries=0) as client:
+                last = False
+                while not last:
+                    last = killed.is_set()
+                    if not (client.call(bwd_weight()).outputs.grad_weight == wanted).all():
+                        wrong.append("other bits")
+        except BaseException as error:  # noqa: BLE001 - the test is to fail of it
+            wrong.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: schedule.running == 3)
+        os.kill(workers[1].process_id, signal.SIGKILL)
+        until(lambda: schedule.deaths > deaths)
+    finally:
+        killed.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    until(lambda: sorted(workers) == [0, 1, 2])
+    until(lambda: server.held_bytes == held)

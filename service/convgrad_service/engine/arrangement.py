@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from convgrad_service.engine.arena import arranged
 from convgrad_service.engine.pace import Pace
+from convgrad_service.engine.parts import shares_of
 from convgrad_service.engine.placement import arena_specs
 from convgrad_service.engine.sized import Sized, sized
 from convgrad_service.problems.base import Problem, TensorSpec
@@ -36,13 +37,15 @@ class Tensor(NamedTuple):
 class Arrangement:
     """A problem with its sizes, and a place of ``size_bytes`` for what lies in the arena.
 
-    ``text`` is what another process makes the same of; ``cost`` is in units of `Pace`.
+    ``shares`` are those of outputs that are sums over the problem's parts, see `Shares`. ``text``
+    is what another process makes the same of; ``cost`` is in units of `Pace`.
     """
 
     problem: Problem
     sizes: Sized
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    shares: tuple[Tensor, ...]
     size_bytes: int
     cost: float
     text: bytes
@@ -61,19 +64,26 @@ class PackedArrangement(NamedTuple):
     def unpacked(self) -> Arrangement:
         """The arrangement itself."""
         problem, shared, parts = pickle.loads(self.text)  # noqa: S301 - from one of our processes
-        found = arrangement_of(problem, shared)
-        if found.sizes.parts == parts:
-            return found
-        return replace(found, sizes=replace(found.sizes, parts=parts))
+        return arrangement_of(problem, shared, parts)
 
 
 @lru_cache(maxsize=1024)
-def arrangement_of(problem: Problem, shared: tuple[str, ...] = ()) -> Arrangement:
-    """Where a problem's tensors lie, of which those that are ``shared`` lie in shared memory."""
+def arrangement_of(
+    problem: Problem, shared: tuple[str, ...] = (), parts: int | None = None
+) -> Arrangement:
+    """Where a problem's tensors lie, of which those that are ``shared`` lie in shared memory.
+
+    ``parts`` is what `Sized` says unless another process has said otherwise.
+    """
     sizes = sized(problem)
+    if parts is not None and parts != sizes.parts:
+        sizes = replace(sizes, parts=parts)
     specs = arena_specs(sizes, shared)
-    starts, size_bytes = arranged(specs.values())
-    offsets = dict(zip(specs, starts, strict=True))
+    shares = shares_of(problem, sizes.parts) if sizes.parts > 1 else {}
+    shared_out = [share.spec for share in shares.values()]
+    starts, size_bytes = arranged([*specs.values(), *shared_out])
+    offsets = dict(zip(specs, starts, strict=False))
+    behind = starts[len(specs) :]
 
     def tensors(named: Mapping[str, TensorSpec]) -> tuple[Tensor, ...]:
         return tuple(
@@ -86,6 +96,10 @@ def arrangement_of(problem: Problem, shared: tuple[str, ...] = ()) -> Arrangemen
         sizes,
         tensors(sizes.inputs),
         tensors(sizes.outputs),
+        tuple(
+            Tensor(name, share.spec, start, None)
+            for (name, share), start in zip(shares.items(), behind, strict=True)
+        ),
         size_bytes,
         Pace.cost(sizes),
         pickle.dumps((problem, shared, sizes.parts), pickle.HIGHEST_PROTOCOL),

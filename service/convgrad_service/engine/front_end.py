@@ -125,7 +125,8 @@ class FrontEnd:
         try:
             if message.parts:
                 found = self._hub.regions.use([RegionPart(*part) for part in message.parts])
-            job = Job(self._arrangements[slot], message.base, regions or found, message.tasks)
+            arrangement, tasks = self._arrangements[slot], (message.tasks, message.sums)
+            job = Job(arrangement, message.base, regions or found, *tasks)
             task = self._hub.schedule.submit(job, message.deadline_s, told)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._hub.regions.release(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ from convgrad_service.backends.base import Outcome, ServingBackend
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.arrangement import Arrangement, PackedArrangement, Tensor
 from convgrad_service.engine.finished import Finished
-from convgrad_service.engine.parts import joined, pieces_of
+from convgrad_service.engine.parts import joined, pieces_of, shares_of
 from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.segments import Segments, apart
 from convgrad_service.problems.base import Piece
-from convgrad_service.problems.pieces import piece_tensors, place_part
+from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
 
 __all__ = ["Finished", "Job", "run_job"]
 
@@ -29,13 +30,15 @@ Arrays = Mapping[str, Any]
 class Job(NamedTuple):
     """An arrangement, where its place in the arena begins, and the shared memory that it uses.
 
-    It makes so many ``tasks``, each a part of it.
+    It makes so many ``tasks``, each a part of it. ``sums`` says that one more follows them, which
+    adds up what they leave.
     """
 
     arrangement: Arrangement | PackedArrangement
     base: int
     regions: tuple[InRegion, ...] = ()
     tasks: int = 1
+    sums: bool = False
 
     @property
     def cost(self) -> float:
@@ -67,7 +70,7 @@ class Job(NamedTuple):
             taken = any(_is_taken(tensor) for tensor in arrangement.inputs)
             if not taken and not outputs & _unfit(arrangement, regions):
                 tasks = len(pieces_of(arrangement.problem, arrangement.sizes.parts))
-        return cls(arrangement, base, regions, tasks)
+        return cls(arrangement, base, regions, tasks, tasks > 1 and bool(arrangement.shares))
 
 
 def _is_taken(tensor: Tensor) -> bool:
@@ -108,11 +111,14 @@ def run_job(
 ) -> Finished:
     """Compute a job, or one ``part`` of it, in the calling thread, with its regions open.
 
+    The part behind the last piece is to add up what the others left.
+
     Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
     """
     arrangement = job.arrangement.unpacked()
+    chosen = _chosen(arrangement, part)
     if job.regions:
-        inputs, outputs = _with_regions(backend, arena, segments, arrangement, job)
+        inputs, outputs = _with_regions(backend, arena, segments, arrangement, job, chosen)
         unfit = _unfit(arrangement, job.regions)
     else:
         inputs, outputs = _in_arena(arena, arrangement, job.base)
@@ -131,12 +137,23 @@ def run_job(
         found: Arrays = outcome.outputs
         finished = _finished(outcome)
     else:
-        pieces = pieces_of(arrangement.problem, arrangement.sizes.parts)
-        chosen = pieces if part is None else pieces[part : part + 1]
-        finished = joined(
-            [_run_piece(backend, piece, inputs, unfit, direct, cancelled) for piece in chosen]
-        )
+        shares = {
+            name: arena.array(job.base + offset, spec)
+            for name, spec, offset, _ in arrangement.shares
+            if offset is not None
+        }
+        done = []
+        for number, piece in chosen.items():
+            own = {**direct, **_own_shares(arrangement, shares, number)}
+            done.append(_run_piece(backend, piece, inputs, unfit, own, cancelled))
         found = direct
+        if shares and (part is None or not chosen):
+            began_s = time.perf_counter()
+            found = {**direct, **_sums(arrangement, shares, inputs)}
+            added_s = time.perf_counter() - began_s
+            held_bytes = sum(each.nbytes for each in shares.values())
+            done.append(Finished("", added_s, 0, held_bytes, 0.0, 0.0))
+        finished = joined(done)
     for name, place in outputs.items():
         # A backend may compute where it likes; most write to the place itself.
         if found[name] is place:
@@ -148,6 +165,46 @@ def run_job(
     if job.regions:
         segments.check({region.file for region in job.regions})
     return finished
+
+
+def _chosen(arrangement: Arrangement, part: int | None) -> Mapping[int, Piece]:
+    """The pieces to be computed, by their numbers."""
+    if arrangement.sizes.parts == 1:
+        return {}
+    pieces = dict(enumerate(pieces_of(arrangement.problem, arrangement.sizes.parts)))
+    if part is None:
+        return pieces
+    return {part: pieces[part]} if part in pieces else {}
+
+
+def _own_shares(arrangement: Arrangement, shares: Arrays, number: int) -> Arrays:
+    """Where a piece leaves its shares of sums."""
+    known = shares_of(arrangement.problem, arrangement.sizes.parts)
+    return {
+        name: array[known[name].places[number]]
+        for name, array in shares.items()
+        if number in known[name].places
+    }
+
+
+def _sums(arrangement: Arrangement, shares: Arrays, inputs: Arrays) -> Arrays:
+    """Outputs from the shares that all pieces have left, which stay as they are: if the worker
+    dies meanwhile, another one begins again."""
+    problem = arrangement.problem
+    pieces = pieces_of(problem, arrangement.sizes.parts)
+    read = {name for piece in pieces for name in piece.inputs}
+    others = {}
+    for name in problem.inputs.keys() - read:
+        others[name] = inputs[name]
+        if not isinstance(inputs[name], np.ndarray):
+            spec = problem.inputs[name]
+            others[name] = np.empty(spec.shape, spec.dtype.numpy)
+            inputs[name].read(others[name])
+    result = {}
+    for name, array in shares.items():
+        array.flags.writeable = False
+        result[name] = added_up(problem, name, array, others)
+    return result
 
 
 def _in_arena(arena: Arena, arrangement: Arrangement, base: int) -> tuple[Arrays, Arrays]:
@@ -173,9 +230,15 @@ def _in_arena(arena: Arena, arrangement: Arrangement, base: int) -> tuple[Arrays
 
 
 def _with_regions(
-    backend: ServingBackend, arena: Arena, segments: Segments, arrangement: Arrangement, job: Job
+    backend: ServingBackend,
+    arena: Arena,
+    segments: Segments,
+    arrangement: Arrangement,
+    job: Job,
+    chosen: Mapping[int, Piece],
 ) -> tuple[Arrays, Arrays]:
-    """The same of a job of which something lies in shared memory."""
+    """The same of a job of which something lies in shared memory; its ``chosen`` pieces, if it has
+    any, are to be computed."""
 
     def array(tensor: Tensor) -> Any:
         if tensor.offset is not None:
@@ -198,8 +261,12 @@ def _with_regions(
     if all(place.device is None and not place.kept for place in job.regions):
         return segments.tensors.get((arrangement, job.base, job.regions), made)
     inputs, outputs = made()
+    whole = arrangement.sizes.parts == 1
+    read = {name for piece in chosen.values() for name in piece.inputs}
     for name, _, offset, region in arrangement.inputs:
-        if offset is None and region is not None and (place := job.regions[region]).kept:
+        if offset is not None or region is None or not (whole or name in read):
+            continue
+        if (place := job.regions[region]).kept:
             inputs[name] = backend.resident(place.file, place.version, inputs[name])
     return inputs, outputs
 
@@ -212,7 +279,8 @@ def _run_piece(
     outputs: Arrays,
     cancelled: threading.Event,
 ) -> Finished:
-    """Compute a piece of a problem from the whole's inputs into its place in the outputs."""
+    """Compute a piece of a problem from the whole's inputs into its place in the outputs, of which
+    sums are those of the piece alone."""
     own = {
         name: array.copy() if name in unfit else array
         for name, array in piece_tensors(piece, inputs).items()

@@ -72,6 +72,7 @@ class Compute(NamedTuple):
     named: Named
     cost: float
     tasks: int
+    sums: bool
     base: int
     regions: tuple[tuple[Any, ...], ...]
     parts: tuple[tuple[Any, ...], ...]

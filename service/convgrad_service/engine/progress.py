@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.finished import Finished
-from convgrad_service.engine.parts import joined, pieces_of
+from convgrad_service.engine.parts import joined, pieces_of, shares_of
 from convgrad_service.problems import Piece, Problem
 from convgrad_service.problems.base import TensorSpec
 
@@ -28,13 +28,14 @@ class Progress:
 
     def __init__(self, problem: Problem, parts: int, deadline: Deadline) -> None:
         pieces = pieces_of(problem, parts)
+        sums = shares_of(problem, parts)
         self._deadline = deadline
         self._sizes = {name: spec.size_bytes for name, spec in problem.outputs.items()}
         self._starts = {
-            name: [_start_bytes(piece, name, spec) for piece in pieces]
-            for name, spec in problem.outputs.items()
+            name: _starts(pieces, name, spec, bool(sums)) for name, spec in problem.outputs.items()
         }
-        self._missing = set(range(len(pieces)))
+        self._pieces = len(pieces)
+        self._missing = set(range(len(pieces) + bool(sums)))
         self._finished: list[Finished] = []
         self._changed = asyncio.Event()
         self._ending: asyncio.Future[Any]
@@ -48,7 +49,7 @@ class Progress:
     @property
     def so_far(self) -> Finished:
         """What is finished, as one, with as many pieces as there are going to be."""
-        left = len(self._missing)
+        left = sum(part < self._pieces for part in self._missing)
         found = joined(self._finished)
         return found._replace(pieces=found.pieces + left)
 
@@ -99,6 +100,16 @@ class Progress:
         if not ending.cancelled():
             ending.exception()  # whoever waits raises it
         self._changed.set()
+
+
+def _starts(pieces: Sequence[Piece], name: str, spec: TensorSpec, sums: bool) -> list[int]:
+    """For each piece, and last for what adds up their shares, from where on it writes an output."""
+    is_sum = any(piece.combine.get(name) == "sum" for piece in pieces)
+    starts = [
+        _start_bytes(piece, name, spec) if name in piece.outputs and not is_sum else spec.size_bytes
+        for piece in pieces
+    ]
+    return [*starts, 0 if is_sum else spec.size_bytes] if sums else starts
 
 
 def _start_bytes(piece: Piece, name: str, spec: TensorSpec) -> int:

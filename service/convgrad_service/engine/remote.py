@@ -176,7 +176,7 @@ class RemoteHub:
         named = self._named.name(job.arrangement.text)
         regions = tuple(map(tuple, job.regions))
         parts = tuple(map(tuple, lease.parts))
-        size = job.cost, job.tasks
+        size = job.cost, job.tasks, job.sums
         self._channel.tell_now(Compute(number, named, *size, job.base, regions, parts, deadline_s))
         return running
 

@@ -46,7 +46,7 @@ class Task:
         self, job: Job, deadline_s: float, *, large: bool, part: int | None = None
     ) -> None:
         self.job, self.deadline_s, self.large, self.part = job, deadline_s, large, part
-        self.cost = job.cost if part is None else job.cost / job.tasks
+        self.cost = _cost(job, part)
         self.device = job.device
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.wanted = True
@@ -64,6 +64,13 @@ class Task:
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()  # whoever asked may have left
+
+
+def _cost(job: Job, part: int | None) -> float:
+    if part is None:
+        return job.cost
+    # What adds up the others' results is little, and says nothing of how fast a problem computes.
+    return job.cost / job.tasks if part < job.tasks else 0.0
 
 
 class Worker(Protocol):
@@ -156,7 +163,8 @@ class Schedule:
             self._dispatch()
             return task
         parts = [Task(job, deadline_s, large=large, part=part) for part in range(job.tasks)]
-        whole = Parted(parts, told, self.cancel)
+        last = (lambda: self._last(job, deadline_s)) if job.sums else None
+        whole = Parted(parts, told, self.cancel, last)
         self._waiting.extend(parts)
         self._dispatch()
         return whole
@@ -164,6 +172,7 @@ class Schedule:
     def cancel(self, task: Task | Parted[Task]) -> None:
         """Take back a waiting job; ask a running one to stop. Harmless when it is done."""
         if isinstance(task, Parted):
+            task.wanted = False
             for part in task.tasks:
                 self.cancel(part)
             return
@@ -222,6 +231,17 @@ class Schedule:
         self._closed = True
         for task in [*self._waiting, *(task for held in self._running.values() for task in held)]:
             self.cancel(task)
+
+    def _last(self, job: Job, deadline_s: float) -> Task:
+        """Queue what adds up a job's parts, before all that waits: it holds more memory than
+        others, and takes less time."""
+        task = Task(job, deadline_s, large=False, part=job.tasks)
+        if self._closed:
+            task.done.cancel()
+        else:
+            self._waiting.appendleft(task)
+            self._dispatch()
+        return task
 
     def _dispatch(self) -> None:
         if self._waiting:

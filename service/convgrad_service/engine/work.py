@@ -144,8 +144,7 @@ class Work:
         is asked to stop.
         """
         arrangement = self.arrangement
-        # Of what names elements of others it is known at the end whether it was right to.
-        if not streamed or self._job.tasks == 1 or self._kept or names_elements(arrangement.sizes):
+        if not streamed or self._job.tasks == 1 or self._kept or _ends_at_once(arrangement):
             return await self._computed(None)
         progress = Progress(arrangement.problem, arrangement.sizes.parts, self._call.deadline)
         self._ending = await progress.first(self._computed(progress.told))
@@ -232,6 +231,16 @@ def report_of(plane: Dataplane, arrangement: Arrangement, finished: Finished) ->
         pieces=finished.pieces,
         workspace_bytes=finished.workspace_bytes,
     )
+
+
+def _ends_at_once(arrangement: Arrangement) -> bool:
+    """Whether nothing of an answer may leave before all of it is computed.
+
+    Of what names elements of others it is known at the end whether it was right to, and of sums
+    nothing is final before.
+    """
+    sums = {tensor.name for tensor in arrangement.shares}
+    return names_elements(arrangement.sizes) or sums >= arrangement.sizes.outputs.keys()
 
 
 def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:

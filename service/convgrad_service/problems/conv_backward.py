@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from convgrad.contract import ConvBackwardRequest
+from convgrad.dtypes import DType
 from convgrad_service.problems.agreement import (
     agreed_groups,
     check_filter_inputs,
@@ -19,8 +20,9 @@ from convgrad_service.problems.agreement import (
 from convgrad_service.problems.base import Piece, TensorSpec
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.convolution import ConvProblem
-from convgrad_service.problems.geometry import ConvShape
-from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
+from convgrad_service.problems.cutting import activation_slices, even_spans, whole
+from convgrad_service.problems.geometry import ConvShape, Span
+from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight, sum_dtype
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.reading import (
     Steps,
@@ -41,7 +43,8 @@ class ConvBackward(ConvProblem):
     """grad_input as conv_bwd_data has it, grad_weight and grad_bias as grouped_conv_bwd_weight.
 
     ``wanted`` names the gradients asked for, in that order; ``parts`` are the problems that give
-    them.
+    them. ``weight_dtype`` is set in pieces alone: their shares of grad_weight and grad_bias are
+    sums.
 
     Shapes: grad_output (N, K, *out), input (N, C, *in), weight (K, C/G, *kernel) -> gradients of
     the shapes of input, weight and bias (K,).
@@ -54,6 +57,7 @@ class ConvBackward(ConvProblem):
     """
 
     wanted: tuple[str, ...] = OUTPUTS
+    weight_dtype: DType | None = None
 
     @classmethod
     def from_request(cls, request: ConvBackwardRequest) -> Self:
@@ -108,7 +112,7 @@ class ConvBackward(ConvProblem):
             layout=self.layout,
             precision=self.precision,
             deterministic=self.deterministic,
-            weight_dtype=self.dtype,
+            weight_dtype=self.weight_dtype or self.dtype,
             wanted=of_weight,
         )
         chosen: list[ConvBwdData | GroupedConvBwdWeight] = []
@@ -136,8 +140,27 @@ class ConvBackward(ConvProblem):
         return {name: spec for part in self.parts for name, spec in part.outputs.items()}
 
     def _cut(self, parts: int) -> tuple[Piece, ...]:
-        """The pieces of each part: rows of grad_input overlap where rows of grad_output do not."""
-        return tuple(piece for part in self.parts for piece in part.split(parts))
+        """By N, one upload for all gradients; beyond that the pieces of each part, for rows of
+        grad_input overlap where rows of grad_output do not."""
+        if parts > self.conv.batch or len(self.parts) == 1:
+            return tuple(piece for part in self.parts for piece in part.split(parts))
+        partial = replace(self, weight_dtype=sum_dtype(self.dtype))
+        return tuple(partial._samples(samples) for samples in even_spans(self.conv.batch, parts))
+
+    def _samples(self, samples: Span) -> Piece:
+        of_input = activation_slices(self.layout, samples, (0, self.conv.input_size[0]))
+        of_output = activation_slices(self.layout, samples, (0, self.conv.output_size[0]))
+        own = {"input": of_input, "grad_output": of_output, "grad_input": of_input}
+        inputs, outputs = (
+            {name: own.get(name, whole(len(spec.shape))) for name, spec in specs.items()}
+            for specs in (self.inputs, self.outputs)
+        )
+        return Piece(
+            replace(self, conv=self.conv.with_batch(samples[1] - samples[0])),
+            inputs,
+            outputs,
+            {name: "concatenate" if name == "grad_input" else "sum" for name in outputs},
+        )
 
     def finish(
         self, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]

@@ -38,7 +38,7 @@ from convgrad_service.problems.sizes import (
     tuple_text,
 )
 
-__all__ = ["GroupedConvBwdWeight"]
+__all__ = ["GroupedConvBwdWeight", "sum_dtype"]
 
 OUTPUTS = ("grad_weight", "grad_bias")
 
@@ -166,7 +166,7 @@ class GroupedConvBwdWeight(ConvProblem):
         cuts = list(grid(self.conv.batch, self.conv.output_size[0], parts))
         if len(cuts) == 1:
             return (Piece.whole(self),)
-        partial = replace(self, weight_dtype=_sum_dtype(self.dtype), epilogue=PLAIN)
+        partial = replace(self, weight_dtype=sum_dtype(self.dtype), epilogue=PLAIN)
         return tuple(partial._piece(samples, rows) for samples, rows in cuts)
 
     def _piece(self, samples: Span, rows: Span) -> Piece:
@@ -196,7 +196,8 @@ class GroupedConvBwdWeight(ConvProblem):
         return total.astype(self.weight_dtype.numpy, copy=False)
 
 
-def _sum_dtype(dtype: DType) -> DType:
+def sum_dtype(dtype: DType) -> DType:
+    """What sums of products of a type are kept in until they are rounded once."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.problems.base import Piece, Problem
 
-__all__ = ["Run", "piece_tensors", "place_part", "put_together", "run_in_pieces"]
+__all__ = ["Run", "added_up", "piece_tensors", "place_part", "put_together", "run_in_pieces"]
 
 Run = Callable[[Problem, Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]
 """Computes one problem from its tensors; the arrays that it returns are the caller's to keep."""
@@ -51,8 +51,24 @@ def put_together(
                 outputs[name] = np.empty(spec.shape, spec.dtype.numpy)
             place_part(piece, name, part, outputs[name])
     for name, total in totals.items():
-        outputs[name] = problem.finish(name, total, tensors)
+        outputs[name] = _finished(problem, name, total, tensors)
     return {name: outputs[name] for name in problem.outputs}
+
+
+def added_up(
+    problem: Problem,
+    name: str,
+    shares: Iterable[NDArray[Any]],
+    tensors: Mapping[str, NDArray[Any]],
+) -> NDArray[Any]:
+    """An output of `problem` from its pieces' shares of the sum, which come in the pieces' order.
+
+    ``tensors`` are those inputs of `problem` that none of its pieces reads: its `finish` does.
+    """
+    totals: dict[str, NDArray[Any]] = {}
+    for share in shares:
+        _add(totals, name, share)
+    return _finished(problem, name, totals[name], tensors)
 
 
 def piece_tensors(piece: Piece, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -79,7 +95,17 @@ def place_part(piece: Piece, name: str, part: NDArray[Any], output: NDArray[Any]
 
 def _add(totals: dict[str, NDArray[Any]], name: str, part: NDArray[Any]) -> None:
     if name in totals:
-        totals[name] += part
+        # Infinities of opposite signs are a NaN, as they are within a kernel's sum.
+        with np.errstate(invalid="ignore", over="ignore"):
+            totals[name] += part
     else:
         # The caller's array may be one that nobody may write to.
         totals[name] = part if part.flags.writeable else part.copy()
+
+
+def _finished(
+    problem: Problem, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
+) -> NDArray[Any]:
+    # What is too large for float16 is an infinity there.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return problem.finish(name, total, tensors)
