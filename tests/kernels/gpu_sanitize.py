@@ -1,12 +1,14 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
-    python tests/kernels/gpu_sanitize.py [--tools memcheck racecheck initcheck] [--draws 1500]
-        [--sources depthwise pool_]
+    python -m tests.kernels.gpu_sanitize [--tools memcheck racecheck initcheck] [--draws 1500]
+        [--sources depthwise pool_] [--cases 49 84] [--logs build/sanitize]
 
 Named cases run on the general kernels and on those that plans choose; then, so that every fast
 kernel is met, as many random ones as it takes (see covering.py) of so many draws for each class
 of layer and dtype. With ``--sources`` it is the random ones alone, of kernels whose sources' names
-start so. The tools run side by side. A line for each goes to tests/perf/results/gpu_checks.jsonl.
+start so; with ``--cases`` those of these numbers, which stay the same while plans and draws do. The
+tools run side by side, each in ``--shards`` processes; where one stops, sanitizer.py finds what at.
+A line for each tool goes to tests/perf/results/gpu_checks.jsonl, whole logs to ``--logs``.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,15 +33,19 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import Lane
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda_program import Instance, Launch, Step
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
 from tests.geometries import Conv
 from tests.kernels.covering import Covered, covering_quickly, instances_of
 from tests.kernels.cuda_backends import general
-from tests.kernels.gpu_check import RESULTS, compile_all, driver, git_sha, versions
+from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
+from tests.kernels.sanitizer import DONE, Sanitizer, mark, shown
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Few and small: a tool makes every access many times slower.
@@ -57,12 +62,37 @@ CASES: list[Case] = [
     *FUSED[:2],
     *EPILOGUES[:2],
 ]  # fmt: skip
+SETS: Mapping[str, Families] = {
+    "tiles": general(GatherTile(), WeightTile()),
+    "direct": general(GatherDirect(), WeightDirect()),
+    "plans": FAMILIES,
+}
+# Of shared memory, that kernels have besides what a launch gives them: at most so much.
+STATIC_BYTES = 8192
+
+Numbered = dict[int, tuple[str, Covered]]
+"""By a case's number: who computes it, of `SETS`, and what."""
 
 
-def run_all(covering: list[Covered], named: bool, shard: int, shards: int) -> None:
-    """This shard's part of the cases, each with every family of kernels; nothing here looks at the
-    answers."""
-    sets = [general(GatherTile(), WeightTile()), general(GatherDirect(), WeightDirect()), FAMILIES]
+def numbered(covering: Iterable[Covered]) -> Numbered:
+    """Named cases on every set of kernels, then random ones on those that plans choose."""
+    named = []
+    for case in CASES:
+        layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
+        named += [(name, Covered(case, "bfloat16", layouts[-1], frozenset())) for name in SETS]
+    return dict(enumerate([*named, *(("plans", one) for one in covering)]))
+
+
+def launched_by(cases: Numbered, device: CudaDevice) -> dict[int, set[Instance]]:
+    """What each case launches."""
+    return {
+        number: set(instances_of(one.case, one.dtype, one.layout, device, SETS[kernels]))
+        for number, (kernels, one) in cases.items()
+    }
+
+
+def run_all(cases: Numbered, chosen: Sequence[int], more_shared: int) -> None:
+    """These cases; nothing here looks at the answers."""
     # A pool would hand out memory that an earlier problem has written, which initcheck trusts.
     import_cupy().cuda.set_allocator(None)
     # One copy for all outputs takes the gaps between them along, which nobody ever writes.
@@ -73,79 +103,67 @@ def run_all(covering: list[Covered], named: bool, shard: int, shards: int) -> No
             whole(lane, [tensor], base)
 
     Lane.download = one_by_one  # type: ignore[method-assign,assignment]
-    backends = [CudaBackend(families=families) for families in sets]
-    for case in CASES[shard::shards] if named else ():
-        layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
-        tensors = draw(case, rng_for(0, case.id), DTYPES["bfloat16"], integers)
-        for backend in backends:
-            answers(backend, case, tensors, layouts[-1])
-    for one in covering[shard::shards]:
+    if more_shared > 0:
+        give_more_shared(more_shared, describe(0).shared_bytes_per_block - STATIC_BYTES)
+    backends = {name: CudaBackend(families=families) for name, families in SETS.items()}
+    for number in chosen:
+        kernels, one = cases[number]
+        print(mark(number, f"{kernels} {one.case.id} {one.dtype} {one.layout}"), flush=True)
         tensors = draw(one.case, rng_for(0, one.case.id), DTYPES[one.dtype], integers)
-        answers(backends[-1], one.case, tensors, one.layout)
-    print("ran all cases", flush=True)
+        answers(backends[kernels], one.case, tensors, one.layout)
+    print(DONE, flush=True)
 
 
-def sanitized(
-    tool: str, timeout_s: float, covering: Path, named: bool, shards: int
-) -> dict[str, Any]:
-    """What one tool found, in processes side by side."""
+def give_more_shared(more: int, most: int) -> None:
+    """So many bytes more of shared memory for each launch than it asks for, as far as there are."""
+    run = Kernels.run
+
+    def given(step: Step) -> Step:
+        if not isinstance(step, Launch):
+            return step
+        size = max(step.shared_bytes, min(step.shared_bytes + more, most))
+        return replace(step, shared_bytes=size)
+
+    def run_with_more(
+        kernels: Kernels, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any
+    ) -> None:
+        run(kernels, [given(step) for step in steps], addresses, stream)
+
+    Kernels.run = run_with_more  # type: ignore[method-assign]
+
+
+def command_for(pickled: Path) -> Callable[[Sequence[int], Sequence[str]], Sequence[str]]:
+    """The command of a process that runs some of the cases."""
+    inner = [sys.executable, "-m", "tests.kernels.gpu_sanitize", "--inner", str(pickled)]
+    return lambda cases, more: [*inner, "--cases", *map(str, cases), *more]
+
+
+def swept(sanitizer: Sanitizer, cases: Collection[int], shards: int) -> dict[str, Any]:
+    """What one tool finds, in processes side by side; prints what they said of errors."""
+    parts = [[*cases][shard::shards] for shard in range(shards)]
     with ThreadPoolExecutor(shards) as pool:
         found = list(
             pool.map(
-                lambda shard: _shard(tool, timeout_s, covering, named, shard, shards),
-                range(shards),
+                lambda shard: sanitizer.sweep(parts[shard], str(shard)),
+                (shard for shard in range(shards) if parts[shard]),
             )
         )
-    errors = [one["errors"] for one in found]
+    for one in found:
+        for ran in one.ran:
+            if ran.exit_code or not ran.finished:
+                print(f"--- {sanitizer.tool}, exit code {ran.exit_code}\n{shown(ran.log)}")
+    records = [one.record() for one in found]
+    errors = [one["errors"] for one in records]
     return {
-        "tool": tool,
-        "exit_code": max(one["exit_code"] for one in found),
+        "tool": sanitizer.tool,
+        "exit_code": max(one["exit_code"] for one in records),
         "errors": None if None in errors else sum(errors),
-        "finished": all(one["finished"] for one in found),
-        "seconds": max(one["seconds"] for one in found),
-        "output": "".join(one["output"] for one in found),
-    }
-
-
-def _shard(
-    tool: str, timeout_s: float, covering: Path, named: bool, shard: int, shards: int
-) -> dict[str, Any]:
-    command = ["compute-sanitizer", f"--tool={tool}", "--print-limit=20", "--error-exitcode=9"]
-    started = time.perf_counter()
-    try:
-        ran = subprocess.run(
-            [
-                *command,
-                sys.executable,
-                __file__,
-                "--inner",
-                str(covering),
-                "--shard",
-                str(shard),
-                "--shards",
-                str(shards),
-                *([] if named else ["--random"]),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
-        return {
-            "exit_code": 124,
-            "errors": None,
-            "finished": False,
-            "seconds": timeout_s,
-            "output": "",
-        }
-    found = re.findall(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+)", ran.stdout)
-    return {
-        "exit_code": ran.returncode,
-        "errors": sum(int(a or b) for a, b in found) if found else None,
-        "finished": "ran " in ran.stdout,
-        "seconds": round(time.perf_counter() - started, 1),
-        "output": "" if ran.returncode == 0 else (ran.stdout[:6000] + ran.stderr[-1000:]),
+        "finished": all(one["finished"] for one in records),
+        "seconds": max(one["seconds"] for one in records),
+        **{
+            name: [item for one in records for item in one[name]]
+            for name in ("reports", "stopped", "left_out")
+        },
     }
 
 
@@ -157,44 +175,50 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=1500, help="for each class and dtype")
     parser.add_argument("--shards", type=int, default=4, help="processes for each tool")
     parser.add_argument("--sources", nargs="*", default=[], help="what their names start with")
-    parser.add_argument("--random", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--shard", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="*", type=int, default=[], help="by their numbers")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "sanitize")
+    parser.add_argument("--more-shared", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--inner", type=Path, help="run the cases and this file's, under no tool")
     asked = parser.parse_args()
     if asked.inner:
-        covering = pickle.loads(asked.inner.read_bytes())  # noqa: S301 - written below
-        run_all(covering, not asked.random, asked.shard, asked.shards)
+        cases = pickle.loads(asked.inner.read_bytes())  # noqa: S301 - written below
+        run_all(cases, asked.cases, asked.more_shared)
         return 0
     device = describe(0)
     covering = covering_quickly(device, FAMILIES, asked.draws)
-    needed = None
-    if asked.sources:
+    cases = numbered(covering)
+    if asked.cases:
+        cases = {number: cases[number] for number in asked.cases}
+    elif asked.sources:
         wanted = tuple(asked.sources)
-        covering = [
-            one for one in covering if any(new.source.startswith(wanted) for new in one.new)
-        ]
-        needed = {
-            instance
-            for one in covering
-            for instance in instances_of(one.case, one.dtype, one.layout, device, FAMILIES)
+        cases = {
+            number: (kernels, one)
+            for number, (kernels, one) in cases.items()
+            if any(new.source.startswith(wanted) for new in one.new)
         }
+    launched = launched_by(cases, device)
+    needed = set[Instance]().union(*launched.values())
     # Beside the tools, which would each compile all of them one after another.
-    compile_all(device.architecture, needed)
+    compile_all(device.architecture, needed if asked.cases or asked.sources else None)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(len(asked.tools)) as pool:
-        cases = Path(folder) / "covering.pickle"
-        cases.write_bytes(pickle.dumps(covering))
-        outcomes = list(
-            pool.map(
-                lambda tool: sanitized(tool, asked.timeout, cases, not asked.sources, asked.shards),
-                asked.tools,
+        pickled = Path(folder) / "cases.pickle"
+        pickled.write_bytes(pickle.dumps(cases))
+        tools = [
+            Sanitizer(
+                tool,
+                command_for(pickled),
+                {
+                    number: {(instance.entry, instance.name) for instance in instances}
+                    for number, instances in launched.items()
+                },
+                asked.logs,
+                time.monotonic() + asked.timeout,
             )
-        )
-    met = frozenset[Instance]().union(*(one.new for one in covering))
+            for tool in asked.tools
+        ]
+        outcomes = list(pool.map(lambda tool: swept(tool, cases, asked.shards), tools))
     instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
     for outcome in outcomes:
-        output = outcome.pop("output")
-        if output:
-            print(f"--- {outcome['tool']}\n{output}")
         line = {
             "bench": "gpu_sanitize",
             "utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,10 +226,10 @@ def main() -> int:
             "device": device.name,
             "driver": driver(),
             "versions": versions(),
-            "cases": len(covering) + (0 if asked.sources else len(CASES)),
-            "instances_covered": len(met & instances),
+            "cases": len(cases),
+            "instances_covered": len(needed & instances),
             "instances": len(instances),
-            "command": ["python", "tests/kernels/gpu_sanitize.py", *sys.argv[1:]],
+            "command": ["python", "-m", "tests.kernels.gpu_sanitize", *sys.argv[1:]],
             **outcome,
         }
         with RESULTS.open("a", encoding="utf-8") as file:
