@@ -20,7 +20,8 @@ TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
-# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
+# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md; of
+# `make compile-all`, a line of what it found.
 STORE ?=
 
 .DEFAULT_GOAL := help
@@ -63,8 +64,8 @@ test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
 
-compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes minutes
-	@$(PY) tests/perf/compile_kernels.py
+compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes an hour or two
+	@$(PY) -m tests.perf.compile_kernels $(if $(STORE),--store)
 
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
