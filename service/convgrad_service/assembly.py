@@ -6,12 +6,14 @@ import threading
 from functools import partial
 
 from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.arena import default_arena_bytes
 from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.hub import Engine, Hub
 from convgrad_service.engine.inside import hub_inside
 from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.logs import configure_logs
@@ -69,7 +71,10 @@ def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
 def worker_recipe(settings: Settings) -> WorkerRecipe:
     """How a worker with that backend is started in a process of its own."""
     return WorkerRecipe(
-        partial(backend_of, settings), settings.compute_slots, partial(prepare_process, settings)
+        partial(backend_of, settings),
+        settings.compute_slots,
+        partial(prepare_process, settings),
+        cpu_beside(settings),
     )
 
 
@@ -79,6 +84,12 @@ def prepare_process(settings: Settings) -> None:
     if settings.malloc_tuning:
         budget_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
         keep_large_blocks(min(budget_bytes // 4, _MOST_KEPT_BYTES))
+
+
+def cpu_beside(settings: Settings) -> Beside:
+    """What computes small problems on the spot where workers compute on the CPU."""
+    make = partial(CpuBackend, threads=1, workspace_limit_bytes=settings.workspace_bytes)
+    return Beside(CpuBackend.name, make)
 
 
 def dataplane_on(engine: Engine, settings: Settings) -> Dataplane:

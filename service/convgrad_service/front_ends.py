@@ -14,6 +14,7 @@ from convgrad_service.assembly import dataplane_on, prepare_process
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.messages import Listens
+from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.remote import RemoteHub
 from convgrad_service.settings import Settings
 
@@ -23,13 +24,15 @@ __all__ = ["FrontStart", "grpc_main", "http_main", "serve_http"]
 class FrontStart(NamedTuple):
     """What a front end needs to begin; the numbers are descriptors that it was given.
 
-    Over ``connections`` those come that the hub has accepted for it.
+    Over ``connections`` those come that the hub has accepted for it. ``beside`` is what it may
+    compute small problems with.
     """
 
     settings: Settings
     arena: int
     channel: int
     connections: int
+    beside: Beside | None
 
 
 def http_main(start: FrontStart) -> None:
@@ -103,6 +106,8 @@ async def _serve_grpc(start: FrontStart) -> None:
 
 async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
     # Without the hub nothing can be answered or even refused.
-    engine = RemoteHub(Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1))
+    engine = RemoteHub(
+        Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1), beside=start.beside
+    )
     await engine.open(socket.socket(fileno=start.channel))
     return engine

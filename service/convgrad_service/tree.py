@@ -59,7 +59,11 @@ class Tree:
             options,
             backend="",
         )
-        self.supervisor = Supervisor(self.hub, recipe or worker_recipe(settings))
+        recipe = recipe or worker_recipe(settings)
+        self._beside = recipe.beside
+        if recipe.beside is not None:
+            self.hub.compute_beside(recipe.beside)
+        self.supervisor = Supervisor(self.hub, recipe)
         self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
@@ -168,7 +172,7 @@ class Tree:
             # Each message is one connection.
             dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             arena = self.hub.arena.descriptor
-            start = FrontStart(self._settings, arena, theirs.fileno(), taken.fileno())
+            start = FrontStart(self._settings, arena, theirs.fileno(), taken.fileno(), self._beside)
             descriptors = [arena, theirs.fileno(), taken.fileno()]
             process = spawn(name, target, start, descriptors=descriptors)
             theirs.close()

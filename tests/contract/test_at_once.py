@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.at_once import AtOnce
+from convgrad_service.engine.on_the_spot import Beside
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.tree_server import TreeServer, serving_tree
 from tests.fake_backends import Blocking
@@ -32,9 +33,13 @@ def cpu(_: int) -> CpuBackend:
     return CpuBackend()
 
 
-@pytest.fixture(scope="module")
-def tree() -> Iterator[TreeServer]:
-    with serving_tree(cpu, system_shared_memory=True) as server:
+@pytest.fixture(
+    scope="module",
+    params=[None, Beside("cpu", CpuBackend)],
+    ids=["by a worker", "on the spot"],
+)
+def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
+    with serving_tree(cpu, beside=request.param, system_shared_memory=True) as server:
         yield server
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 from convgrad_service.backends.base import ServingBackend
+from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
@@ -59,11 +60,16 @@ class TreeServer:
 
 @contextmanager
 def serving_tree(
-    make_backend: Callable[[int], ServingBackend], *, slots: int = 2, **settings: Any
+    make_backend: Callable[[int], ServingBackend],
+    *,
+    slots: int = 2,
+    beside: Beside | None = None,
+    **settings: Any,
 ) -> Iterator[TreeServer]:
     """A server of several processes whose workers compute with this backend.
 
-    ``make_backend`` is a function of a module, for it is called in another process.
+    ``make_backend`` is a function of a module, for it is called in another process; so is what
+    makes ``beside``, which computes on the spot.
     """
     chosen = Settings(http_port=0, **{"grpc_port": 0, "log_level": "error", **settings})
     started = threading.Event()
@@ -71,7 +77,7 @@ def serving_tree(
     failures: list[BaseException] = []
     grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
-        tree = Tree(chosen, bound, WorkerRecipe(make_backend, slots))
+        tree = Tree(chosen, bound, WorkerRecipe(make_backend, slots, beside=beside))
 
         async def serve() -> None:
             ended = asyncio.Event()

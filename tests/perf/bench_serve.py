@@ -2,6 +2,8 @@
 
 Run by `make bench-serve`. Servers and client are on one machine and in one run, behind each a
 backend that only sums its input and returns a ready result, so that the way is what is measured.
+Ours computes small problems of the CPU on the spot; *by a worker* is the way that others take, and
+all of a GPU's.
 Twice: as each server is shipped (ours tunes malloc itself), and with malloc tuned by the
 environment for every program, the clients too. Prints a table, writes
 `tests/perf/results/serve.jsonl`, a line for each path, and draws `docs/serve.svg`.
@@ -42,6 +44,10 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "shared memory, SDK": tuple(f"Triton, {path}" for path in _MEMORY),
     "shared memory, SDK, with copies": tuple(f"Triton, {path}, with copies" for path in _MEMORY),
     **{path: (f"Triton, {path}",) for path in _MEMORY},
+    **{
+        f"{path}, by a worker": (f"Triton, {path}",)
+        for path in ("HTTP, tritonclient", "gRPC, tritonclient", *_MEMORY)
+    },
     **{f"{path}, with copies": (f"Triton, {path}, with copies",) for path in _MEMORY},
     "JSON, SDK": ("FastAPI, JSON, httpx",),
     "JSON, httpx": ("FastAPI, JSON, httpx",),

@@ -7,6 +7,7 @@ message are whose, and the words around the answer's own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,11 +67,29 @@ class AtOnce:
         for offset, begin, end in copies:
             self._arena.view(self.lease.offset + offset, end - begin)[:] = data[begin:end]
 
+    def computed_here(self) -> Finished | None:
+        """How it was computed on the spot; None where it is to be `computed` by a worker."""
+        on_the_spot, lease = self._plane.engine.on_the_spot, self.lease
+        if on_the_spot is None or lease.parts:
+            return None
+        timings, arrangement = self._call.timings, self.known.arrangement
+        began_s = time.monotonic()
+        finished = on_the_spot.computed(arrangement, lease.offset, lease.regions)
+        if finished is not None:
+            timings.add("queue", 0.0)
+            timings.add("compute", time.monotonic() - began_s)
+            timings.flops += arrangement.sizes.flops
+            timings.compulsory_bytes += arrangement.sizes.compulsory_bytes
+        return finished
+
     async def computed(self) -> Finished:
         """Wait for a worker; as `Work.compute`."""
         arrangement, lease = self.known.arrangement, self.lease
         job = Job(arrangement, lease.offset, lease.regions)
-        return await finished_job(self._plane, self._call, arrangement.sizes, job, lease)
+        finished = await finished_job(self._plane, self._call, arrangement.sizes, job, lease)
+        if (on_the_spot := self._plane.engine.on_the_spot) is not None:
+            on_the_spot.learn(arrangement, finished.compute_s)
+        return finished
 
     def words(self, finished: Finished, made: Callable[[Known, Report], Words]) -> Words:
         """The words of the answer, made once for all alike."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from convgrad.errors import Overloaded
-from convgrad_service.engine.arrangement import PackedArrangement
+from convgrad_service.engine.arrangement import Arrangement, PackedArrangement
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.jobs import Finished, Job
@@ -53,7 +53,7 @@ class FrontEnd:
         self._channel: Channel | None = None
         self._leases: dict[int, asyncio.Future[Lease]] = {}
         self._tasks: dict[int, Task | Parted[Task]] = {}
-        self._arrangements: dict[int, PackedArrangement] = {}
+        self._arrangements: dict[int, Arrangement | PackedArrangement] = {}
         self._tickets: dict[int, Entered] = {}
 
     async def serve(self, channel_end: Any) -> None:
@@ -115,7 +115,9 @@ class FrontEnd:
     def _compute(self, message: Compute) -> None:
         slot, text = message.named
         if text is not None:
-            self._arrangements[slot] = PackedArrangement(text, message.cost)
+            packed = PackedArrangement(text, message.cost)
+            looked_into = self._hub.on_the_spot is not None and (message.regions or message.parts)
+            self._arrangements[slot] = packed.unpacked() if looked_into else packed
 
         def told(part: int, finished: Finished) -> None:
             self._tell(PartDone(message.number, part, tuple(finished)))
@@ -125,6 +127,10 @@ class FrontEnd:
         try:
             if message.parts:
                 found = self._hub.regions.use([RegionPart(*part) for part in message.parts])
+                if (finished := self._on_the_spot(message, found)) is not None:
+                    self._hub.regions.release(found)
+                    self._done(message.number, finished, 0.0)
+                    return
             arrangement, tasks = self._arrangements[slot], (message.tasks, message.sums)
             job = Job(arrangement, message.base, regions or found, *tasks)
             task = self._hub.schedule.submit(job, message.deadline_s, told)
@@ -136,6 +142,21 @@ class FrontEnd:
         task.done.add_done_callback(partial(self._computed, message.number, task))
         if found:
             task.done.add_done_callback(lambda _: self._hub.regions.release(found))
+            task.done.add_done_callback(partial(self._learn, slot))
+
+    def _on_the_spot(self, message: Compute, found: tuple[InRegion, ...]) -> Finished | None:
+        """How a small job was computed here: the front end would have, but has no regions."""
+        here, arrangement = self._hub.on_the_spot, self._arrangements[message.named[0]]
+        if here is None or isinstance(arrangement, PackedArrangement):
+            return None
+        return here.computed(arrangement, message.base, found)
+
+    def _learn(self, slot: int, done: asyncio.Future[Finished]) -> None:
+        here, arrangement = self._hub.on_the_spot, self._arrangements[slot]
+        if here is None or isinstance(arrangement, PackedArrangement):
+            return
+        if not done.cancelled() and done.exception() is None:
+            here.learn(arrangement, done.result().compute_s)
 
     def _computed(
         self, number: int, task: Task | Parted[Task], done: asyncio.Future[Finished]
@@ -146,8 +167,11 @@ class FrontEnd:
         elif (error := done.exception()) is not None:
             self._tell(Reply(number, error=error))
         else:
-            assert self._channel is not None  # noqa: S101
-            self._channel.tell_now(Done(number, tuple(done.result()), task.waited_s or 0.0))
+            self._done(number, done.result(), task.waited_s or 0.0)
+
+    def _done(self, number: int, finished: Finished, waited_s: float) -> None:
+        assert self._channel is not None  # noqa: S101
+        self._channel.tell_now(Done(number, tuple(finished), waited_s))
 
     def _cancel(self, message: Cancel) -> None:
         if (task := self._tasks.get(message.number)) is not None:

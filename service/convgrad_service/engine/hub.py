@@ -17,6 +17,7 @@ from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.memory import Lease, Memory
+from convgrad_service.engine.on_the_spot import Beside, OnTheSpot
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.parts import Told
 from convgrad_service.engine.places import Places
@@ -78,6 +79,8 @@ class Engine(Protocol):
     """What a front end needs of the hub. For its loop's thread."""
 
     arena: Arena
+    on_the_spot: OnTheSpot | None
+    """What computes small problems in this process; None where all are for workers."""
 
     @property
     def limit_bytes(self) -> int:
@@ -191,6 +194,7 @@ class Hub:
         self.arena = arena
         self.schedule = schedule
         self.backend = backend
+        self.on_the_spot: OnTheSpot | None = None
         self.draining = False
         self.counts: Counts | None = None
         self.inferences = Statistics()
@@ -238,6 +242,10 @@ class Hub:
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
         )
+
+    def compute_beside(self, beside: Beside) -> None:
+        """From now on, have small problems computed in this process."""
+        self.on_the_spot = OnTheSpot(self, beside, self.regions.descriptor)
 
     def admit(self) -> None:
         """See `Engine.admit`."""

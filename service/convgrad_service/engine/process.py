@@ -19,6 +19,7 @@ from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.child import spawn
 from convgrad_service.engine.glossary import Glossary
 from convgrad_service.engine.jobs import Finished
+from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.regions import InRegion, Regions
 from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.worker import (
@@ -43,11 +44,13 @@ _START_S = 300
 
 class WorkerRecipe(NamedTuple):
     """How to start a worker: in its process, ``prepare`` is called, then ``make_backend`` with the
-    number of its device. It computes ``slots`` jobs at a time, or as many as its backend likes."""
+    number of its device. It computes ``slots`` jobs at a time, or as many as its backend likes.
+    ``beside`` is what front ends may compute with themselves, see `on_the_spot`."""
 
     make_backend: Callable[[int], ServingBackend]
     slots: int | None = None
     prepare: Callable[[], None] = gc.enable  # which it is already: nothing is to be prepared
+    beside: Beside | None = None
 
 
 class ProcessWorker:

@@ -30,6 +30,7 @@ from convgrad_service.engine.messages import (
     Reserve,
     Welcome,
 )
+from convgrad_service.engine.on_the_spot import Beside, OnTheSpot
 from convgrad_service.engine.parts import Told
 from convgrad_service.engine.places import Places
 from convgrad_service.engine.quotas import Caller, Ticket
@@ -73,9 +74,15 @@ class RemoteHub:
     """
 
     def __init__(
-        self, arena: Arena, *, drained: Callable[[], None], lost: Callable[[], None]
+        self,
+        arena: Arena,
+        *,
+        drained: Callable[[], None],
+        lost: Callable[[], None],
+        beside: Beside | None = None,
     ) -> None:
         self.arena = arena
+        self.on_the_spot = None if beside is None else OnTheSpot(self, beside)
         self.status = Status("", ready=False)
         self.limit_bytes = 0
         self._drained, self._lost = drained, lost

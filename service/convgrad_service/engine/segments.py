@@ -23,7 +23,7 @@ from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.remembered import Remembered
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["Adopter", "Segments", "apart"]
+__all__ = ["Adopter", "Segments", "apart", "shortened"]
 
 
 # What kernels may rely on for whole vectors.
@@ -44,7 +44,7 @@ class _Segment:
         try:
             memory = mmap.mmap(descriptor, found.st_size)
         except ValueError:  # it has become empty
-            raise _shortened() from None
+            raise shortened() from None
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
         self.guard = Guard(address, found.st_size)
@@ -127,10 +127,10 @@ class Segments:
         """
         segment = self._segments.get(place.file)
         if segment is None:  # it was empty when it was to be opened
-            raise _shortened()
+            raise shortened()
         found = segment.bytes[place.offset : place.offset + spec.size_bytes]
         if found.size < spec.size_bytes:
-            raise _shortened()
+            raise shortened()
         return found.view(spec.dtype.numpy).reshape(spec.shape)
 
     def check(self, numbers: Iterable[int]) -> None:
@@ -144,7 +144,7 @@ class Segments:
         for number in numbers:
             segment = self._segments.get(number)
             if segment is not None and segment.guard.lost() is not None:
-                raise _shortened()
+                raise shortened()
 
 
 def apart(
@@ -174,7 +174,8 @@ def apart(
     return names
 
 
-def _shortened() -> InvalidProblem:
+def shortened() -> InvalidProblem:
+    """What a request is refused with whose shared memory is not all there any more."""
     return InvalidProblem(
         "the file of a shared-memory region has been shortened since it was registered; "
         "register it again"

@@ -111,12 +111,14 @@ class SmallRequests:
             timings.add("receive", 0.0)  # it has come, with its head
             timings.add("decode", timings.total_s)
             context.received_bytes = len(body)
-            with Leash(call.deadline) as leash:
-                connection.watch(lambda: leash.cut(ClientGone()))
-                try:
-                    finished = await work.computed()
-                finally:
-                    connection.watch(None)
+            finished = work.computed_here()
+            if finished is None:
+                with Leash(call.deadline) as leash:
+                    connection.watch(lambda: leash.cut(ClientGone()))
+                    try:
+                        finished = await work.computed()
+                    finally:
+                        connection.watch(None)
             with timings.stage("encode"):
                 words = work.words(finished, form.words)
                 compute_s = repr(finished.compute_s).encode()

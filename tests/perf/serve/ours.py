@@ -1,5 +1,6 @@
 """Our server, all its processes, on the ports of the command line; in its worker `Sums`, or the
-backend that is named there too."""
+backend that is named there too. What is small it computes on the spot, unless a last word says
+that all is to be computed ``by-workers``."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from functools import partial
 import uvloop
 
 from convgrad_service.assembly import prepare_process
+from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.process import WorkerRecipe
 from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
 from convgrad_service.tree import Tree, run_until_signalled
 from tests.perf.serve.backend import BACKENDS
+
+BY_WORKERS = "by-workers"
 
 
 def main() -> None:
@@ -23,8 +27,11 @@ def main() -> None:
         system_shared_memory=True,
         log_level="error",
     )
-    backend = BACKENDS[sys.argv[3] if len(sys.argv) > 3 else "sums"]
-    recipe = WorkerRecipe(backend, settings.compute_slots, partial(prepare_process, settings))
+    named = [word for word in sys.argv[3:] if word != BY_WORKERS]
+    backend = BACKENDS[named[0] if named else "sums"]
+    beside = None if sys.argv[-1] == BY_WORKERS else Beside(backend(0).name, partial(backend, 0))
+    prepare = partial(prepare_process, settings)
+    recipe = WorkerRecipe(backend, settings.compute_slots, prepare, beside)
     with listening_socket(settings.http_host, settings.http_port) as listening:
         tree = Tree(settings, listening, recipe)
         uvloop.run(run_until_signalled(tree, lambda port: None))

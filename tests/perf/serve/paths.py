@@ -143,15 +143,18 @@ def paths(at: Addresses, size: Size) -> Iterator[tuple[str, Callable[[ExitStack]
     for server, port in (("ours", at.ours_http), ("FastAPI", at.fastapi)):
         yield f"{server}, JSON, httpx", partial(plain, port=port)
     for kind, module, ports in (
-        ("HTTP", tritonclient.http, (at.ours_http, at.triton_http)),
-        ("gRPC", tritonclient.grpc, (at.ours_grpc, at.triton_grpc)),
+        ("HTTP", tritonclient.http, (at.ours_http, at.workers_http, at.triton_http)),
+        ("gRPC", tritonclient.grpc, (at.ours_grpc, at.workers_grpc, at.triton_grpc)),
     ):
-        for server, port in zip(("ours", "Triton"), ports, strict=True):
+        for server, port, by in zip(
+            ("ours", "ours", "Triton"), ports, ("", ", by a worker", ""), strict=True
+        ):
             through = partial(triton, module=module, port=port)
             memory = f"{server}, shared memory over {kind}, tritonclient"
-            yield f"{server}, {kind}, tritonclient", partial(through, copies=None)
-            yield memory, partial(through, copies=False)
-            yield f"{memory}, with copies", partial(through, copies=True)
+            yield f"{server}, {kind}, tritonclient{by}", partial(through, copies=None)
+            yield f"{memory}{by}", partial(through, copies=False)
+            if not by:
+                yield f"{memory}, with copies", partial(through, copies=True)
 
 
 def measured(found: Mapping[str, Path], size: Size) -> dict[str, list[float]]:
@@ -175,7 +178,7 @@ def measured(found: Mapping[str, Path], size: Size) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=SIZES)
-    parser.add_argument("ports", type=int, nargs=5)
+    parser.add_argument("ports", type=int, nargs=7)
     parser.add_argument("--only", nargs="*", default=[""])
     arguments = parser.parse_args()
     size = SIZES[arguments.size]

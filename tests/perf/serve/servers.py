@@ -27,10 +27,12 @@ _START_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where each server listens on the loopback."""
+    """Where each server listens on the loopback; of ours a second computes nothing on the spot."""
 
     ours_http: int
     ours_grpc: int
+    workers_http: int
+    workers_grpc: int
     triton_http: int
     triton_grpc: int
     fastapi: int
@@ -42,7 +44,7 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
 
     They idle while another is measured, so that every path is measured in every round.
     """
-    ports = Addresses(*free_ports(5))
+    ports = Addresses(*free_ports(7))
     environment = {**os.environ, **malloc}
     logs.mkdir(parents=True, exist_ok=True)
     ours = [sys.executable, "-m", "tests.perf.serve.ours"]
@@ -52,12 +54,16 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
         def start(name: str, command: Sequence[str], env: Mapping[str, str], ready: str) -> None:
             stack.enter_context(process(command, env, logs / f"{name}.log", ready))
 
-        start(
-            "ours",
-            [*ours, str(ports.ours_http), str(ports.ours_grpc)],
-            environment,
-            f"http://127.0.0.1:{ports.ours_http}/v2/health/ready",
-        )
+        for name, http, grpc, words in (
+            ("ours", ports.ours_http, ports.ours_grpc, ()),
+            ("ours-by-workers", ports.workers_http, ports.workers_grpc, ("by-workers",)),
+        ):
+            start(
+                name,
+                [*ours, str(http), str(grpc), *words],
+                environment,
+                f"http://127.0.0.1:{http}/v2/health/ready",
+            )
         start(
             "fastapi",
             [*peer, str(ports.fastapi)],

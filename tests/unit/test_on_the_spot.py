@@ -1,0 +1,170 @@
+"""Which problems are computed by the process that was asked, and that nothing else differs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad.errors import InvalidProblem
+from convgrad_service.engine.arrangement import Arrangement, arrangement_of
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.inside import hub_inside
+from convgrad_service.engine.on_the_spot import Beside, OnTheSpot
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.regions import InRegion
+from convgrad_service.problems import problem_from
+from tests.fake_backends import Failing, Sums, Zeros
+
+ARRAY = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
+POOL = {"input": ARRAY, "kernel_size": 2}
+BY_INDEX = {
+    "grad_output": np.ones((1, 1, 2, 2), np.float32),
+    "indices": np.array([[[[5, 7], [13, 15]]]]),
+    "kernel_size": 2,
+    "input_size": [4, 4],
+}
+
+
+def arranged(name: str, fields: Mapping[str, Any], shared: tuple[str, ...] = ()) -> Arrangement:
+    operation = OPERATIONS[name]
+    return arrangement_of(problem_from(name, validate(operation.request, fields)), shared)
+
+
+@contextmanager
+def on_the_spot(
+    beside: Callable[[], Zeros] = Sums,
+    name: str = "sums",
+    files: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[tuple[Hub, OnTheSpot]]:
+    """Beside a hub whose workers run a backend of the name "sums"."""
+    options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
+    hub = hub_inside(Sums(), options)
+    yield hub, OnTheSpot(hub, Beside(name, beside), files.__getitem__)
+    hub.close()
+    assert hub.memory.used_bytes == 0
+
+
+def run(test: Callable[[], None]) -> None:
+    """In a loop, whose thread the hub is for."""
+
+    async def inside() -> None:
+        test()
+
+    asyncio.run(inside())
+
+
+def test_what_a_worker_has_computed_in_no_time_is_computed_here() -> None:
+    def test() -> None:
+        with on_the_spot() as (hub, here):
+            arrangement = arranged("maxpool2d_fwd", POOL)
+            lease = hub.take(arrangement.size_bytes)
+            assert lease is not None
+            given, made = arrangement.inputs[0], arrangement.outputs[0]
+            assert given.offset is not None
+            assert made.offset is not None
+            hub.arena.array(lease.offset + given.offset, given.spec)[...] = ARRAY
+            assert here.computed(arrangement, lease.offset) is None  # no worker has
+            here.learn(arrangement, 1e-6)
+            finished = here.computed(arrangement, lease.offset)
+            assert finished is not None
+            assert finished.kernel == "zeros"
+            found = hub.arena.array(lease.offset + made.offset, made.spec)
+            assert (found == ARRAY.sum()).all()
+            here.learn(arrangement, 1e-3)
+            assert here.computed(arrangement, lease.offset) is None  # it takes long now
+            lease.release()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("maxpool2d_bwd", BY_INDEX),
+        ("maxpool2d_fwd", {"input": np.zeros((1, 64, 16, 16), np.float32), "kernel_size": 2}),
+    ],
+    ids=["its data names elements", "it is large"],
+)
+def test_what_is_always_a_workers(name: str, fields: Mapping[str, Any]) -> None:
+    def test() -> None:
+        with on_the_spot() as (_, here):
+            arrangement = arranged(name, fields)
+            here.learn(arrangement, 1e-6)
+            assert here.computed(arrangement, 0) is None
+
+    run(test)
+
+
+def test_where_workers_compute_with_something_else_all_is_theirs() -> None:
+    def test() -> None:
+        with on_the_spot(name="cpu") as (_, here):
+            arrangement = arranged("maxpool2d_fwd", POOL)
+            here.learn(arrangement, 1e-6)
+            assert here.computed(arrangement, 0) is None
+
+    run(test)
+
+
+@pytest.fixture
+def file() -> Iterator[Callable[[bytes], int]]:
+    """Makes a file of these bytes."""
+    made: list[int] = []
+
+    def make(data: bytes) -> int:
+        made.append(os.memfd_create("region"))
+        os.write(made[-1], data)
+        return made[-1]
+
+    yield make
+    for descriptor in made:
+        os.close(descriptor)
+
+
+SHARED = InRegion(1, 0), InRegion(2, 8)
+
+
+def test_shared_memory_is_read_and_written_where_it_was_asked_for(
+    file: Callable[[bytes], int],
+) -> None:
+    files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
+
+    def test() -> None:
+        with on_the_spot(files=files) as (_, here):
+            arrangement = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(arrangement, 1e-6)
+            assert here.computed(arrangement, 0, SHARED) is not None
+
+    run(test)
+    found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
+    assert found.tolist() == [0, 0, 120, 120, 120, 120, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "beside", "sentence"),
+    [
+        (40, Sums, "has been shortened"),
+        (64, lambda: Failing(InvalidProblem("this is wrong")), "this is wrong"),
+    ],
+    ids=["its file was cut off", "the backend refuses it"],
+)
+def test_what_goes_wrong_is_an_error_of_its_request(
+    file: Callable[[bytes], int], kept_bytes: int, beside: Callable[[], Zeros], sentence: str
+) -> None:
+    files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
+
+    def test() -> None:
+        with on_the_spot(beside, files=files) as (_, here):  # where at the end nothing is held
+            arrangement = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(arrangement, 1e-6)
+            with pytest.raises(InvalidProblem, match=sentence):
+                here.computed(arrangement, 0, SHARED)
+
+    run(test)
