@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
 from convgrad_service.problems import Problem
 from convgrad_service.problems.base import Slices, TensorSpec
 
@@ -76,15 +77,17 @@ class Memory:
 
 
 class FakeGpu(CpuBackend):
-    """Computes as the CPU does; ``moved_bytes`` went between host and device."""
+    """Computes as the CPU does; ``moved_bytes`` went between host and device, of which
+    ``uploaded_bytes`` up. An outcome's ``workspace_bytes`` is what was uploaded for it."""
 
     def __init__(self, device: int = 0, devices: int = 1) -> None:
         super().__init__(threads=1)
         self.device_number, self.devices = device, devices
-        self.moved_bytes = 0
+        self.moved_bytes = self.uploaded_bytes = 0
         self.opened: list[bytes] = []
-        self._residents: dict[int, tuple[int, Tensor]] = {}
+        self.residents = Residents(self._upload, lambda like: Tensor(np.empty_like(like)))
         self._lock = threading.Lock()
+        self._since = threading.local()
 
     def open_handle(self, handle: bytes, size_bytes: int) -> Memory:
         try:
@@ -99,15 +102,14 @@ class FakeGpu(CpuBackend):
         self.opened.append(handle)
         return Memory(data)
 
-    def resident(self, key: int, version: int, array: NDArray[Any]) -> Tensor:
-        with self._lock:
-            if key not in self._residents or self._residents[key][0] != version:
-                self._residents[key] = version, Tensor(array.copy())
-                self.moved_bytes += array.nbytes
-            return self._residents[key][1]
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        return self.residents.of(key, version, array)
+
+    def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        return self.residents.place(key, version, array)
 
     def forget(self, key: int) -> None:
-        self._residents.pop(key, None)
+        self.residents.forget(key)
 
     def run(
         self,
@@ -117,22 +119,43 @@ class FakeGpu(CpuBackend):
         out: Mapping[str, Any] | None = None,
     ) -> Outcome:
         arrays = {name: self._moved(tensors[name]) for name in problem.inputs}
-        outcome = super().run(problem, arrays, cancelled)
-        for name, found in outcome.outputs.items():
-            place = (out or {}).get(name)
+        found = super().run(problem, arrays, cancelled)
+        places = places_of(problem, out or {})
+        for name, place in places.items():
             if isinstance(place, Tensor):
-                place.array[...] = found
-                outcome.outputs[name] = place  # type: ignore[assignment]
-            else:
-                self.moved_bytes += found.nbytes
-        return replace(outcome, kernel=f"device {self.device_number}")
+                place.fill(found.outputs[name])
+                continue
+            self._count(down=found.outputs[name].nbytes)
+            host = place if isinstance(place, np.ndarray) else place.host
+            host[...] = found.outputs[name]
+        for place in mirrored(places):
+            place.device.fill(place.host)
+            place.written()
+        uploaded_bytes, self._since.bytes = self._uploaded_for_this, 0
+        kernel = f"device {self.device_number}"
+        return replace(found, outputs=places, kernel=kernel, workspace_bytes=uploaded_bytes)
+
+    @property
+    def _uploaded_for_this(self) -> int:
+        """By this thread, since it last ran something: one request at a time is a thread's."""
+        return getattr(self._since, "bytes", 0)
 
     def _moved(self, tensor: Any) -> NDArray[Any]:
         if isinstance(tensor, Tensor):
             return tensor.array
-        self.moved_bytes += tensor.nbytes
         array: NDArray[Any] = tensor
+        self._count(up=array.nbytes)
         return array
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        self._count(up=array.nbytes)
+        return Tensor(array.copy())
+
+    def _count(self, up: int = 0, down: int = 0) -> None:
+        self._since.bytes = self._uploaded_for_this + up
+        with self._lock:
+            self.moved_bytes += up + down
+            self.uploaded_bytes += up
 
 
 def fake_gpu(device: int) -> FakeGpu:

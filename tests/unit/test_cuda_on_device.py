@@ -12,11 +12,11 @@ from convgrad.contract import OPERATIONS, validate
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.on_device import (
     OnDevice,
-    Residents,
     on_the_host,
     read_in_place,
     write_in_place,
 )
+from convgrad_service.backends.cuda.residents import Mirrored, Residents, mirrored, places_of
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.base import TensorSpec
 
@@ -110,7 +110,7 @@ def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
         uploads.append(array)
         return whole() if room[0] else None
 
-    residents, array = Residents(upload), np.zeros(SHAPE)
+    residents, array = Residents(upload, upload), np.zeros(SHAPE)
     first = residents.of(7, 0, array)
     assert isinstance(first, OnDevice)
     assert residents.of(7, 0, array) is first
@@ -126,3 +126,77 @@ def test_a_stored_tensor_is_uploaded_once_and_again_when_forgotten() -> None:
     room[0] = True
     assert residents.of(8, 0, array) is not array
     assert len(uploads) == 6
+
+
+def test_a_result_that_stays_is_there_once_all_of_it_is_written() -> None:
+    uploads: list[Any] = []
+
+    def upload(array: NDArray[Any]) -> OnDevice:
+        uploads.append(array)
+        return whole()
+
+    array = np.zeros(SHAPE, np.int16)
+    residents = Residents(upload, lambda like: whole(like.shape))
+    place = residents.place(7, 0, array)
+    assert isinstance(place, Mirrored)
+    for start in range(4):
+        assert start == 0 or residents.place(7, 0, array).device is place.device
+        place[slice(start, start + 1),].written()
+    assert residents.of(7, 0, array) is place.device
+    assert not uploads
+    # Of one that was not written to its end, and of another version, nothing counts.
+    residents.place(8, 0, array)[slice(0, 3),].written()
+    residents.of(8, 0, array)
+    assert len(uploads) == 1
+    late = residents.place(7, 1, array)
+    residents.clear()
+    late.written()  # nobody knows it any more
+    residents.of(7, 1, array)
+    assert len(uploads) == 2
+    residents.forget(7)
+    residents.forget(8)
+    assert len(residents) == 0
+    assert Residents(upload, lambda like: None).place(7, 0, array) is array
+
+
+def test_kernels_write_to_what_stays_where_one_copy_brings_it_to_the_host() -> None:
+    request = validate(
+        OPERATIONS["conv_fwd"].request,
+        {"input": np.zeros((4, 3, 6, 5), np.float32), "weight": np.zeros((3, 3, 1, 1), np.float32)},
+    )
+    problem = problem_from("conv_fwd", request)
+    host, counted = np.zeros(SHAPE, np.float32), [0]
+
+    def count(size: int) -> None:
+        counted[0] += size
+
+    spec = TensorSpec(SHAPE, DType.FLOAT32)
+    kept = Mirrored(OnDevice.whole(BASE, spec, None), host, count)
+    places = places_of(problem, {"output": kept})
+    assert places == {"output": kept}
+    assert mirrored(places) == [kept]
+    addresses = {"output": 1}
+    assert write_in_place(places, addresses) == {}
+    assert addresses == {"output": BASE}
+    (copy,) = on_the_host(places).values()
+    assert copy is host
+    odd = kept[slice(1, 2),]  # 360 bytes from the start, which suits no kernel
+    addresses = {"output": 1}
+    assert write_in_place({"output": odd}, addresses) == {"output": odd.device}
+    assert addresses == {"output": 1}
+    rows = kept[slice(None), slice(None), slice(0, 2)]
+    (place,) = places_of(problem, {"output": rows}).values()
+    assert isinstance(place, np.ndarray)
+    assert isinstance(places_of(problem, {})["output"], np.ndarray)
+
+    class Recorded(OnDevice):
+        def fill(self, array: NDArray[Any]) -> None:
+            counted.append(array.nbytes)
+
+    device = kept.device
+    again = Mirrored(
+        Recorded(device.address, device.shape, device.strides, device.dtype, None), host, count
+    )
+    again.fill(np.ones(SHAPE, np.float32))
+    assert host.all()
+    assert counted == [host.nbytes, host.nbytes]

@@ -14,6 +14,7 @@ from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.arrangement import PackedArrangement
 from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.pace import Pace
+from convgrad_service.engine.regions import InRegion
 from convgrad_service.engine.schedule import Schedule, Task, WorkerLost
 
 DONE = Finished("kernel", 0.0, 1, 0, 0.0, 0.0)
@@ -26,12 +27,17 @@ class Recorder:
     slots: int = 1
     held: list[Task] = field(default_factory=list)
     told: list[Task] = field(default_factory=list)
+    device: int = 0
+    used: int = 0
 
     def start(self, task: Task) -> None:
         self.held.append(task)
 
     def cancel(self, task: Task) -> None:
         self.told.append(task)
+
+    def has_used(self, job: Job) -> int:
+        return self.used
 
 
 def job(cost: int = 1) -> Job:
@@ -230,3 +236,21 @@ def test_the_pace_follows_what_was_measured() -> None:
     for _ in range(100):
         pace.learn(cost=1e9, seconds=0.5)
     assert pace.estimate_s(5e8) == pytest.approx(0.25, rel=0.05)
+
+
+def test_of_idle_workers_that_which_has_a_job_s_tensors_takes_it() -> None:
+    async def scenario() -> None:
+        schedule = Schedule(9)
+        workers = [Recorder(2), Recorder(2, used=1), Recorder(2, used=2)]
+        for worker in workers:
+            schedule.add(worker)
+        with_tensors = Job(PackedArrangement(b"", 1), 0, (InRegion(1, 0, kept=True),))
+        until_s = time.monotonic() + 60
+        for expected in (2, 1, 0, 2):
+            before = len(workers[expected].held)
+            schedule.submit(with_tensors, until_s)
+            assert len(workers[expected].held) == before + 1
+        submit(schedule)  # of no stored tensor: the first of those with the least to do
+        assert [len(worker.held) for worker in workers] == [2, 1, 2]
+
+    run(scenario())

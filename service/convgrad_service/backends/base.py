@@ -158,8 +158,15 @@ class ServingBackend(Backend, Protocol):
         """
         ...
 
+    def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        """Where `run` may write an output for which `resident` will be asked, as it is and cut.
+
+        It writes the array too: what is kept on the device may be lost.
+        """
+        ...
+
     def forget(self, key: int) -> None:
-        """Let go of what `resident` kept under a key."""
+        """Let go of what was kept under a key."""
         ...
 
 
@@ -188,6 +195,10 @@ class OnHost:
 
     def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
         """The array: it is where it is computed with."""
+        return array
+
+    def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        """The array, again."""
         return array
 
     def forget(self, key: int) -> None:

@@ -245,7 +245,7 @@ def _with_regions(
             return arena.array(job.base + tensor.offset, tensor.spec)
         return _in_region(tensor, job.regions, segments)
 
-    def made() -> tuple[dict[str, Any], Arrays]:
+    def made() -> tuple[dict[str, Any], dict[str, Any]]:
         inputs = {tensor.name: array(tensor) for tensor in arrangement.inputs}
         for given in inputs.values():
             if isinstance(given, np.ndarray):
@@ -268,6 +268,13 @@ def _with_regions(
             continue
         if (place := job.regions[region]).kept:
             inputs[name] = backend.resident(place.file, place.version, inputs[name])
+    sums = {tensor.name for tensor in arrangement.shares}
+    for name, _, offset, region in arrangement.outputs:
+        if offset is not None or region is None or not (place := job.regions[region]).kept:
+            continue
+        # A result whose parts come from several devices is on none of them.
+        if whole or (not chosen if name in sums else backend.devices == 1):
+            outputs[name] = backend.resident_place(place.file, place.version, outputs[name])
     return inputs, outputs
 
 

@@ -18,7 +18,7 @@ from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.channel import Channel
 from convgrad_service.engine.child import spawn
 from convgrad_service.engine.glossary import Glossary
-from convgrad_service.engine.jobs import Finished
+from convgrad_service.engine.jobs import Finished, Job
 from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.regions import InRegion, Regions
 from convgrad_service.engine.schedule import Task
@@ -62,6 +62,7 @@ class ProcessWorker:
         self.slots, self.device = recipe.slots or 1, device
         self._regions = regions
         self._sent_regions: set[int] = set()
+        self._used: dict[int, int] = {}  # of stored tensors' regions, the latest version
         self.greeting: Hello
         self.vitals = Vitals()
         loop = asyncio.get_running_loop()
@@ -137,6 +138,7 @@ class ProcessWorker:
         """See `Worker.start`."""
         number, job = next(self._numbers), task.job
         new = self._sent(job.regions) if job.regions else ()
+        self._used.update((place.file, place.version) for place in job.regions if place.kept)
         named, text = self._named.name(job.arrangement.text)
         if text is not None:
             self._brief.discard(named)
@@ -145,6 +147,10 @@ class ProcessWorker:
         regions = tuple(map(tuple, job.regions))
         order = (number, (named, text), job.base, regions, task.part, new, brief)
         self._jobs.tell_now(order)
+
+    def has_used(self, job: Job) -> int:
+        """See `Worker.has_used`."""
+        return sum(self._used.get(place.file) == place.version for place in job.regions)
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""
@@ -190,6 +196,7 @@ class ProcessWorker:
     def _forget(self, region: int) -> None:
         if region in self._sent_regions:
             self._sent_regions.remove(region)
+            self._used.pop(region, None)
             self._control.tell(Forget(region))
 
     def _answered(self, message: tuple[int, tuple[Any, ...] | BaseException]) -> None:

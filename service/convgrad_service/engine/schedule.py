@@ -87,6 +87,10 @@ class Worker(Protocol):
         """Tell it that nobody wants a running task any more."""
         ...
 
+    def has_used(self, job: Job) -> int:
+        """How many of a job's stored tensors it has computed with, or computed."""
+        ...
+
 
 class Schedule:
     """The line in front of all workers. For the loop's thread.
@@ -265,14 +269,19 @@ class Schedule:
                 self._waiting.remove(task)
 
     def _started(self, task: Task) -> bool:
-        """Start a task on the worker that has the least to do, if one may take it now."""
+        """Start a task, if a worker may take it now: on the one that has the least to do, and of
+        several such on the one that may still have its stored tensors on its device."""
         now_s = time.monotonic()
         able = [worker for worker in self._running if self._may_start(worker, task)]
         if not able or now_s >= task.deadline_s:
             return False
         worker = able[0]
         if len(able) > 1:
-            worker = min(able, key=lambda worker: len(self._running[worker]))
+            least = min(len(self._running[each]) for each in able)
+            idlest = [each for each in able if len(self._running[each]) == least]
+            worker = idlest[0]
+            if len(idlest) > 1 and task.job.regions:
+                worker = max(idlest, key=lambda each: each.has_used(task.job))
         self._running[worker].append(task)
         task.worker, task.started_s = worker, now_s
         worker.start(task)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.jobs import Finished, run_job
+from convgrad_service.engine.jobs import Finished, Job, run_job
 from convgrad_service.engine.regions import Regions
 from convgrad_service.engine.schedule import Task
 from convgrad_service.engine.segments import Segments
@@ -49,6 +49,10 @@ class ThreadWorker:
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""
         self._cancelled[task].set()
+
+    def has_used(self, job: Job) -> int:
+        """See `Worker.has_used`: all share one memory."""
+        return 0
 
     async def probe(self, handle: bytes, size_bytes: int) -> None:
         """See `ProcessWorker.probe`."""

@@ -41,12 +41,12 @@ from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.backends.cuda.on_device import (
     IpcMemory,
     OnDevice,
-    Residents,
     on_the_host,
     read_in_place,
     write_in_place,
 )
 from convgrad_service.backends.cuda.pinned import Pinned
+from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Families
@@ -112,7 +112,7 @@ class CudaBackend:
         self._families = families
         self._prepared = lru_cache(maxsize=1024)(self._prepare)
         self._fault: str | None = None
-        self._residents = Residents(self._uploaded)
+        self._residents = Residents(self._uploaded, self._room_for)
         with self._cuda.Device(device):
             self._compiler, self._kernels = compiler, Kernels(compiler)
             self._graphs = Graphs(self._kernels, lambda: self._cuda.Stream(non_blocking=True))
@@ -146,9 +146,13 @@ class CudaBackend:
         with self._cuda.Device(self._index):
             return IpcMemory(handle, size_bytes)
 
-    def resident(self, key: int, version: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
+    def resident(self, key: int, version: int, array: NDArray[Any]) -> Any:
         """See `ServingBackend.resident`: uploaded the first time, if there is room."""
         return self._residents.of(key, version, array)
+
+    def resident_place(self, key: int, version: int, array: NDArray[Any]) -> Any:
+        """See `ServingBackend.resident_place`."""
+        return self._residents.place(key, version, array)
 
     def forget(self, key: int) -> None:
         """See `ServingBackend.forget`."""
@@ -286,10 +290,7 @@ class CudaBackend:
                 self._cuda.runtime.memsetAsync(
                     base + arena.input_bytes, 0xFF, size, lane.stream.ptr
                 )
-            outputs = {
-                name: places[name] if name in places else np.empty(spec.shape, spec.dtype.numpy)
-                for name, spec in problem.outputs.items()
-            }
+            outputs = places_of(problem, places)
             to_move = write_in_place(outputs, addresses)
             begin, end = self._cuda.Event(), self._cuda.Event()
             begin.record(lane.stream)
@@ -301,7 +302,7 @@ class CudaBackend:
             wanted = {**on_the_host(outputs), **found}
             # What needs no staging follows the kernels at once: the host is not waited for.
             rest = lane.download_soon(
-                ((arena.offsets[name], wanted[name]) for name in wanted), base
+                ((addresses[name] - base, wanted[name]) for name in wanted), base
             )
             begin.synchronize()
             uploaded = time.perf_counter()
@@ -309,8 +310,11 @@ class CudaBackend:
             end.synchronize()
             computed = time.perf_counter()
             _stop_if(cancelled)
-            if rest:
-                lane.download(rest, base)
+            # What stays lies elsewhere on the device than what is downloaded in one go.
+            near = [each for each in rest if 0 <= each[0] < arena.size_bytes]
+            far = [[each] for each in rest if not 0 <= each[0] < arena.size_bytes]
+            for group in [near, *far] if near else far:
+                lane.download(group, base)
             lane.stream.synchronize()
         finally:
             # Nothing may still run on memory that goes back to the pool.
@@ -318,6 +322,8 @@ class CudaBackend:
         for check in plan.checks:
             if found[check.buffer][0]:
                 raise InvalidProblem(check.sentence)
+        for kept in mirrored(outputs):
+            kept.written()
         spent.upload_s += uploaded - started
         spent.compute_s += self._cuda.get_elapsed_time(begin, end) / 1e3
         spent.download_s += time.perf_counter() - computed
@@ -329,16 +335,23 @@ class CudaBackend:
     def _uploaded(self, array: NDArray[Any]) -> OnDevice | None:
         """A tensor on the device; None where there is no room for it."""
         with self._lane() as lane:
+            found = self._room_for(array)
+            if found is not None:
+                lane.upload([(0, array)], found.address)
+                lane.stream.synchronize()
+        return found
+
+    def _room_for(self, array: NDArray[Any]) -> OnDevice | None:
+        """An empty tensor on the device, like an array; None where there is no room for it."""
+        with self._cuda.Device(self._index):
             try:
                 memory = self._cuda.alloc(array.nbytes)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 return None
-            lane.upload([(0, array)], memory.ptr)
-            lane.stream.synchronize()
-        dtype = DType(array.dtype.name)
-        return OnDevice.whole(memory.ptr, TensorSpec(array.shape, dtype), memory)
+        spec = TensorSpec(array.shape, DType(array.dtype.name))
+        return OnDevice.whole(memory.ptr, spec, memory)
 
     def _allocate(self, size: int, problem: Problem) -> Any:
         """Memory of this size; where there is too little, what is cached goes first.

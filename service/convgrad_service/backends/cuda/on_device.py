@@ -1,14 +1,12 @@
 """Tensors that lie in the GPU's memory already: no host copy is made of what is read or written.
 
-Others' allocations are opened by their IPC handles, and stored tensors are uploaded once and kept.
+Others' allocations are opened by their IPC handles; stored tensors are in `residents`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,13 +16,13 @@ from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.cuda.device import import_cupy
+from convgrad_service.backends.cuda.residents import Mirrored
 from convgrad_service.plans.cuda_program import ALIGNMENT
 from convgrad_service.problems.base import Slices, TensorSpec
 
 __all__ = [
     "IpcMemory",
     "OnDevice",
-    "Residents",
     "on_the_host",
     "read_in_place",
     "write_in_place",
@@ -160,50 +158,6 @@ class IpcMemory:
         self._runtime.ipcCloseMemHandle(self._address)
 
 
-class Residents:
-    """Stored tensors that were uploaded, by their keys. Safe to use from any thread.
-
-    How many bytes they are is bounded by whoever stores them. ``upload`` returns a tensor on the
-    device, or None where there is no room for it.
-    """
-
-    def __init__(self, upload: Callable[[NDArray[Any]], OnDevice | None]) -> None:
-        self._upload = upload
-        self._lock = threading.Lock()
-        self._uploading: dict[int, threading.Lock] = {}
-        self._found: dict[int, tuple[int, OnDevice]] = {}
-
-    def of(self, key: int, version: int, array: NDArray[Any]) -> OnDevice | NDArray[Any]:
-        """The tensor on the device, uploaded if it was not; the array itself without room."""
-        with self._of_key(key):
-            kept = self._found.get(key)
-            if kept is not None and kept[0] == version:
-                return kept[1]
-            self._found.pop(key, None)
-            found = self._upload(array)
-            if found is None:
-                return array
-            self._found[key] = version, found
-            return found
-
-    def forget(self, key: int) -> None:
-        """Let go of one that will not be used again."""
-        self._found.pop(key, None)
-        with self._lock:
-            self._uploading.pop(key, None)
-
-    def clear(self) -> None:
-        """Let go of all: others need the memory. What is in use stays until it is not."""
-        self._found.clear()
-
-    @contextmanager
-    def _of_key(self, key: int) -> Iterator[None]:
-        with self._lock:
-            lock = self._uploading.setdefault(key, threading.Lock())
-        with lock:
-            yield
-
-
 def read_in_place(
     tensors: Mapping[str, Any], addresses: dict[str, int], stream: Any
 ) -> dict[str, NDArray[Any]]:
@@ -224,17 +178,22 @@ def write_in_place(outputs: Mapping[str, Any], addresses: dict[str, int]) -> dic
     """Have kernels write outputs on the device to where they belong; those that must be moved."""
     to_move = {}
     for name, place in outputs.items():
-        if isinstance(place, OnDevice):
-            if place.is_aligned:
-                addresses[name] = place.address
+        target = place.device if isinstance(place, Mirrored) else place
+        if isinstance(target, OnDevice):
+            if target.is_aligned:
+                addresses[name] = target.address
             else:
-                to_move[name] = place
+                to_move[name] = target
     return to_move
 
 
 def on_the_host(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Those that are plain arrays."""
-    return {name: each for name, each in tensors.items() if not isinstance(each, OnDevice)}
+    """Those that are plain arrays, and the copies of those that are on both."""
+    return {
+        name: each.host if isinstance(each, Mirrored) else each
+        for name, each in tensors.items()
+        if not isinstance(each, OnDevice)
+    }
 
 
 def _copy(
