@@ -22,9 +22,10 @@ class Backoff:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, attempts: int, retry_after_s: float | None) -> float:
-        """Seconds to wait after ``attempts`` attempts; never less than what the server asked."""
+        """Seconds to wait after ``attempts`` attempts; never less than what the server asked, and
+        up to a quarter more."""
         if retry_after_s is not None:
-            return retry_after_s
+            return self.uniform(retry_after_s, 1.25 * retry_after_s)
         # The exponent is bounded because a float overflows at 2**1024.
         full = min(self.longest_s, self.first_s * self.factor ** min(attempts - 1, 30))
         return self.uniform(full / 2, full)

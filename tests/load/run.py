@@ -1,6 +1,6 @@
 """Starts a server, loads it with Locust, and says whether it kept its objectives.
 
-    python -m tests.load.run --locust build/load-tools/bin/locust [--seconds 20] [--only ramp]
+    python -m tests.load.run --locust build/load-tools/bin/locust [--seconds 20] [--step 12]
 
 Each mix is run by itself, over every wire: no request may fail, and p99 must stay under the
 objective on each. Then a ramp: past the knee, goodput holds and what is accepted stays fast.
@@ -15,12 +15,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.load.results import store
-from tests.load.served import OUT, ROOT, Served, server
+from tests.load.served import OUT, ROOT, Served, on_cores, server, shared_out
 
 HERE = ROOT / "tests" / "load"
 
@@ -115,20 +116,35 @@ def verdict(row: Mapping[str, Any], what: str) -> list[str]:
     return missed
 
 
-def ramp(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
-    """Ever more users; what was missed, and the figures of each step."""
+def ramp(program: Path, step_s: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ever more users; what was missed, and the figures of each step.
+
+    Clients have a core of their own, or the more of them there are the less they leave a server
+    to answer with.
+    """
     out = OUT / "ramp.json"
-    step = ["--step", str(max(3.0, seconds / 4)), "--ramp-out", str(out)]
-    with server(**RAMP_SETTINGS) as served:
-        locust(program, served, "ramp", "--mix", "resnet50", *step, files="locustfile.py,ramp.py")
-    steps = json.loads(out.read_text())
-    print(f"{'users':>5}{'answered/s':>12}{'refused/s':>11}{'failed':>7}{'p50 s':>8}{'p99 s':>8}")
+    out.unlink(missing_ok=True)
+    for_server, for_clients = shared_out()
+    with ExitStack() as until_done:
+        with on_cores(for_server):
+            served = until_done.enter_context(server(**RAMP_SETTINGS))
+        until_done.enter_context(on_cores(for_clients))
+        more = ["--step", str(step_s), "--ramp-out", str(out)]
+        more += ["--mix", "resnet50", "--server-process", str(served.process)]
+        locust(program, served, "ramp", *more, files="locustfile.py,ramp.py")
+    steps: list[dict[str, Any]] = json.loads(out.read_text())
+    cores = {"cores_for_server": len(for_server), "cores_for_clients": len(for_clients)}
+    steps = [{**one, **cores} for one in steps]
+    print(
+        f"{'users':>5}{'answered/s':>12}{'refused/s':>11}{'failed':>7}{'p50 s':>8}{'p99 s':>8}"
+        f"  cores used by server, clients"
+    )
     for one in steps:
-        for what in ("answered", "refused"):
-            one[f"{what}_per_s"] = one[what] / one["seconds"]
+        each = ", ".join(f"{climb['answered_per_s']:.0f}" for climb in one["climbs"])
         print(
             f"{one['users']:5}{one['answered_per_s']:12.1f}{one['refused_per_s']:11.1f}"
             f"{one['failed']:7}{_shown(one['p50_s']):>8}{_shown(one['p99_s']):>8}"
+            f"  {one['server_cores']:.2f}, {one['clients_cores']:.2f}  (answered/s: {each})"
         )
     return ramp_verdict(steps), steps
 
@@ -156,18 +172,21 @@ def _shown(seconds: float | None) -> str:
 
 
 RUNS = {"mixes": mixes, "ramp": ramp}
+"""By name: takes Locust's program and the seconds that it sends each mix or number of users."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--locust", type=Path, required=True, help="the program")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each mix")
+    parser.add_argument("--step", type=float, default=12.0, help="seconds of each step of the ramp")
     parser.add_argument("--only", choices=RUNS, help="one of them; without it, both")
     parser.add_argument("--store", action="store_true", help="keep the figures as results")
     options = parser.parse_args()
     missed = []
+    seconds = {"mixes": options.seconds, "ramp": options.step}
     for name in [options.only] if options.only else RUNS:
-        missing, rows = RUNS[name](options.locust, options.seconds)
+        missing, rows = RUNS[name](options.locust, seconds[name])
         missed += missing
         if options.store:
             store(name, rows, ["numpy", "uvicorn", "httptools", "uvloop"])

@@ -1,16 +1,16 @@
-"""A server of its own for a load to meet, and what it holds of the machine's memory."""
+"""A server of its own for a load to meet, and what it takes of the machine's memory and cores."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OUT", "ROOT", "Served", "held_bytes", "server"]
+__all__ = ["OUT", "ROOT", "Served", "cpu_s", "held_bytes", "on_cores", "server", "shared_out"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "load"
@@ -44,16 +44,56 @@ def server(**settings: str) -> Iterator[Served]:
         process.wait(timeout=60)
 
 
+@contextmanager
+def on_cores(cores: Set[int]) -> Iterator[None]:
+    """What is started within the block, and what that starts, runs on these cores alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def shared_out() -> tuple[Set[int], Set[int]]:
+    """The machine's cores for a server, and another for its clients; where there is but one, it
+    for both."""
+    *first, last = sorted(os.sched_getaffinity(0))
+    return set(first) or {last}, {last}
+
+
 def held_bytes(process: int) -> int:
     """The memory of a process and all that it started; what they share counts once."""
-    listed = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout
-    parents = dict(tuple(map(int, line.split())) for line in listed.splitlines())
+    return sum(_share_bytes(pid) for pid in _family(process))
+
+
+def cpu_s(process: int) -> float:
+    """Seconds of a core that a process has used, with all that it started and that still run."""
+    spent = (_stat(pid)[_USER_TIME : _SYSTEM_TIME + 1] for pid in _family(process))
+    return sum(int(ticks) for times in spent for ticks in times) / os.sysconf("SC_CLK_TCK")
+
+
+def _family(process: int) -> set[int]:
+    # From /proc and not by ps: in a process with gRPC's threads none can safely be started.
+    running = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    parents = {pid: int(stat[_PARENT]) for pid in running if (stat := _stat(pid))}
     family = {process}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return sum(_share_bytes(pid) for pid in family)
+    return family
+
+
+# Of the fields of /proc/<pid>/stat after the program's name, see proc(5).
+_PARENT, _USER_TIME, _SYSTEM_TIME = 1, 11, 12
+
+
+def _stat(process: int) -> list[str]:
+    """Those fields; none of a process that has ended meanwhile."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name may hold anything, brackets too
 
 
 def _share_bytes(process: int) -> int:

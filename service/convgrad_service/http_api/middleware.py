@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
 from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import RequestContext, begin_context, told_headers
+from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.keys import KeyRing
 from convgrad_service.request_context import TRACE_HEADERS
@@ -29,8 +31,9 @@ __all__ = ["ClientGone", "ExchangeMiddleware"]
 _log = logging.getLogger("convgrad.http")
 _access = logging.getLogger("convgrad.access")
 
-# A small body that nobody wanted has usually arrived already: then the connection can be kept.
-_SMALL_BODY_BYTES, _SMALL_BODY_WAIT_S = 64 * 1024, 0.05
+# A body that nobody wanted has usually arrived already, if it is not a large one: then the
+# connection can be kept. A new one for every refusal would cost a server in overload too much.
+_MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # What a platform asks has no key.
@@ -168,6 +171,9 @@ class _Exchange:
         # A client that waits for "100 Continue" has sent nothing until we first receive.
         self._body_withheld = headers.get(b"expect", b"").lower() == b"100-continue"
         self._linger = False
+        self._connection = connection_of(scope)
+        self._dropping: Landing | None = None
+        self._dropped_bytes = 0
 
     async def receive(self) -> Message:
         self._body_withheld = False
@@ -202,8 +208,8 @@ class _Exchange:
 
     async def _with_headers(self, message: Message) -> Message:
         if self._body_unread and not self._body_withheld:
-            if 0 < self._declared_bytes <= _SMALL_BODY_BYTES:
-                await self._drop_body(_SMALL_BODY_WAIT_S)
+            if 0 < self._declared_bytes <= _MODEST_BODY_BYTES:
+                await self._drop_body(_MODEST_BODY_WAIT_S)
             # After a 408 nothing is on its way.
             self._linger = message["status"] != 408 and self._body_unread
         headers: list[Any] = list(message.get("headers", []))
@@ -216,6 +222,8 @@ class _Exchange:
     async def _drop_body(self, patience_s: float) -> None:
         until_s = time.monotonic() + patience_s
         try:
+            if not await self._dropped_unparsed(patience_s):
+                return
             while self._body_unread:
                 async with asyncio.timeout(max(until_s - time.monotonic(), 0)):
                     await self.receive()
@@ -224,6 +232,22 @@ class _Exchange:
                     return
         except TimeoutError:
             return
+
+    async def _dropped_unparsed(self, patience_s: float) -> bool:
+        """Receive the rest of the body to nowhere, past the parser, where that can be done.
+
+        Whether none is left that comes so: what then is, `receive` gets.
+        """
+        if self._dropping is None:
+            connection = self._connection
+            if connection is None or connection.body_left_bytes(self._declared_bytes) <= 0:
+                return True
+            self._dropping = connection.land([self._declared_bytes - self._context.received_bytes])
+        landing = self._dropping
+        await asyncio.wait([landing.landed], timeout=patience_s)
+        self._context.received_bytes += landing.received_bytes - self._dropped_bytes
+        self._dropped_bytes = landing.received_bytes
+        return landing.landed.done()
 
 
 def _field(text: str) -> str:

@@ -313,13 +313,15 @@ class _Exchange:
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol
+        self._stopped = False
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
         # The next request may have begun: then this one's body has long been read. And what comes
         # encrypted is copied as it is deciphered anyway.
         protocol = self._protocol
-        if protocol.cycle is not self.cycle or protocol.scheme == "https":
+        other = protocol.cycle is not self.cycle or protocol.scheme == "https"
+        if other or self._stopped:  # of the part that landed the parser knows nothing
             return 0
         return content_length - protocol.parts_bytes
 
@@ -332,6 +334,7 @@ class _Exchange:
         return landing
 
     def stop_landing(self) -> None:
+        self._stopped = True
         self._protocol.turn_to(self._protocol)
 
     def whole_body(self) -> bytearray | None:
