@@ -74,6 +74,7 @@ check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the 
 	@$(DEPLOY)/bin/kubernetes-validate --strict \
 	    $$(ls build/manifests/*.yaml | grep -v 'ServiceMonitor\|PrometheusRule')
 	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
+	@$(DEPLOY)/bin/python tests/deploy/compare_helm.py build/manifests
 
 check-deploy: check-manifests ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@missing="$$(tests/deploy/missing.sh build/image)"; \

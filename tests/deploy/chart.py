@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,9 +96,10 @@ def rendered(values: Mapping[str, Any], release: str = "gradients") -> dict[str,
 
 
 def main(folder: Path) -> None:
-    """Write every variant's manifests, a file each, for other programs to validate."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write every variant's manifests, a file each, and its values, for other programs."""
+    (folder / "values").mkdir(parents=True, exist_ok=True)
     for variant, values in VARIANTS.items():
+        (folder / "values" / f"{variant}.json").write_text(json.dumps(values))
         for kind, manifest in rendered(values).items():
             (folder / f"{variant}-{kind}.yaml").write_text(yaml.safe_dump(manifest))
 

@@ -10,6 +10,7 @@ import yaml
 from convgrad import __version__
 from convgrad_service.settings import setting_fields
 from tests.deploy.chart import CHART, VARIANTS, rendered
+from tests.deploy.compare_helm import differences
 
 SETTINGS = {f"CONVGRAD_{name.upper()}" for name, _, _ in setting_fields()}
 
@@ -128,3 +129,12 @@ def test_the_operator_gets_the_alerts_as_they_are() -> None:
 def test_the_chart_has_the_packages_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == __version__
+
+
+def test_what_helm_renders_otherwise_is_said() -> None:
+    ours = rendered({})
+    assert differences(ours, rendered({})) == []
+    theirs = rendered(VARIANTS["bare"])
+    assert dict(differences(ours, theirs))["NetworkPolicy"] == "only our tests render it"
+    assert dict(differences(theirs, ours))["NetworkPolicy"] == "only Helm renders it"
+    assert "Helm renders" in dict(differences(ours, {**ours, "Service": {}}))["Service"]
