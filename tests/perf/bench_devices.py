@@ -2,11 +2,11 @@
 
     python -m tests.perf.bench_devices
 
-The same server with the first device alone and with all of this machine's, through shared memory:
-a layer's bwd_data four calls a device in flight, and one call at a time with a batch of a gigabyte,
-which is split. All answers must have the same bits, also while a worker is killed, and no call may
-fail. Prints a table and writes `tests/perf/results/devices.jsonl`: ``peer_ms`` is one device's.
-Needs several GPUs and CuPy.
+The same server with the first device alone and with all of this machine's, through shared memory: a
+layer's bwd_data four calls a device in flight, and one call at a time with a batch of a gigabyte,
+which is split; and that layer's weight's gradient, whose parts are added up. All answers must have
+the same bits, also while a worker is killed, and no call may fail. Prints a table and writes
+`tests/perf/results/devices.jsonl`: ``peer_ms`` is one device's. Needs several GPUs and CuPy.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYER = "ck_headline"
 # Of the problem that is split: 1 GB of tensors.
 LARGE_BATCH = 512
 CALLS_A_DEVICE = 4
+SUM = "split sum"
 
 
 def visible() -> int:
@@ -46,9 +47,11 @@ def measured(devices: int, in_flight: int, seconds: float) -> dict[str, Loaded]:
     }
     side_by_side = Way("shared memory, SDK", "shm", 1, in_flight // CALLS_A_DEVICE, CALLS_A_DEVICE)
     alone = Way("shared memory, SDK", "shm", 1, 1, 1)
+    summed = Way("shared memory, SDK", "shm-sum", 1, 1, 1)
     with serving(environment) as server:
         found = {"side by side": loaded(server, side_by_side, LAYER, batch=None, seconds=seconds)}
         found["split"] = loaded(server, alone, LAYER, batch=LARGE_BATCH, seconds=seconds)
+        found[SUM] = loaded(server, summed, LAYER, batch=LARGE_BATCH, seconds=seconds)
         if devices > 1:
             found["one killed"] = loaded(
                 server,
@@ -87,15 +90,15 @@ def main() -> None:
         lines.append(
             {
                 "bench": "devices",
-                "op": "conv_bwd_data",
+                "op": "grouped_conv_bwd_weight" if what == SUM else "conv_bwd_data",
                 "layer": LAYER,
                 "class": layer["class"],
                 "dtype": "bfloat16",
                 "layout": "NHWC",
                 "what": what,
-                "batch": LARGE_BATCH if what == "split" else layer["N"],
+                "batch": LARGE_BATCH if what.startswith("split") else layer["N"],
                 "devices": devices,
-                "in_flight": 1 if what == "split" else in_flight,
+                "in_flight": 1 if what.startswith("split") else in_flight,
                 "ours_ms": round(found.between_s * 1e3, 4),
                 "latency_quartiles_ms": [
                     round(each * 1e3, 3) for each in statistics.quantiles(spent_s, n=4)
@@ -104,6 +107,7 @@ def main() -> None:
                 "peer": "the same on one device",
                 "peer_ms": round(alone.between_s * 1e3, 4),
                 "samples": len(found.times),
+                "cpu": found.costs,
                 **stamp,
             }
         )

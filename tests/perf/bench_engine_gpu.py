@@ -8,7 +8,8 @@ and in CUDA shared memory; then binary HTTP with 1, 2 and 4 front-end processes,
 Every answer that is looked at must be the same to the bit. Prints a table and writes
 `tests/perf/results/engine_gpu.jsonl`: ``ours_ms`` is the time between two answers, ``peer_ms`` the
 time that the longer way over PCIe takes alone, by page-locked copies in both directions at once
-that were measured in this run. Needs a GPU, CuPy and tritonclient.
+that were measured in this run; ``cpu`` is what one answer cost each process. Needs a GPU, CuPy
+and tritonclient.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def record(way: Way, found: Loaded, layer: dict[str, Any], down_gb_per_s: float)
         "pcie_down_gb_per_s": round(down_gb_per_s, 2),
         "reference_ms": round(down_bytes / 55e9 * 1e3, 4),
         "samples": len(found.times),
+        "cpu": found.costs,
     }
 
 
@@ -130,7 +132,7 @@ def main() -> None:
                 found = loaded(server, way, given.layer, batch=given.batch, seconds=given.seconds)
                 sums |= found.sums
                 lines.append(record(way, found, layer, down))
-                _show(lines[-1])
+                _show(lines[-1], found.said)
     if len(sums) != 1:
         raise SystemExit(f"answers differ: {len(sums)} checksums")
     if not real or given.batch:
@@ -139,14 +141,14 @@ def main() -> None:
     given.out.write_text("".join(json.dumps(line | stamp) + "\n" for line in lines))
 
 
-def _show(line: dict[str, Any]) -> None:
+def _show(line: dict[str, Any], said: str) -> None:
     low, median, high = line["latency_quartiles_ms"]
     print(
         f"{line['transport']:33}{line['front_ends']} front ends {line['in_flight']:2} in flight: "
         f"{line['ours_ms']:8.3f} ms an answer ({line['samples']} answers, each "
         f"{median:.1f} ms [{low:.1f} {high:.1f}]), up {line['up_gb_per_s']} GB/s, "
         f"down {line['down_gb_per_s']} GB/s; PCIe {line['peer_ms']} ms, "
-        f"{line['peer_ms'] / line['ours_ms']:.0%}",
+        f"{line['peer_ms'] / line['ours_ms']:.0%}; CPU ms for each: {said}",
         flush=True,
     )
 

@@ -6,7 +6,9 @@ ck_headline's bwd_data (85 MB up, 165 MB down) with our SDK, two calls in flight
 (``CONVGRAD_HTTP_WORKERS``), real front ends, hub and worker, and a backend that computes nothing:
 what is left is the way. Clients share the machine's cores with the server. Beside it, in the same
 run, the same bytes over one bare loopback connection, one after the other. Prints a table and
-writes `tests/perf/results/front_ends.jsonl`: ``ours_ms`` is the time from one answer to the next.
+writes `tests/perf/results/front_ends.jsonl`: ``ours_ms`` is the time from one answer to the next,
+``cpu`` what one answer cost each process of the server, and all clients: a process that is busy for
+all of that time bounds the rest.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ def measured(front_ends: int, seconds: float, logs: Path) -> Loaded:
     environment = {**os.environ, **MALLOC, "CONVGRAD_HTTP_WORKERS": str(front_ends)}
     url = f"http://127.0.0.1:{http}"
     way = Way("binary HTTP, SDK", "http", front_ends, front_ends, THREADS)
-    with process(command, environment, logs / f"front_ends_{front_ends}.log", f"{url}/v2"):
-        return loaded(Server(url, 0), way, LAYER, batch=None, seconds=seconds)
+    log = logs / f"front_ends_{front_ends}.log"
+    with process(command, environment, log, f"{url}/v2") as hub:
+        return loaded(Server(url, hub), way, LAYER, batch=None, seconds=seconds)
 
 
 def answer_bare(port: int, up_bytes: int, down_bytes: int) -> None:
@@ -93,6 +96,8 @@ def _received(connection: socket.socket, target: memoryview) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="that each is loaded for")
+    parser.add_argument("--front-ends", type=int, nargs="+", default=list(FRONT_ENDS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--logs", type=Path, default=Path("build/front-ends"))
     given = parser.parse_args()
     given.logs.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ def main() -> None:
     packages = ("numpy", "uvicorn", "uvloop")
     stamp = origin(cpu_model(), {name: version(name) for name in packages})
     lines: list[dict[str, Any]] = []
-    for front_ends in FRONT_ENDS:
+    for front_ends in given.front_ends:
         found = measured(front_ends, given.seconds, given.logs)
         between_s = found.between_s
         spent_s = [seconds for _, seconds in found.times]
@@ -130,16 +135,18 @@ def main() -> None:
                 "peer_ms": round(peer_ms, 3),
                 "reference_ms": round(peer_ms, 3),
                 "samples": len(found.times),
+                "cpu": found.costs,
                 **stamp,
             }
         )
         last = lines[-1]
         print(
             f"{front_ends} front ends: {last['ours_ms']:8.1f} ms between answers, "
-            f"{last['up_gb_per_s']:.2f} GB/s up, {last['down_gb_per_s']:.2f} GB/s down",
+            f"{last['up_gb_per_s']:.2f} GB/s up, {last['down_gb_per_s']:.2f} GB/s down; "
+            f"CPU ms for each: {found.said}",
             flush=True,
         )
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf.provenance import origin
+from tests.perf.serve.processes import Spent, per_request, server_processes, spent_by
 from tests.perf.serve.sizes import MALLOC
 
 __all__ = ["Loaded", "Server", "Way", "gpu_origin", "loaded", "serving"]
@@ -51,26 +52,30 @@ class Server:
 
     def workers(self) -> list[int]:
         """The processes of its workers, the first device's first."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                name, _, rest = stat.read_text().partition("(")[2].rpartition(") ")
-                if name == "convgrad-worker" and int(rest.split()[1]) == self.process_id:
-                    found.append(int(stat.parent.name))
-        return sorted(found)
+        found = server_processes(self.process_id)
+        return [process_id for role, process_id in found.items() if role.startswith("worker-")]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """When each answer came, how long it took, and the checksums of some."""
+    """When each answer came, how long it took, the checksums of some, and what one cost each of
+    the server's processes, and all clients together."""
 
     times: list[tuple[float, float]]
     sums: set[int]
+    costs: Mapping[str, Mapping[str, float]]
 
     @property
     def between_s(self) -> float:
         """Seconds from one answer to the next."""
         return (self.times[-1][0] - self.times[0][0]) / (len(self.times) - 1)
+
+    @property
+    def said(self) -> str:
+        """Milliseconds of CPU for one answer, by process."""
+        return ", ".join(
+            f"{role} {each['user_ms'] + each['system_ms']:.1f}" for role, each in self.costs.items()
+        )
 
 
 @contextlib.contextmanager
@@ -117,7 +122,8 @@ def loaded(
 ) -> Loaded:
     """Load a server for so long; ``meanwhile`` is called once it is under load.
 
-    A client that gets another answer than expected, or none, ends it all.
+    A client that gets another answer than expected, or none, ends it all. Of processes that are
+    started meanwhile the costs are not told.
     """
     program = [sys.executable, "-m", "tests.perf.serve.load", server.url]
     options = ["--layer", layer, "--transport", way.transport]
@@ -140,18 +146,24 @@ def loaded(
             assert client.stdout is not None
             if client.stdout.readline() != "ready\n":
                 raise SystemExit(f"{way.name}: a client failed")
+        processes = server_processes(server.process_id)
+        before = {role: spent_by(each) for role, each in processes.items()}
         for client in clients:
             assert client.stdin is not None
             client.stdin.write("begin\n")
             client.stdin.flush()
         meanwhile()
         found = [json.loads(client.communicate(timeout=120)[0]) for client in clients]
+        after = {role: spent_by(each) for role, each in processes.items()}
     finally:
         for client in clients:
             client.kill()
             client.wait()
     times = sorted((end_s, spent_s) for one in found for end_s, spent_s in one["times"])
-    return Loaded(times, {each for one in found for each in one["sums"]})
+    before["clients"] = Spent()
+    after["clients"] = sum((Spent(*one["spent"]) for one in found), Spent())
+    costs = per_request(before, after, sum(one["calls"] for one in found))
+    return Loaded(times, {each for one in found for each in one["sums"]}, costs)
 
 
 def gpu_origin(git_sha: str | None) -> dict[str, Any]:

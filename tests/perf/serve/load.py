@@ -2,12 +2,13 @@
 
 Run as a program of its own, several beside each other: ``python -m tests.perf.serve.load URL``. It
 warms up, says so by a line, waits for a line to begin, and prints as JSON when each call ended, how
-long it took, and a checksum of its answers.
+long it took, a checksum of its answers, how many calls there were in all and what they cost it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import numpy as np
 
 import convgrad
 from convgrad.dtypes import DType
+from tests.perf.serve.processes import Spent, spent_by
 
 __all__ = ["SUITE", "layer_named", "shapes_of"]
 
@@ -36,8 +38,9 @@ def layer_named(name: str, batch: int | None = None) -> dict[str, Any]:
 
 
 def shapes_of(layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of its bwd_data in channels-last order, by name."""
+    """The tensors of its gradients in channels-last order, by name."""
     return {
+        "input": (layer["N"], *layer["input_size"], layer["C"]),
         "grad_output": (layer["N"], *layer["output_size"], layer["K"]),
         "weight": (layer["K"], *layer["kernel_size"], layer["C"] // layer["groups"]),
         "grad_input": (layer["N"], *layer["input_size"], layer["C"]),
@@ -48,6 +51,7 @@ class Caller:
     """One thread's client and tensors, over HTTP or through shared memory."""
 
     transport = "http"
+    given: tuple[str, ...] = ("grad_output", "weight")
 
     def __init__(self, url: str, layer: dict[str, Any], number: int) -> None:
         self.layer = layer
@@ -56,7 +60,7 @@ class Caller:
         # Every thread the same numbers, so that all answers must be the same.
         draw = np.random.default_rng(0)
         self.tensors: dict[str, Any] = {}
-        for name in ("grad_output", "weight"):
+        for name in self.given:
             tensor = self.client.empty(shapes[name], DType.BFLOAT16.numpy)
             tensor[...] = draw.integers(-2, 3, shapes[name], np.int8)
             self.tensors[name] = tensor
@@ -86,6 +90,25 @@ class ShmCaller(Caller):
     """Tensors and answers lie in system shared memory."""
 
     transport = "shm"
+
+
+class SumCaller(ShmCaller):
+    """The weight's gradient instead: a sum over the batch."""
+
+    given = ("input", "grad_output")
+
+    def call(self) -> Any:
+        layer = self.layer
+        found = self.client.grouped_conv_bwd_weight(
+            self.tensors["input"],
+            self.tensors["grad_output"],
+            weight_size=layer["kernel_size"],
+            stride=layer["stride"],
+            padding=layer["padding"],
+            dilation=layer["dilation"],
+            layout="NHWC",
+        )
+        return found.grad_weight
 
 
 class StoredCaller(Caller):
@@ -152,7 +175,13 @@ class CudaCaller(Caller):
         super().close()
 
 
-CALLERS = {"http": Caller, "shm": ShmCaller, "stored": StoredCaller, "cuda": CudaCaller}
+CALLERS = {
+    "http": Caller,
+    "shm": ShmCaller,
+    "shm-sum": SumCaller,
+    "stored": StoredCaller,
+    "cuda": CudaCaller,
+}
 
 
 def main() -> None:
@@ -169,7 +198,9 @@ def main() -> None:
     began, barrier = threading.Event(), threading.Barrier(arguments.threads + 1)
     until_s = [0.0]
 
-    def work(number: int) -> tuple[list[tuple[float, float]], list[int]]:
+    spent: list[Spent] = []
+
+    def work(number: int) -> tuple[list[tuple[float, float]], list[int], int]:
         caller = CALLERS[arguments.transport](arguments.url, layer, number)
         sums = []
         for _ in range(arguments.warm_up):
@@ -179,16 +210,18 @@ def main() -> None:
         del answer
         barrier.wait()
         began.wait()
-        times = []
+        times, calls = [], 0
         while (start_s := time.monotonic()) < until_s[0]:
             answer = caller.call()
-            end_s = time.monotonic()
+            end_s, calls = time.monotonic(), calls + 1
             # What ends later ran beside fewer others.
             if end_s <= until_s[0]:
                 times.append((end_s, end_s - start_s))
+        # Those who end later may still load it a little.
+        spent.append(spent_by(os.getpid()))
         sums.append(caller.checksum(answer))
         caller.close()
-        return times, sums
+        return times, sums, calls
 
     with ThreadPoolExecutor(arguments.threads) as threads:
         working = [threads.submit(work, index) for index in range(arguments.threads)]
@@ -199,12 +232,20 @@ def main() -> None:
         barrier.wait()
         print("ready", flush=True)
         sys.stdin.readline()
+        before = spent_by(os.getpid())
         until_s[0] = time.monotonic() + arguments.seconds
         began.set()
         found = [each.result() for each in working]
-    times = [each for times, _ in found for each in times]
-    sums = [each for _, sums in found for each in sums]
-    json.dump({"times": times, "sums": sums}, sys.stdout)
+    last = max(spent, key=lambda each: each.cpu_s)
+    json.dump(
+        {
+            "times": [each for times, _, _ in found for each in times],
+            "sums": [each for _, sums, _ in found for each in sums],
+            "calls": sum(calls for _, _, calls in found),
+            "spent": dataclasses.astuple(last - before),
+        },
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

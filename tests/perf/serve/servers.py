@@ -78,8 +78,9 @@ def running(triton: Path, malloc: Mapping[str, str], logs: Path) -> Iterator[Add
 @contextmanager
 def process(
     command: Sequence[str], environment: Mapping[str, str], log: Path, ready: str
-) -> Iterator[None]:
-    """A program in the repository's root, from when ``ready`` answers until the block ends."""
+) -> Iterator[int]:
+    """A program in the repository's root, from when ``ready`` answers until the block ends; its
+    process."""
     with log.open("w") as file:
         program = subprocess.Popen(
             command, env=environment, cwd=_ROOT, stdout=file, stderr=subprocess.STDOUT
@@ -90,7 +91,7 @@ def process(
             if program.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
-        yield
+        yield program.pid
     finally:
         program.terminate()
         program.wait(30)
