@@ -41,10 +41,10 @@ _MOST_PARTS = 64
 # A part of a sum sends nothing early, so it is cut only for what several devices gain: half or more
 # of the time its inputs take over the bus, and parts are to be long beside their start.
 _SUM_PART_BYTES = 2
-# All shares of a sum together may be this part of the inputs. Two devices save half of an upload
-# at 55 GB/s, 9 ms a GB; shares are downloaded and then added by one core at 10 GB/s, with two
-# reads and a write each, 320 ms a GB: a 64th of the inputs costs 5 ms for each of their GB.
-_SHARES_OF_INPUTS = 64
+# All shares of a sum together may be this part of the inputs. Two devices save half of an upload at
+# 55 GB/s, 9 ms for each GB. A GB of shares takes 18 ms to download and 68 ms to add up (one core,
+# from memory and to 16 bits: 15 GB/s): with a 32nd of the inputs, 2.7 ms for each GB of those.
+_SHARES_OF_INPUTS = 32
 
 Told = Callable[[int, Finished], None]
 """Called with the number of a part that is finished, and how it was computed."""
