@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from convgrad_service.backends.base import ServingBackend
+from convgrad_service.engine.arena import Arena
 from convgrad_service.engine.arrangement import Arrangement, Tensor, arrangement_of
 from convgrad_service.engine.jobs import Finished, Job, run_job
 from convgrad_service.engine.placement import names_elements
 from convgrad_service.engine.regions import InRegion
+from convgrad_service.engine.remembered import Remembered
 from convgrad_service.engine.segments import Segments, shortened
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ class Beside(NamedTuple):
     make: Callable[[], ServingBackend]
 
 
+class _Copies(NamedTuple):
+    """Where copies of an arrangement's tensors lie that are computed with in its stead."""
+
+    inside: Arrangement
+    inputs: list[memoryview]
+    outputs: list[memoryview]
+
+
 class OnTheSpot:
     """Computes what it may in the calling thread, the loop's.
 
@@ -56,12 +66,17 @@ class OnTheSpot:
     ) -> None:
         self._engine, self._beside, self._region_file = engine, beside, region_file
         self._took_s: dict[Arrangement, float] = {}
+        # One problem at a time has it to itself.
+        self._own = Arena.create(_LARGEST_BYTES)
+        self._own.close()
+        self._copies = Remembered()
         self._backend: ServingBackend | None = None
         self._segments: Segments
 
     def learn(self, arrangement: Arrangement, compute_s: float) -> None:
         """A worker has computed this, in so many seconds."""
-        if arrangement.size_bytes > _LARGEST_BYTES or names_elements(arrangement.sizes):
+        inside = arrangement_of(arrangement.problem)
+        if inside.size_bytes > _LARGEST_BYTES or names_elements(arrangement.sizes):
             return
         if len(self._took_s) >= _MOST_LEARNT:
             self._took_s.clear()
@@ -78,56 +93,59 @@ class OnTheSpot:
         took_s = self._took_s.get(arrangement)
         if took_s is None or took_s > _LONGEST_S or self._engine.backend != self._beside.name:
             return None
-        if regions:
-            finished = self._among_regions(arrangement, base, regions)
+        if not regions:
+            finished = self._run(self._engine.arena, arrangement, base)
+        elif self._region_file is not None:
+            finished = self._run_copied(arrangement, base, regions, self._region_file)
         else:
-            finished = self._run(arrangement, base)
-        if finished is not None:
-            self._took_s[arrangement] = finished.compute_s
+            return None
+        self._took_s[arrangement] = finished.compute_s
         return finished
 
-    def _among_regions(
-        self, arrangement: Arrangement, base: int, regions: Sequence[InRegion]
-    ) -> Finished | None:
-        """The same in a place of the arena that holds copies of shared memory's tensors too."""
+    def _run_copied(
+        self,
+        arrangement: Arrangement,
+        base: int,
+        regions: Sequence[InRegion],
+        file_of: Callable[[int], int],
+    ) -> Finished:
+        """The same with copies of the tensors, some of which lie in shared memory."""
+        copies = self._copies.get(arrangement, lambda: self._places(arrangement))
+        for tensor, copy in zip(arrangement.inputs, copies.inputs, strict=True):
+            if tensor.region is None:
+                copy[:] = _view(self._engine.arena, base, tensor)
+            else:
+                place = regions[tensor.region]
+                _whole(os.preadv(file_of(place.file), [copy], place.offset), copy)
+        finished = self._run(self._own, copies.inside, 0)
+        for tensor, copy in zip(arrangement.outputs, copies.outputs, strict=True):
+            if tensor.region is None:
+                _view(self._engine.arena, base, tensor)[:] = copy
+            else:
+                place = regions[tensor.region]
+                _whole(os.pwritev(file_of(place.file), [copy], place.offset), copy)
+        return finished
+
+    def _places(self, arrangement: Arrangement) -> _Copies:
         inside = arrangement_of(arrangement.problem)
-        if self._region_file is None or inside.size_bytes > _LARGEST_BYTES:
-            return None
-        place = self._engine.take(inside.size_bytes)
-        if place is None:
-            return None
-        try:
-            for given, here in zip(arrangement.inputs, inside.inputs, strict=True):
-                view = self._view(here, place.offset)
-                if given.region is None:
-                    view[:] = self._view(given, base)
-                else:
-                    self._move(os.preadv, regions[given.region], view)
-            finished = self._run(inside, place.offset)
-            for given, here in zip(arrangement.outputs, inside.outputs, strict=True):
-                view = self._view(here, place.offset)
-                if given.region is None:
-                    self._view(given, base)[:] = view
-                else:
-                    self._move(os.pwritev, regions[given.region], view)
-            return finished
-        finally:
-            place.release()
+        inputs, outputs = (
+            [_view(self._own, 0, tensor) for tensor in tensors]
+            for tensors in (inside.inputs, inside.outputs)
+        )
+        return _Copies(inside, inputs, outputs)
 
-    def _view(self, tensor: Tensor, base: int) -> memoryview:
-        assert tensor.offset is not None  # noqa: S101 - it lies in the arena
-        return self._engine.arena.view(base + tensor.offset, tensor.spec.size_bytes)
-
-    def _move(
-        self, by: Callable[[int, list[memoryview], int], int], place: InRegion, view: memoryview
-    ) -> None:
-        assert self._region_file is not None  # noqa: S101 - or no region was given
-        if by(self._region_file(place.file), [view], place.offset) != len(view):
-            raise shortened()
-
-    def _run(self, arrangement: Arrangement, base: int) -> Finished:
+    def _run(self, arena: Arena, arrangement: Arrangement, base: int) -> Finished:
         if self._backend is None:
             self._backend = self._beside.make()
             self._segments = Segments(self._backend.open_handle)
-        job = Job(arrangement, base)
-        return run_job(self._backend, self._engine.arena, self._segments, job, _NEVER)
+        return run_job(self._backend, arena, self._segments, Job(arrangement, base), _NEVER)
+
+
+def _view(arena: Arena, base: int, tensor: Tensor) -> memoryview:
+    assert tensor.offset is not None  # noqa: S101 - it lies in the arena
+    return arena.view(base + tensor.offset, tensor.spec.size_bytes)
+
+
+def _whole(moved_bytes: int, copy: memoryview) -> None:
+    if moved_bytes != len(copy):
+        raise shortened()
