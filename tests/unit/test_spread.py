@@ -97,3 +97,29 @@ def test_an_unwanted_answer_is_not_waited_for(seed: int) -> None:
     with pytest.raises(DeadlineExceeded):
         spread.run(problem, tensors, cancelled)
     assert all(future.cancelled() for future in futures)
+
+
+class _JustTooLate(Future[Outcome]):
+    """Its answer comes between the end of a wait for it and the look whether it is there."""
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        if timeout is None:
+            return super().result()
+        self.answer()
+        raise TimeoutError
+
+    def answer(self) -> None:
+        if not self.done():
+            self.set_result(Outcome({}, kernel="late", compute_s=0.0, pieces=1, workspace_bytes=0))
+
+
+def test_an_answer_that_comes_as_a_wait_ends_is_an_answer(seed: int) -> None:
+    problem, tensors = stated(CASES[0], seed)
+
+    def late(problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
+        future = _JustTooLate()
+        threading.Timer(0.2, future.answer).start()
+        return future
+
+    spread = Spread(late, name="cpu", piece_bytes=problem.memory_bytes, slots=2)
+    assert spread.run(problem, tensors).kernel == "late"

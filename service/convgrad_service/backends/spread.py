@@ -9,8 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -93,11 +92,8 @@ class Spread(OnHost):
 
 
 def _awaited(future: Future[Outcome], cancelled: threading.Event | None) -> Outcome:
-    while True:
-        try:
-            return future.result(timeout=_LOOK_S)
-        except NotYet:
-            if future.done():
-                raise  # the work's own
-            if cancelled is not None and cancelled.is_set():
-                raise DeadlineExceeded("the answer was not wanted any more") from None
+    # Not by a timeout of `result`: the answer may come between that and a look whether it has.
+    while not wait([future], timeout=_LOOK_S).done:
+        if cancelled is not None and cancelled.is_set():
+            raise DeadlineExceeded("the answer was not wanted any more")
+    return future.result()
