@@ -10,6 +10,7 @@ there is an error, and no signal.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ __all__ = ["Beside", "OnTheSpot"]
 # longer for a loop that computes than for one that sends a job and receives its end.
 _LONGEST_S = 100e-6
 _LARGEST_BYTES = 64 * 1024
+# A worker has more threads; so often it is tried whether this process is as quick.
+_TRIES = 4
 _MOST_LEARNT = 1024
 _NEVER = threading.Event()
 
@@ -55,6 +58,23 @@ class _Copies(NamedTuple):
     outputs: list[memoryview]
 
 
+class _Tried:
+    """How often a problem was computed here, and the least time that it took: what others do on
+    the same cores only adds to it."""
+
+    __slots__ = ("least_s", "times")
+
+    def __init__(self) -> None:
+        self.times, self.least_s = 0, math.inf
+
+    def took(self, seconds: float) -> None:
+        self.times, self.least_s = self.times + 1, min(self.least_s, seconds)
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.least_s > _LONGEST_S and self.times >= _TRIES
+
+
 class OnTheSpot:
     """Computes what it may in the calling thread, the loop's.
 
@@ -65,7 +85,7 @@ class OnTheSpot:
         self, engine: Engine, beside: Beside, region_file: Callable[[int], int] | None = None
     ) -> None:
         self._engine, self._beside, self._region_file = engine, beside, region_file
-        self._took_s: dict[Arrangement, float] = {}
+        self._tried: dict[Arrangement, _Tried] = {}
         # One problem at a time has it to itself.
         self._own = Arena.create(_LARGEST_BYTES)
         self._own.close()
@@ -75,12 +95,14 @@ class OnTheSpot:
 
     def learn(self, arrangement: Arrangement, compute_s: float) -> None:
         """A worker has computed this, in so many seconds."""
+        if compute_s > _LONGEST_S or arrangement in self._tried:
+            return
         inside = arrangement_of(arrangement.problem)
         if inside.size_bytes > _LARGEST_BYTES or names_elements(arrangement.sizes):
             return
-        if len(self._took_s) >= _MOST_LEARNT:
-            self._took_s.clear()
-        self._took_s[arrangement] = compute_s
+        if len(self._tried) >= _MOST_LEARNT:
+            self._tried.clear()
+        self._tried[arrangement] = _Tried()
 
     def computed(
         self, arrangement: Arrangement, base: int, regions: Sequence[InRegion] = ()
@@ -90,8 +112,8 @@ class OnTheSpot:
 
         Raises what the backend raises, and InvalidProblem if a client shortened its shared memory.
         """
-        took_s = self._took_s.get(arrangement)
-        if took_s is None or took_s > _LONGEST_S or self._engine.backend != self._beside.name:
+        tried = self._tried.get(arrangement)
+        if tried is None or tried.is_too_long or self._engine.backend != self._beside.name:
             return None
         if not regions:
             finished = self._run(self._engine.arena, arrangement, base)
@@ -99,7 +121,7 @@ class OnTheSpot:
             finished = self._run_copied(arrangement, base, regions, self._region_file)
         else:
             return None
-        self._took_s[arrangement] = finished.compute_s
+        tried.took(finished.compute_s)
         return finished
 
     def _run_copied(
