@@ -75,6 +75,9 @@ check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the 
 	    $$(ls build/manifests/*.yaml | grep -v 'ServiceMonitor\|PrometheusRule')
 	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
 	@$(DEPLOY)/bin/python tests/deploy/compare_helm.py build/manifests
+	@if command -v docker-compose >/dev/null; then \
+	    docker-compose --profile cpu --profile gpu --profile monitoring -f deploy/compose/compose.yaml config -q; \
+	else echo "LEFT OUT: docker-compose, which is not here, did not read the compose file"; fi
 
 check-deploy: check-manifests ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@missing="$$(tests/deploy/missing.sh build/image)"; \
@@ -93,7 +96,7 @@ load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past 
 soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
 
-ray: kernels $(RAY)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
+ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run $(if $(STORE),--store)
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt

@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-examples", type=int, default=200, help="malformed bodies to try (make fuzz: 10000)"
     )
+    parser.addoption("--url", default=None, help="of a server that runs, to ask every operation")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ own codecs: a mistake that those make both ways would not be seen by the SDK's t
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -55,12 +56,14 @@ def test_every_operation_has_a_case_of_every_rank() -> None:
 
 
 @pytest.fixture(scope="module")
-def computing() -> Iterator[httpx.Client]:
-    with (
-        serving(CpuBackend(), log_level="error") as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        yield client
+def computing(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    """A client of a server of its own, or of the one that runs at ``--url``."""
+    with contextlib.ExitStack() as until_done:
+        url = request.config.getoption("--url")
+        if url is None:
+            server = until_done.enter_context(serving(CpuBackend(), log_level="error"))
+            url = server.url
+        yield until_done.enter_context(httpx.Client(base_url=url, timeout=60))
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -68,15 +68,13 @@ def started(
     image: Path, config: dict[str, Any], *settings: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server, and its port, once the HEALTHCHECK finds it well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = (f"CONVGRAD_HTTP_PORT={port}", "CONVGRAD_GRPC_PORT=0", *settings)
-    command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *settings)
+    anywhere = ("CONVGRAD_HTTP_PORT=0", "CONVGRAD_GRPC_PORT=0", *settings)
+    command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *anywhere)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not health(image, config, *settings):
+        port = listens_at(process)
+        deadline = time.monotonic() + 120
+        while not health(image, config, f"CONVGRAD_HTTP_PORT={port}", *settings):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -84,6 +82,17 @@ def started(
     finally:
         process.kill()
         process.communicate()
+
+
+def listens_at(process: subprocess.Popen[str]) -> int:
+    """The port that a server says it listens at."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if found := re.search(r"listens on https?://\S+:([0-9]+)", line):
+            return int(found[1])
+    raise AssertionError(f"it ended before it listened: {said}")
 
 
 def health(image: Path, config: dict[str, Any], *settings: str) -> bool:

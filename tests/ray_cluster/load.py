@@ -44,6 +44,13 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    def wait_for(self, answers: int, within_s: float = 120.0) -> None:
+        """Until so many have been answered in all, or something failed."""
+        end_s = time.monotonic() + within_s
+        while self.answered < answers and not self.failed:
+            assert time.monotonic() < end_s, f"{self.answered} answered, expected {answers}"
+            time.sleep(0.05)
+
     def _ask(self, client: convgrad.Client) -> np.ndarray[Any, Any]:
         return client.conv_bwd_data(self._dy, self._w, padding=self._padding)
 

@@ -1,11 +1,12 @@
 """A local Ray cluster of several simulated nodes: right answers, replicas that come and go with the
 work, a node killed under load, throughput and costs.
 
-    python -m tests.ray_cluster.run [--nodes 3] [--only autoscaling] [--store]
+    python -m tests.ray_cluster.run [--nodes 3] [--only autoscaling death] [--store]
 
-Answers of problems cut into pieces are compared with the CPU backend's; then replicas are added
-under load and taken away after it; then a node is killed while clients send, and no request may
-fail. `--store` puts the figures where docs/load.md is made from.
+Answers of problems cut into pieces are compared with the CPU backend's; the contract's tests of
+every operation and dtype are run against it, and a load of Locust's; then replicas are added under
+load and taken away after it; then a node is killed while clients send, and no request may fail.
+`--store` puts the figures where docs/load.md is made from.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from, run_in_pieces
 from convgrad_service.ray_serve import Compute, application
 from tests.load.results import store
-from tests.load.served import server
+from tests.load.run import locust
+from tests.load.served import ROOT, Served, server
 from tests.ray_cluster.costs import costs
 from tests.ray_cluster.devices import DEVICE_S, Waiting
 from tests.ray_cluster.load import Load, throughput
@@ -44,6 +48,8 @@ SETTINGS = {"threads": 1, "backend": "cpu", "log_level": "error"}
 HEAVY, SMALL = (8, 128, 28, 7), (1, 32, 28, 3)
 # How many replicas with a device of their own.
 OWN = (1, 2, 4)
+LOAD_USERS, LOAD_S = 4, 12
+RUNS = ("answers", "contract", "load", "autoscaling", "measured", "death")
 # For replicas to come, and to go once there is no work for them.
 SCALING_S = 60.0
 
@@ -114,6 +120,39 @@ def _refused(call: Callable[[], object]) -> str:
     return "a wrong request was answered"
 
 
+def contract(port: int, nodes: int, pytest: Path) -> list[dict[str, Any]]:
+    """The contract's tests of what every operation answers, against this server."""
+    fixed = {"min_replicas": nodes, "max_replicas": nodes}
+    tests = "tests/contract/test_operations_computed.py"
+    with served(port, **fixed) as url:
+        command = [str(pytest), "-q", "-p", "no:cacheprovider", tests, "--url", url]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    print(f"  {done.stdout.splitlines()[-1]}", flush=True)
+    return []
+
+
+def loaded(port: int, nodes: int, program: Path) -> list[dict[str, Any]]:
+    """A training step's requests from Locust's users; none may fail."""
+    fixed = {"min_replicas": nodes, "max_replicas": nodes}
+    rows = []
+    with served(port, **fixed) as url:
+        here = Served(url, grpc="", process=os.getpid())
+        length = ["-u", str(LOAD_USERS), "-r", str(LOAD_USERS), "-t", f"{LOAD_S}s"]
+        users = ["SafetensorsUser", "JsonUser"]  # Ray's proxy forwards no gRPC of ours
+        found = locust(program, here, "ray", "--mix", "resnet50", *length, *users)
+    for wire in ("safetensors", "json"):
+        row = {"load": "resnet50", "wire": wire, "users": LOAD_USERS, "seconds": LOAD_S}
+        rows.append({**row, **found[wire]})
+        print(
+            f"  {wire}: {found[wire]['answered']} answered, {found[wire]['failed']} failed",
+            flush=True,
+        )
+        assert found[wire]["answered"], f"{wire}: nothing was answered"
+        assert not found[wire]["failed"], found[wire]["first_failure"]
+    return rows
+
+
 def autoscaling(port: int, nodes: int) -> list[dict[str, Any]]:
     """One replica without work, more while work waits, one again after it."""
     began_s = time.monotonic()
@@ -176,12 +215,12 @@ def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str
     fixed = {"min_replicas": nodes, "max_replicas": nodes}
     with served(port, **fixed) as url, Load(url, clients=4) as load:
         time.sleep(3)
-        before = load.answered
+        load.wait_for(20)
         cluster.remove_node(victim, allow_graceful=False)
+        # Long enough for what it held to be sent again.
         time.sleep(8)
-        after = load.answered
+        load.wait_for(load.answered + 20)
     assert not load.failed, f"{len(load.failed)} requests failed: {load.failed[:3]}"
-    assert after > before > 0, "nothing was answered after the node had died"
     print(f"  a node of {nodes} killed under load: {load.answered} answered, 0 failed")
     return [{"death": True, "nodes": nodes, "answered": load.answered, "failed": 0}]
 
@@ -189,7 +228,9 @@ def death(port: int, nodes: int, cluster: Cluster, victim: Any) -> list[dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n")[:2]))
     parser.add_argument("--nodes", type=int, default=3, help="nodes that compute, one CPU each")
-    parser.add_argument("--only", choices=("answers", "autoscaling", "measured", "death"))
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=RUNS, help="these alone")
+    parser.add_argument("--pytest", type=Path, default=ROOT / ".venv/bin/pytest")
+    parser.add_argument("--locust", type=Path, default=ROOT / "build/load-tools/bin/locust")
     parser.add_argument("--store", action="store_true", help="keep the figures as results")
     asked = parser.parse_args()
     # Ray lets its workers give way to everything else on a machine, this program's clients too.
@@ -205,13 +246,15 @@ def main() -> int:
         port = free.getsockname()[1]
     runs: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "answers": lambda: answers(port, asked.nodes),
+        "contract": lambda: contract(port, asked.nodes, asked.pytest),
+        "load": lambda: loaded(port, asked.nodes, asked.locust),
         "autoscaling": lambda: autoscaling(port, asked.nodes),
         "measured": lambda: measured(port, asked.nodes),
         "death": lambda: death(port, asked.nodes, cluster, nodes[-1]),
     }
     try:
         for name, run in runs.items():
-            if asked.only in (None, name):
+            if name in asked.only:
                 print(f"{name}:", flush=True)
                 rows = run()
                 if asked.store and rows:
