@@ -36,22 +36,25 @@ def live() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def http2_server() -> Iterator[OipServer]:
-    """A gRPC server without patience."""
+    """A gRPC server with limits low enough to reach, and patience."""
     with serving_oip(
-        Zeros(),
-        max_body_bytes="8MiB",
-        body_idle_timeout_s=0.4,
-        answer_idle_timeout_s=0.5,
-        header_timeout_s=0.4,
-        max_header_bytes="16KiB",
-        max_connections=40,
+        Zeros(), max_body_bytes="8MiB", max_header_bytes="16KiB", max_connections=40
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[OipServer]:
+    """One whose patience a test can wait out, though not with clients who are slow to greet."""
+    with serving_oip(
+        Zeros(), max_body_bytes="8MiB", body_idle_timeout_s=0.4, answer_idle_timeout_s=0.5
     ) as running:
         yield running
 
 
 @pytest.fixture
 def raw(http2_server: OipServer) -> Iterator[Http2Client]:
-    """A connection to it, after which it serves as before."""
+    """A connection to the patient one, after which it serves as before."""
     with connected(http2_server.grpc) as client:
         yield client
     assert served(http2_server)

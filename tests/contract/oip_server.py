@@ -65,6 +65,6 @@ def serving_oip(backend: ServingBackend, **settings: Any) -> Iterator[OipServer]
         )
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         bound.close()
         assert not thread.is_alive(), "the server did not end"

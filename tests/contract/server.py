@@ -66,20 +66,20 @@ class LiveServer:
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
         """One JSON request on a connection of its own; ``headers`` win over Content-Type's."""
-        with httpx.Client(base_url=self.url, timeout=20) as client:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
             return client.post(
                 path, content=content, headers={"Content-Type": JSON, **(headers or {})}
             )
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
-        with httpx.Client(base_url=self.url, timeout=20) as client:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
             return client.get(path, headers=headers)
 
-    def connect(self, timeout_s: float = 10) -> socket.socket:
+    def connect(self, timeout_s: float = 60) -> socket.socket:
         """A raw connection, for what no HTTP client would send."""
         return socket.create_connection((self.host, self.port), timeout_s)
 
-    def wait_until_idle(self, timeout_s: float = 10) -> None:
+    def wait_until_idle(self, timeout_s: float = 60) -> None:
         """Until no request holds memory or a slot."""
         until = time.monotonic() + timeout_s
         hub = self.hub
@@ -111,7 +111,7 @@ def serving(backend: ServingBackend, **settings: Any) -> Iterator[LiveServer]:
         yield LiveServer(host, port, plane, plane.engine, server)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         bound.close()
         assert not thread.is_alive(), "the server did not end"
 
@@ -132,7 +132,7 @@ def serving_process(directory: Path, environment: Mapping[str, str]) -> Iterator
         stdout=subprocess.DEVNULL,
     )
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not port_file.exists():
             assert process.poll() is None
             assert time.monotonic() < until
@@ -141,7 +141,7 @@ def serving_process(directory: Path, environment: Mapping[str, str]) -> Iterator
         assert process.poll() is None, "the server died"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def binary_example(tensors: Mapping[str, NDArray[Any]] | None = None, **parameters: Any) -> bytes:

@@ -21,7 +21,7 @@ from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.at_once import AtOnce
 from convgrad_service.engine.on_the_spot import Beside
 from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import TreeServer, serving_tree
+from tests.contract.tree_server import TreeServer, serving_tree, until
 from tests.fake_backends import Blocking
 
 Array = NDArray[Any]
@@ -108,7 +108,7 @@ def test_all_but_the_first_are_at_once(at_once: list[str], transport: str) -> No
         finally:
             close()
         assert at_once == ["maxpool2d_fwd"] * 4
-        assert server.dataplane.engine.memory.used_bytes == 0  # type: ignore[attr-defined]
+        until(lambda: server.dataplane.engine.memory.used_bytes == 0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("module", [http_client, grpc_client])
@@ -160,17 +160,25 @@ def test_a_deadline_ends_what_was_known_too(
     pool(array, 2)
     close()
     backend.release.clear()
+    # A deadline so short may pass on the way there, where much else is to be done.
+    for deadline_s in (0.3, 3, 30):
+        ask_within(deadline_s, server, transport, array)
+        if at_once:
+            break
+    assert set(at_once) == {"maxpool2d_fwd"}
+
+
+def ask_within(deadline_s: float, server: OipServer, transport: str, array: Array) -> None:
+    """Ask what is not answered, and find that the deadline has passed."""
     if transport == "sdk":
         with (
-            convgrad.Client(f"http://{server.http}", retries=0, timeout=0.3) as client,
+            convgrad.Client(f"http://{server.http}", retries=0, timeout=deadline_s) as client,
             pytest.raises((convgrad.errors.DeadlineExceeded, convgrad.errors.ClientTimeout)),
         ):
             client.maxpool2d_fwd(array, 2)
-    else:
-        with grpc_client.InferenceServerClient(server.grpc) as client:
-            given = grpc_client.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
-            with pytest.raises(InferenceServerException, match=r"(?i)deadline"):
-                client.infer(
-                    "maxpool2d_fwd", [given], parameters={"kernel_size": 2}, client_timeout=0.3
-                )
-    assert at_once == ["maxpool2d_fwd"]
+        return
+    with grpc_client.InferenceServerClient(server.grpc) as client:
+        given = grpc_client.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
+        parameters = {"kernel_size": 2}
+        with pytest.raises(InferenceServerException, match=r"(?i)deadline"):
+            client.infer("maxpool2d_fwd", [given], parameters=parameters, client_timeout=deadline_s)

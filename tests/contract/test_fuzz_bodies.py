@@ -22,7 +22,7 @@ MiB = 2**20
 # What one server may hold: bodies and arrays, scratch memory, and what the interpreter, Prometheus
 # and malloc's caches take beside them.
 INFLIGHT, WORKSPACE, BESIDE = 64 * MiB, 32 * MiB, 64 * MiB
-LONGEST_S = 2.0
+LONGEST_S = 10.0
 
 SETTINGS = {
     "CONVGRAD_MAX_JSON_BYTES": "1MiB",
@@ -47,7 +47,7 @@ def test_no_body_does_harm(request: pytest.FixtureRequest, tmp_path: Path) -> No
     seen: dict[int, int] = {}
     with (
         serving_process(tmp_path, SETTINGS) as (url, process),
-        httpx.Client(base_url=url, timeout=10) as client,
+        httpx.Client(base_url=url, timeout=60) as client,
     ):
         for operation in OPERATIONS.values():  # what a first request loads is not growth
             client.post(f"/{operation.name}", json=operation.example)
@@ -55,8 +55,6 @@ def test_no_body_does_harm(request: pytest.FixtureRequest, tmp_path: Path) -> No
 
         @settings(
             max_examples=examples,
-            deadline=None,
-            database=None,
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.generate, Phase.shrink),
         )

@@ -78,14 +78,14 @@ def test_no_frames_do_harm(
         for _ in range(examples):
             with (
                 contextlib.suppress(ConnectionError, TimeoutError),
-                socket.create_connection((host, int(port)), 5) as client,
+                socket.create_connection((host, int(port)), 60) as client,
             ):
                 client.sendall(conversation(rng))
                 if rng.random() < 0.8:  # the others leave without a word
                     client.shutdown(socket.SHUT_WR)
                     while client.recv(65_536):
                         pass
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not served(server):
             assert time.monotonic() < until, f"seed {seed}"
         wait_until_idle(server)

@@ -125,23 +125,25 @@ def test_a_message_over_the_limit_is_refused_before_it_comes(raw: Http2Client) -
 
 
 @pytest.mark.parametrize("sent", [0, 3, 100, 2000, 300_000])
-def test_a_client_that_pauses_is_cut_off(raw: Http2Client, sent: int) -> None:
+def test_a_client_that_pauses_is_cut_off(impatient: OipServer, sent: int) -> None:
     message = grpc_message(pool_request(2**19))
-    raw.open(1, INFER)
-    for at in range(0, sent, 16_384):
-        raw.data(1, message[at : min(at + 16_384, sent)])
-    headers, _ = raw.answer(1)
+    with connected(impatient.grpc) as raw:
+        raw.open(1, INFER)
+        for at in range(0, sent, 16_384):
+            raw.data(1, message[at : min(at + 16_384, sent)])
+        headers, _ = raw.answer(1)
     assert headers["convgrad-code"] == "request-timeout"
     assert headers["grpc-status"] == "14"
     assert "0.4 s" in headers["grpc-message"]
 
 
-def test_a_stream_may_be_silent_between_its_messages(raw: Http2Client) -> None:
-    raw.open(1, INFER.replace(b"ModelInfer", b"ModelStreamInfer"))
-    raw.data(1, grpc_message(pool_request()))
-    time.sleep(0.7)  # longer than a pause within a message may last
-    raw.data(1, grpc_message(pool_request()), last=True)
-    headers, data = raw.answer(1)
+def test_a_stream_may_be_silent_between_its_messages(impatient: OipServer) -> None:
+    with connected(impatient.grpc) as raw:
+        raw.open(1, INFER.replace(b"ModelInfer", b"ModelStreamInfer"))
+        raw.data(1, grpc_message(pool_request()))
+        time.sleep(0.7)  # longer than a pause within a message may last
+        raw.data(1, grpc_message(pool_request()), last=True)
+        headers, data = raw.answer(1)
     assert headers["grpc-status"] == "0"
     assert len(data) == 2 * (5 + int.from_bytes(data[1:5], "big"))
 
@@ -153,22 +155,22 @@ def test_a_client_that_vanishes_frees_the_memory(http2_server: OipServer) -> Non
         for at in range(0, 2**17, 2**14):
             raw.data(1, message[at : at + 2**14])
         hub: Any = http2_server.dataplane.engine
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not hub.memory.used_bytes:
             assert time.monotonic() < until
             time.sleep(0.005)
     wait_until_idle(http2_server)
 
 
-def test_a_client_that_takes_no_answer_is_cut_off(http2_server: OipServer) -> None:
+def test_a_client_that_takes_no_answer_is_cut_off(impatient: OipServer) -> None:
     message = grpc_message(pool_request(2**20))
-    with connected(http2_server.grpc) as raw:
+    with connected(impatient.grpc) as raw:
         raw.open(1, INFER)
         for at in range(0, len(message), 2**14):
             raw.data(1, message[at : at + 2**14], last=at + 2**14 >= len(message))
         # No window is ever opened for the 4 MiB of the answer.
         assert raw.closed()
-    wait_until_idle(http2_server)
+    wait_until_idle(impatient)
 
 
 @pytest.mark.parametrize(

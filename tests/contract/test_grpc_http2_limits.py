@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -32,7 +33,7 @@ from tests.contract.http2_client import (
     wait_until_idle,
 )
 from tests.contract.oip_server import OipServer, serving_oip
-from tests.fake_backends import Blocking
+from tests.fake_backends import Blocking, Zeros
 
 CONNECTION_ERRORS: dict[str, tuple[bytes, Error]] = {
     "DATA on an idle stream": (frame(Kind.DATA, 0, 1, b"x"), Error.PROTOCOL_ERROR),
@@ -120,18 +121,26 @@ def test_what_is_no_http2(http2_server: OipServer) -> None:
             assert raw.goaway()[0] == Error.PROTOCOL_ERROR
 
 
-def test_headers_that_never_end(http2_server: OipServer) -> None:
-    with connected(http2_server.grpc, greet=False) as silent:
+@pytest.fixture(scope="module")
+def without_patience() -> Iterator[OipServer]:
+    """A server that waits for nobody: whoever does not speak at once is let go."""
+    with serving_oip(Zeros(), header_timeout_s=0.4) as running:
+        yield running
+
+
+def test_headers_that_never_end(without_patience: OipServer) -> None:
+    with connected(without_patience.grpc, greet=False) as silent:
         assert silent.goaway()[0] == Error.SETTINGS_TIMEOUT
-    with connected(http2_server.grpc) as raw:
+    with connected(without_patience.grpc) as raw:
         raw.send(frame(Kind.HEADERS, 0, 1, b""))
         assert raw.goaway()[0] == Error.SETTINGS_TIMEOUT
         assert raw.closed()
 
 
-def test_a_silent_connection_is_asked_and_let_go(http2_server: OipServer) -> None:
-    with connected(http2_server.grpc) as raw:
-        kinds = [kind for kind, flags, _, _ in raw.frames() if not flags]
+def test_a_silent_connection_is_asked_and_let_go() -> None:
+    with serving_oip(Zeros(), body_idle_timeout_s=0.4, answer_idle_timeout_s=0.5) as server:
+        with connected(server.grpc) as raw:
+            kinds = [kind for kind, flags, _, _ in raw.frames() if not flags]
         assert Kind.PING in kinds
 
 
@@ -141,7 +150,7 @@ def test_too_many_connections(http2_server: OipServer) -> None:
             stack.enter_context(connected(http2_server.grpc))
         refused = stack.enter_context(connected(http2_server.grpc))
         assert refused.goaway() == (Error.ENHANCE_YOUR_CALM, "as many connections as there may be")
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not served(http2_server):
         assert time.monotonic() < until
 
@@ -178,8 +187,8 @@ def test_draining_finishes_what_is_served_and_ignores_what_is_new() -> None:
     with serving_oip(backend) as server, connected(server.grpc) as raw:
         raw.open(1, INFER)
         raw.data(1, grpc_message(pool_request()), last=True)
-        assert backend.started.acquire(timeout=5)
-        stopping = asyncio.run_coroutine_threadsafe(server.grpc_server.stop(5), server.loop)
+        assert backend.started.acquire(timeout=60)
+        stopping = asyncio.run_coroutine_threadsafe(server.grpc_server.stop(60), server.loop)
         kind, _, _, payload = next(found for found in raw.frames() if found[0] == Kind.GOAWAY)
         assert (kind, payload) == (Kind.GOAWAY, struct.pack(">LL", 1, Error.NO_ERROR))
         raw.open(3, INFER)
@@ -187,11 +196,11 @@ def test_draining_finishes_what_is_served_and_ignores_what_is_new() -> None:
         backend.release.set()
         assert raw.answer(1)[0]["grpc-status"] == "0"
         assert raw.closed()
-        stopping.result(5)
+        stopping.result(60)
 
 
 @given(st.binary(max_size=200), st.integers(0, 9), st.integers(0, 255), st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_frame_is_survived(
     http2_server: OipServer, payload: bytes, kind: int, flags: int, stream: int
 ) -> None:

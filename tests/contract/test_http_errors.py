@@ -169,7 +169,7 @@ def refused(live: LiveServer, body: bytes, headers: dict[str, str] | None = None
     """The code of the refusal, once everything all refusals share has been checked."""
     started = time.monotonic()
     answer = live.post(body, headers=headers)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert 400 <= answer.status_code < 500, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     fields = answer.json()

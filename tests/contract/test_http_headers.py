@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.contract.server import JSON, LiveServer
+from tests.contract.tree_server import until
 
 PATHS = {
     "/v2/health/live": 200,
@@ -67,10 +68,15 @@ def test_the_root_leads_to_the_docs(live: LiveServer) -> None:
 def test_metrics_count_what_happened(live: LiveServer) -> None:
     live.post()
     live.post(b"{")
-    text = live.get("/metrics").text
     sample = r'{}{{code="{}",operation="conv_bwd_data",transport="http"}} [1-9]'
-    assert re.search(sample.format("convgrad_requests_total", "ok"), text)
-    assert re.search(sample.format("convgrad_requests_total", "malformed-request"), text)
+    wanted = [
+        re.compile(sample.format("convgrad_requests_total", code))
+        for code in ("ok", "malformed-request")
+    ]
+    live.wait_until_idle()
+    # What has happened is counted a moment after its answer.
+    until(lambda: all(each.search(live.get("/metrics").text) for each in wanted))
+    text = live.get("/metrics").text
     for name in (
         "convgrad_received_bytes_total{",
         "convgrad_sent_bytes_total{",

@@ -16,6 +16,7 @@ from convgrad.wire import safetensors
 from convgrad_service.http_api import landing as module
 from tests.contract.server import SAFETENSORS, LiveServer, serving
 from tests.contract.test_http_body import head, read_all
+from tests.contract.tree_server import until
 from tests.fake_backends import Sums
 
 MIB = 2**20
@@ -23,13 +24,15 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def summing() -> Iterator[LiveServer]:
-    """A server whose answers depend on every byte, with patience that a test can wait out."""
-    with serving(
-        Sums(),
-        body_idle_timeout_s=0.4,
-        min_body_bytes_per_s="1MiB",
-        max_inflight_bytes="256MiB",
-    ) as server:
+    """A server whose answers depend on every byte."""
+    with serving(Sums(), max_inflight_bytes="256MiB") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[LiveServer]:
+    """One whose patience a test can wait out."""
+    with serving(Sums(), body_idle_timeout_s=0.4, min_body_bytes_per_s="1MiB") as server:
         yield server
 
 
@@ -106,19 +109,19 @@ def test_requests_sent_ahead_of_answers_do_not_mix(summing: LiveServer) -> None:
     summing.wait_until_idle()
 
 
-def test_a_pause_and_a_drip_are_408_and_a_deadline_is_504(summing: LiveServer) -> None:
+def test_a_pause_and_a_drip_are_408(impatient: LiveServer) -> None:
     body, _ = problem(1)
-    with summing.connect() as connection:
+    with impatient.connect() as connection:
         connection.sendall(request(body)[: 4 * MIB])
         started = time.monotonic()
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
-        assert time.monotonic() - started < 2
-    with summing.connect() as connection:
+        assert time.monotonic() - started < 15  # and not after the 20 s of the default
+    with impatient.connect() as connection:
         connection.sendall(request(body)[: 2 * MIB])
         connection.settimeout(0.05)
         answer = b""
         started = time.monotonic()
-        while not answer and time.monotonic() - started < 10:
+        while not answer and time.monotonic() - started < 15:
             try:
                 connection.sendall(b"12345678")
                 answer = connection.recv(65536)
@@ -127,6 +130,11 @@ def test_a_pause_and_a_drip_are_408_and_a_deadline_is_504(summing: LiveServer) -
             except ConnectionError:
                 answer = b"HTTP/1.1 408 "  # reset with crumbs unread
         assert answer.startswith(b"HTTP/1.1 408 ")
+    impatient.wait_until_idle()
+
+
+def test_a_deadline_is_504(summing: LiveServer) -> None:
+    body, _ = problem(1)
     with summing.connect() as connection:
         connection.sendall(request(body, "X-Request-Timeout: 0.2\r\n")[: 4 * MIB])
         assert connection.recv(65536).startswith(b"HTTP/1.1 504 ")
@@ -137,8 +145,7 @@ def test_a_client_that_leaves_frees_its_place(summing: LiveServer) -> None:
     body, expected = problem(1)
     with summing.connect() as connection:
         connection.sendall(request(body)[: 4 * MIB])
-        time.sleep(0.1)
-        assert summing.held_bytes > 20 * MIB
+        until(lambda: summing.held_bytes > 20 * MIB)
     summing.wait_until_idle()
     with summing.connect() as connection:
         connection.sendall(request(body))
@@ -157,7 +164,4 @@ def test_what_is_counted_as_received(summing: LiveServer) -> None:
     with summing.connect() as connection:
         connection.sendall(request(body))
         answered(connection)
-    until = time.monotonic() + 5
-    while received() - before != len(body):
-        assert time.monotonic() < until, (received() - before, len(body))
-        time.sleep(0.01)
+    until(lambda: received() - before == len(body))

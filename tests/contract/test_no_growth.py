@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from convgrad import Client
-from tests.contract.tree_server import TreeServer, descriptors, serving_tree, until
+from tests.contract.tree_server import TreeServer, descriptors, serving_tree
 from tests.fake_backends import Sums
 
 # What allocators and caches of a process may gain after they are warm; a leaked request of the
@@ -49,7 +49,7 @@ def asked(server: TreeServer, requests: int) -> dict[int, tuple[int, int]]:
         done = [asking.submit(ask, server.url, requests // 4, seed) for seed in range(4)]
         for one in done:
             one.result()
-    until(lambda: server.tree.hub.schedule.running == 0)
+    server.settled_bytes()
     return {child: (resident_bytes(child), descriptors(child)) for child in server.children()}
 
 

@@ -34,7 +34,7 @@ def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         env={**os.environ, "CONVGRAD_MAX_QUEUE": "7", "CONVGRAD_GRPC_PORT": "0"},
     )
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not port_file.exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until
@@ -52,17 +52,17 @@ def test_it_serves_until_interrupted(
     process, port_file = serving
     port = int(port_file.read_text())
     url = f"http://127.0.0.1:{port}"
-    with httpx.Client(base_url=url) as client:  # left open: an idle client must not hold it up
+    # Left open: an idle client must not hold it up.
+    with httpx.Client(base_url=url, timeout=60) as client:
         assert client.get("/operations").json()["limits"]["queue"] == 7
         answer = client.post("/conv_bwd_data", content=EXAMPLE, headers={"Content-Type": JSON})
         assert answer.status_code == 200
         # The example's weight is [[1, 0], [0, -1]], its grad_output [[1, 2], [3, 4]].
         values = answer.json()["grad_input"]["values"]
         assert values == [[[[1, 2, 0], [3, 3, -2], [0, -3, -4]]]]
-        started = time.monotonic()
         process.send_signal(number)
+        # It would take half a minute if it waited for the client, see shutdown_grace_s.
         out, err = process.communicate(timeout=20)
-    assert time.monotonic() - started < 3
     assert process.returncode == 0, err
     assert re.fullmatch(
         f"convgrad listens on {url}\nconvgrad listens on grpc://127.0.0.1:[0-9]+\n", out

@@ -21,6 +21,7 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
 from convgrad_service.engine.arrangement import arrangement_of, forget_sizes
+from convgrad_service.engine.schedule import Task
 from tests.contract.tree_server import TreeServer, serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
@@ -96,25 +97,26 @@ def bwd_data() -> Call[Any]:
     return calls.conv_bwd_data(GRAD, WEIGHT, padding=1)
 
 
-class Watch(threading.Thread):
-    """Sees how many tasks ran at the same time at most."""
+class Watch:
+    """Sees how many tasks ran at the same time at most: it looks whenever one begins."""
 
     def __init__(self, server: TreeServer) -> None:
-        super().__init__()
         self.most = 0
-        self._schedule, self._ended = server.tree.hub.schedule, threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(0.002):
-            self.most = max(self.most, self._schedule.running)
+        self._schedule, self._patch = server.tree.hub.schedule, pytest.MonkeyPatch()
 
     def __enter__(self) -> Watch:
-        self.start()
+        started = self._schedule._started
+
+        def looked(task: Task) -> bool:
+            begun = started(task)
+            self.most = max(self.most, self._schedule.running)
+            return begun
+
+        self._patch.setattr(self._schedule, "_started", looked)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
+        self._patch.undo()
 
 
 def expected() -> Any:
@@ -169,23 +171,32 @@ def test_a_device_lost_in_the_middle_costs_nothing(server: TreeServer) -> None:
         os.kill(workers[1].process_id, signal.SIGKILL)
         found = [first, *rows]
     assert (found[-1].whole == expected()).all()
-    assert server.tree.hub.schedule.deaths >= 1
+    until(lambda: server.tree.hub.schedule.deaths >= 1)
     until(lambda: sorted(workers) == [0, 1, 2])
 
 
 def test_small_requests_go_on_beside_a_large_one(server: TreeServer) -> None:
     ones = np.ones((1, 1, 1, 1), np.float32)
     with Client(server.url, retries=0) as large, Client(server.url, retries=0) as small:
-        computing = threading.Thread(target=lambda: large.call(bwd_data()))
+        seen = threading.Event()
+
+        def compute() -> None:
+            while not seen.is_set():
+                large.call(bwd_data())
+
+        computing = threading.Thread(target=compute)
         computing.start()
-        until(lambda: server.tree.hub.schedule.running == 3)
-        assert small.conv_bwd_data(ones, ones).item() == 1
-        computing.join()
+        try:
+            until(lambda: server.tree.hub.schedule.running == 3)
+            assert small.conv_bwd_data(ones, ones).item() == 1
+        finally:
+            seen.set()
+            computing.join()
 
 
 def test_a_sum_is_computed_on_all_devices_and_added_up_in_order(server: TreeServer) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
-    held = server.held_bytes
+    held = server.settled_bytes()
     with Client(server.url, retries=0) as client:
         for _ in range(2):
             with Watch(server) as watch:
@@ -226,7 +237,7 @@ def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
     schedule, workers = server.tree.hub.schedule, server.tree.supervisor.workers
     until(lambda: sorted(workers) == [0, 1, 2])
-    held, deaths, killed = server.held_bytes, schedule.deaths, threading.Event()
+    held, deaths, killed = server.settled_bytes(), schedule.deaths, threading.Event()
     wrong: list[BaseException | str] = []
 
     def ask() -> None:

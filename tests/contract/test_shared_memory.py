@@ -32,6 +32,7 @@ from tests.cases import Case
 from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.test_oip_operations import _PROTOCOL, inputs, parameters
 from tests.contract.test_operations_computed import CASES
+from tests.contract.tree_server import until
 from tests.fake_backends import Blocking
 from tests.kernels.harness import check, drawn
 
@@ -258,7 +259,8 @@ def test_unregistering_waits_for_the_request_that_uses_it() -> None:
             return pool(client, http_client, (name, 0), (name, 512))
 
     def unregister(name: str) -> httpx.Response:
-        return httpx.post(f"http://{server.http}/v2/systemsharedmemory/region/{name}/unregister")
+        url = f"http://{server.http}/v2/systemsharedmemory/region/{name}/unregister"
+        return httpx.post(url, timeout=60)
 
     with (
         serving_oip(backend, system_shared_memory=True) as server,
@@ -268,15 +270,17 @@ def test_unregistering_waits_for_the_request_that_uses_it() -> None:
     ):
         client.register_system_shared_memory(name, f"/{name}", PAGE)
         running = threads.submit(ask, name)
-        assert backend.started.acquire(timeout=10)
+        assert backend.started.acquire(timeout=60)
         leaving = threads.submit(unregister, name)
+        (kept,) = server.dataplane.engine.regions._regions.values()  # type: ignore[attr-defined]
+        until(lambda: kept.leaving)
         with pytest.raises(TimeoutError):
             leaving.result(0.2)
         with pytest.raises(InferenceServerException, match="no region"):
             pool(client, http_client, (name, 0))
         backend.release.set()
-        running.result(10)
-        assert leaving.result(10).status_code == httpx.codes.OK
+        running.result(60)
+        assert leaving.result(60).status_code == httpx.codes.OK
         assert len(server.dataplane.engine.regions) == 0  # type: ignore[attr-defined]
 
 

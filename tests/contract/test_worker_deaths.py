@@ -28,7 +28,7 @@ from convgrad_service.backends.base import Outcome
 from convgrad_service.problems import Problem
 from tests.contract.server import SAFETENSORS
 from tests.contract.test_http_body import head
-from tests.contract.tree_server import TreeServer, descriptors, serving_tree, until
+from tests.contract.tree_server import TreeServer, alive, descriptors, serving_tree, until
 from tests.fake_backends import Sums
 
 POISON = -666.0
@@ -77,6 +77,23 @@ def while_unbroken(broken: Path, device: int) -> Mortal:
     return Mortal()
 
 
+def once_open(gate: Path, device: int) -> Mortal:
+    """A device that is there once there is such a file."""
+    until(gate.exists)
+    return Mortal()
+
+
+class Waiting(Mortal):
+    """Computes once there is such a file: whoever has asked is being served until then."""
+
+    def __init__(self, gate: Path, _: int) -> None:
+        self._gate = gate
+
+    def run(self, *arguments: Any) -> Outcome:
+        until(self._gate.exists)
+        return super().run(*arguments)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[TreeServer]:
     with serving_tree(mortal, http_workers=2, max_inflight_bytes="512MiB") as serving:
@@ -109,7 +126,7 @@ class Load:
         """Stop, and raise what went wrong."""
         self._ended.set()
         for running in self._running:
-            running.result(60)
+            running.result(120)
         self._pool.shutdown()
 
 
@@ -126,8 +143,7 @@ def load(url: str) -> Iterator[Load]:
 def test_a_worker_killed_again_and_again_costs_no_request(server: TreeServer, kills: int) -> None:
     with load(server.url) as warming:
         until(lambda: warming.answered > 50)
-    until(lambda: server.tree.hub.schedule.running == 0)
-    held, files = server.held_bytes, descriptors(os.getpid())
+    held, files = server.settled_bytes(), descriptors(os.getpid())
     with load(server.url) as loading:
         for _ in range(kills):
             before = loading.answered
@@ -148,35 +164,50 @@ def test_what_kills_its_worker_alone_is_internal_and_costs_nobody_else(server: T
         pytest.raises(Internal, match="internal error"),
     ):
         client.conv_bwd_data(np.ones((1, 1, 4, 4), np.float32), poisoned)
-    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    until(lambda: ready(server))
 
 
-def test_ready_is_false_only_while_no_device_works(server: TreeServer) -> None:
-    worker = server.worker_id
-    assert worker is not None
-    os.kill(worker, signal.SIGKILL)
-    url = f"{server.url}/v2/health/ready"
-    until(lambda: httpx.get(url).status_code == 503)
-    with Client(server.url, retries=0, timeout=60) as client:  # and still nobody is refused
-        ones = np.ones((1, 1, 1, 1), np.float32)
-        assert client.conv_bwd_data(ones, ones).item() == 2
-    until(lambda: httpx.get(url).status_code == 200)
+def ready(server: TreeServer) -> bool:
+    """Whether it says so."""
+    return httpx.get(f"{server.url}/v2/health/ready", timeout=60).status_code == 200
+
+
+def test_ready_is_false_only_while_no_device_works(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    gate.touch()
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    with (
+        serving_tree(partial(once_open, gate)) as server,
+        Client(server.url, retries=0, timeout=60) as client,
+        ThreadPoolExecutor(1) as asking,
+    ):
+        worker = server.worker_id
+        assert worker is not None
+        gate.unlink()  # its successor comes when the gate is open again
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not ready(server))
+        asked = asking.submit(client.conv_bwd_data, ones, ones)  # and still nobody is refused
+        with pytest.raises(TimeoutError):
+            asked.result(0.1)
+        gate.touch()
+        assert asked.result(60).item() == 2
+        until(lambda: ready(server))
 
 
 def test_two_devices_work_side_by_side_and_one_is_enough() -> None:
     with serving_tree(one_of_two, slots=1) as server:
         workers = server.tree.supervisor.workers
         assert sorted(workers) == [0, 1]
-        ready = f"{server.url}/v2/health/ready"
         with load(server.url) as loading:
             until(lambda: server.tree.hub.schedule.running == 2)
-            os.kill(workers[1].process_id, signal.SIGKILL)
-            until(lambda: 1 not in workers)
-            assert httpx.get(ready).status_code == 200
+            killed = workers[1].process_id
+            os.kill(killed, signal.SIGKILL)
+            until(lambda: 1 not in workers or workers[1].process_id != killed)
+            assert ready(server)
             before = loading.answered
             until(lambda: loading.answered > before + 5)
             until(lambda: sorted(workers) == [0, 1])
-        assert httpx.get(ready).status_code == 200
+        assert ready(server)
 
 
 def test_a_device_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -202,14 +233,14 @@ def test_a_device_that_breaks_is_given_up_and_taken_back_when_it_works(tmp_path:
             # It waits for as long as there is hope, and is told when there is none.
             with pytest.raises(DeviceUnavailable, match="the device has failed: it is broken"):
                 client.conv_bwd_data(ones, ones)
-            assert httpx.get(f"{server.url}/v2/health/ready").status_code == 503
+            assert not ready(server)
             broken.unlink()
-            until(lambda: server.worker_id is not None, 30)
+            until(lambda: server.worker_id is not None)
             assert client.conv_bwd_data(ones, ones).item() == 2
 
 
 def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:
-    held = server.held_bytes
+    held = server.settled_bytes()
     body = 8 * 2**20
     header = (
         '{"grad_output":{"dtype":"F32","shape":[1,1,1024,2048],"data_offsets":[4,8388612]},'
@@ -224,23 +255,25 @@ def test_a_client_that_leaves_frees_its_place(server: TreeServer) -> None:
     until(lambda: server.held_bytes == held)
 
 
-def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again() -> None:
-    with serving_tree(mortal, http_workers=2) as server:
-        held = server.held_bytes
-        with contextlib.suppress(httpx.HTTPError), ThreadPoolExecutor(1) as asking:
-            grad = np.ones((1, 1, 2048, 1024), np.float32)
-            with Client(server.url, retries=0) as client:
-                asked = asking.submit(client.conv_bwd_data, grad, np.ones((1, 1, 1, 1), np.float32))
-                until(lambda: server.held_bytes > held)
-                for process in server.tree.front_processes:
-                    process.kill()
-                assert asked.exception(30) is not None
+def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    with serving_tree(partial(Waiting, gate), http_workers=2) as server:
+        held = server.settled_bytes()
+        grad = np.ones((1, 1, 2048, 1024), np.float32)
+        with ThreadPoolExecutor(1) as asking, Client(server.url, retries=0) as client:
+            asked = asking.submit(client.conv_bwd_data, grad, np.ones((1, 1, 1, 1), np.float32))
+            until(lambda: server.tree.hub.schedule.running == 1)
+            assert server.held_bytes > held
+            for process in server.tree.front_processes:
+                process.kill()
+            assert asked.exception(60) is not None
+        gate.touch()
         until(lambda: len(server.tree.front_processes) == 3)
         until(lambda: server.held_bytes == held)
 
         def works() -> bool:
             try:
-                return httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+                return ready(server)
             except httpx.HTTPError:
                 return False
 
@@ -254,13 +287,14 @@ def test_every_front_end_tells_all_there_is_to_tell(server: TreeServer) -> None:
         with Client(server.url) as client:
             client.conv_bwd_data(ones, ones)
     name = 'convgrad_requests_total{code="ok",operation="conv_bwd_data",transport="http"} '
-    counts = set()
-    time.sleep(0.2)  # what was observed is told within a moment
-    for _ in range(12):
-        text = httpx.get(f"{server.url}/metrics").text  # a connection each, so both are asked
-        counts.add(text.partition(name)[2].split("\n")[0])
-    assert len(counts) == 1
-    assert float(counts.pop()) >= 6
+
+    def counted() -> list[float]:
+        # A connection each, so both are asked.
+        texts = [httpx.get(f"{server.url}/metrics", timeout=60).text for _ in range(12)]
+        return [float(text.partition(name)[2].split("\n")[0] or 0) for text in texts]
+
+    # What was observed is told within a moment.
+    until(lambda: len(counts := set(counted())) == 1 and counts.pop() >= 6)
 
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
@@ -280,13 +314,13 @@ def test_no_process_outlives_the_server(
         stdout=subprocess.DEVNULL,
     )
     try:
-        until(port_file.exists, 60)
+        until(port_file.exists)
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         children = [int(child) for child in listed.split()]
         assert len(children) == 2 + (workers if workers > 1 else 0)  # gRPC, one worker, and HTTP
         process.send_signal(number)
-        assert process.wait(20) == (0 if number is signal.SIGTERM else -number)
-        until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+        assert process.wait(60) == (0 if number is signal.SIGTERM else -number)
+        until(lambda: not any(map(alive, children)))
     finally:
         process.kill()
         process.wait()

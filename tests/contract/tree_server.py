@@ -22,7 +22,10 @@ from convgrad_service.server import listening_socket
 from convgrad_service.settings import Settings
 from convgrad_service.tree import Tree
 
-__all__ = ["TreeServer", "descriptors", "serving_tree", "until"]
+__all__ = ["LONGEST_S", "TreeServer", "alive", "descriptors", "serving_tree", "until"]
+
+# What takes longer than this on a machine with much else to do never comes.
+LONGEST_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,22 @@ class TreeServer:
         """What requests, and the front ends' pockets, hold of the arena."""
         return self.tree.hub.memory.used_bytes + self.tree.hub.texts.used_bytes
 
-    def kill_worker(self, timeout_s: float = 20) -> None:
+    def settled_bytes(self) -> int:
+        """What is held when nobody asks for anything: what the front ends' pockets are."""
+        # A place is given back a moment after its answer has left.
+        seen = [self.held_bytes]
+        while len(seen) < 40 or len(set(seen[-40:])) > 1:
+            time.sleep(0.005)
+            seen.append(self.held_bytes)
+        return seen[-1]
+
+    def kill_worker(self) -> None:
         """Kill the first worker, and wait until another has taken its place."""
-        until(lambda: self.worker_id is not None, timeout_s)
+        until(lambda: self.worker_id is not None)
         killed = self.worker_id
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
-        until(lambda: self.worker_id not in (None, killed), timeout_s)
+        until(lambda: self.worker_id not in (None, killed))
 
     def children(self) -> list[int]:
         """The processes of the server but the hub's."""
@@ -102,7 +114,7 @@ def serving_tree(
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            assert started.wait(30)
+            assert started.wait(LONGEST_S)
             assert not failures, failures
             http_port = bound.getsockname()[1]
             yield TreeServer(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_ports[0]}", tree)
@@ -110,17 +122,26 @@ def serving_tree(
             for end in ending:
                 with suppress(RuntimeError):  # its loop has ended by itself
                     end()
-            thread.join(30)
+            thread.join(LONGEST_S)
         assert not thread.is_alive()
         assert not failures, failures
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = LONGEST_S) -> None:
     """Return once it is true."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.005)
+
+
+def alive(process_id: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever inherits it to look."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def descriptors(process_id: int) -> int:
