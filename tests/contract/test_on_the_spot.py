@@ -73,6 +73,21 @@ def test_workers_compute_no_more_than_the_first_of_all_alike(
     until(lambda: tree.held_bytes == held)
 
 
+def test_a_deadline_that_has_passed_is_missed(tree: TreeServer) -> None:
+    with http_client.InferenceServerClient(tree.url.removeprefix("http://")) as client:
+        array = np.zeros((1, 1, 5, 5), np.float32)
+        given = http_client.InferInput("input", array.shape, "FP32").set_data_from_numpy(array)
+
+        def pool(headers: dict[str, str] | None = None) -> None:
+            client.infer("maxpool2d_fwd", [given], parameters={"kernel_size": 5}, headers=headers)
+
+        for _ in range(_ASKED):
+            pool()
+        with pytest.raises(InferenceServerException, match="504"):
+            pool({"X-Request-Timeout": "0.000000001"})
+        pool({"X-Request-Timeout": "60"})
+
+
 @pytest.mark.parametrize(("module", "side"), [(http_client, 4), (grpc_client, 8)])
 def test_shared_memory_is_computed_on_too(
     tree: TreeServer, submitted: list[object], module: Any, side: int

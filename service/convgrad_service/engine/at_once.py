@@ -74,6 +74,8 @@ class AtOnce:
             return None
         timings, arrangement = self._call.timings, self.known.arrangement
         began_s = time.monotonic()
+        if began_s >= self._call.deadline.at_s:
+            return None  # where it waits for a worker it is told so
         finished = on_the_spot.computed(arrangement, lease.offset, lease.regions)
         if finished is not None:
             timings.add("queue", 0.0)
