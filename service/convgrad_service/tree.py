@@ -5,7 +5,8 @@
 
 Messages go along the lines; bodies lie in the arena, which all of them map. A single HTTP front end
 has no process of its own but the hub's: a small request is answered sooner without another process
-on its way, and a body stops the loop for no longer than a part of it takes to be copied.
+on its way, and a body stops the loop for no longer than a part of it takes to be copied. A small
+problem on the CPU goes no further than the process that was asked, see `engine.on_the_spot`.
 """
 
 from __future__ import annotations
