@@ -105,14 +105,17 @@ def test_every_way_gives_the_right_answer(
             assert_same_bits(array, answers["grpc"][name], f"{way} {name}")
 
 
-def test_asyncio_clients_give_the_same(oip: OipServer, over_grpc: Any, seed: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_asyncio_clients_give_the_same(
+    oip: OipServer, over_grpc: Any, seed: int, dtype: str
+) -> None:
     async def ask() -> None:
         async with (
             http_aio.InferenceServerClient(oip.http) as http,
             grpc_aio.InferenceServerClient(oip.grpc) as grpc,
         ):
             for case in CASES:
-                tensors, wanted = drawn(seed, case, "float32", "exact")
+                tensors, wanted = drawn(seed, case, dtype, "exact")
                 arrays = request_arrays(case, tensors, None)
                 name, kept = case.operation, {"parameters": parameters(case)}
                 expected = over_grpc.infer(name, inputs(grpc_client, arrays), **kept)

@@ -1,0 +1,78 @@
+"""Clients that take their answers in drips: they are let go, and hold nothing up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+from convgrad_service.grpc_api.http2.frames import window_update
+from tests.contract.http2_client import (
+    INFER,
+    connected,
+    grpc_message,
+    pool_request,
+    wait_until_idle,
+)
+from tests.contract.oip_server import serving_oip
+from tests.contract.server import SAFETENSORS, serving
+from tests.fake_backends import Zeros
+
+DRIP_S = 0.05
+# A tiny body that asks for 23 MB of answer, more than any socket's buffers take.
+BODY = (
+    b'{"input": {"values": [[[[0]]]], "dtype": "float32"}, '
+    b'"weight": {"values": [[[[0]]]], "dtype": "float32"}, "padding": 1200}'
+)
+REQUEST = (
+    b"POST /conv_fwd HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Accept: %s\r\nContent-Length: %d\r\n\r\n%s" % (SAFETENSORS.encode(), len(BODY), BODY)
+)
+
+
+def test_an_answer_that_is_read_in_drips_is_let_go_over_http() -> None:
+    with (
+        serving(Zeros(), answer_idle_timeout_s=1.0, log_level="error") as server,
+        server.connect() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(REQUEST)
+        # Each pause is short: it is the rate that is too low.
+        until_s = time.monotonic() + 60
+        while drip(connection) and server.held_bytes:
+            assert time.monotonic() < until_s, "it goes on as long as the client likes"
+            time.sleep(DRIP_S)
+        server.wait_until_idle(60)
+
+
+def drip(connection: socket.socket) -> bool:
+    """Read a little; whether there was anything."""
+    try:
+        return bool(connection.recv(1024))
+    except ConnectionResetError:
+        return False
+
+
+def test_an_answer_that_is_read_in_drips_is_let_go_over_grpc() -> None:
+    message = grpc_message(pool_request(2**20))
+    with (
+        serving_oip(Zeros(), max_body_bytes="8MiB", answer_idle_timeout_s=0.5) as server,
+        connected(server.grpc) as raw,
+    ):
+        raw.open(1, INFER)
+        for at in range(0, len(message), 2**14):
+            raw.data(1, message[at : at + 2**14], last=at + 2**14 >= len(message))
+        stop = threading.Event()
+
+        def grant() -> None:
+            while not stop.wait(DRIP_S):
+                raw.send(window_update(1, 100) + window_update(0, 100))
+
+        dripping = threading.Thread(target=grant)
+        dripping.start()
+        try:
+            assert raw.closed()
+        finally:
+            stop.set()
+            dripping.join()
+        wait_until_idle(server)
