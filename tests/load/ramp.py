@@ -14,15 +14,14 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gevent
 from locust import LoadTestShape, events
 
 from tests.load.figures import Figures
-from tests.load.served import cpu_s
+from tests.load.served import busy_s, cpu_s
 
 # Users at each step; the last is far past what two cores can take.
 STEPS = (1, 2, 4, 8, 16, 32, 64)
@@ -65,16 +64,16 @@ def prepare(environment: Any, **_: Any) -> None:
         Path(options.ramp_out).write_text(json.dumps(list(climbing.rows()), indent=1))
 
 
-@dataclass
-class Used:
-    """Seconds of a core that the server and its clients have used so far."""
+class Used(NamedTuple):
+    """Seconds of a core that have been used so far: by the server, its clients, everything."""
 
     server_s: float
     clients_s: float
+    all_s: float
 
     @classmethod
     def now(cls, server: int) -> Used:
-        return cls(cpu_s(server) if server else 0.0, time.process_time())
+        return cls(cpu_s(server) if server else 0.0, time.process_time(), busy_s())
 
 
 class Climbing:
@@ -107,7 +106,7 @@ class Climbing:
         gevent.sleep(self._step_s - SETTLING_S)
         self._now = None
         after, seconds = Used.now(self._server), time.monotonic() - from_s
-        used = Used(after.server_s - before.server_s, after.clients_s - before.clients_s)
+        used = Used(*(now - then for now, then in zip(after, before, strict=True)))
         self._measured[climb, step] = seconds, used
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -126,4 +125,5 @@ class Climbing:
             "refused_per_s": found["refused"] / seconds,
             "server_cores": used.server_s / seconds,
             "clients_cores": used.clients_s / seconds,
+            "other_cores": max(0.0, used.all_s - used.server_s - used.clients_s) / seconds,
         }

@@ -137,14 +137,15 @@ def ramp(program: Path, step_s: float) -> tuple[list[str], list[dict[str, Any]]]
     steps = [{**one, **cores} for one in steps]
     print(
         f"{'users':>5}{'answered/s':>12}{'refused/s':>11}{'failed':>7}{'p50 s':>8}{'p99 s':>8}"
-        f"  cores used by server, clients"
+        f"  cores used by server, clients, others"
     )
     for one in steps:
         each = ", ".join(f"{climb['answered_per_s']:.0f}" for climb in one["climbs"])
         print(
             f"{one['users']:5}{one['answered_per_s']:12.1f}{one['refused_per_s']:11.1f}"
             f"{one['failed']:7}{_shown(one['p50_s']):>8}{_shown(one['p99_s']):>8}"
-            f"  {one['server_cores']:.2f}, {one['clients_cores']:.2f}  (answered/s: {each})"
+            f"  {one['server_cores']:.2f}, {one['clients_cores']:.2f}, {one['other_cores']:.2f}"
+            f"  (answered/s: {each})"
         )
     return ramp_verdict(steps), steps
 

@@ -10,7 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OUT", "ROOT", "Served", "cpu_s", "held_bytes", "on_cores", "server", "shared_out"]
+__all__ = [
+    "OUT",
+    "ROOT",
+    "Served",
+    "busy_s",
+    "cpu_s",
+    "held_bytes",
+    "on_cores",
+    "server",
+    "shared_out",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "load"
@@ -71,6 +81,12 @@ def cpu_s(process: int) -> float:
     """Seconds of a core that a process has used, with all that it started and that still run."""
     spent = (_stat(pid)[_USER_TIME : _SYSTEM_TIME + 1] for pid in _family(process))
     return sum(int(ticks) for times in spent for ticks in times) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_s() -> float:
+    """Seconds of a core that everything on the machine has used since it started."""
+    _, user, nice, system, _, _, interrupts, soft, *_ = Path("/proc/stat").read_text().split()[:9]
+    return sum(map(int, (user, nice, system, interrupts, soft))) / os.sysconf("SC_CLK_TCK")
 
 
 def _family(process: int) -> set[int]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.load.served import cpu_s, held_bytes, on_cores, shared_out
+from tests.load.served import busy_s, cpu_s, held_bytes, on_cores, shared_out
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and affinity are Linux'")
 
@@ -24,11 +24,13 @@ HAVE_IT_SPENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', s
 
 def test_what_the_children_of_a_process_take_is_counted() -> None:
     command = [sys.executable, "-c", HAVE_IT_SPENT, SPEND]
+    before_s = busy_s()
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with parent:
         assert parent.stdout is not None
         parent.stdout.readline()
         assert cpu_s(parent.pid) >= 0.45
+        assert busy_s() - before_s >= 0.4
         assert held_bytes(parent.pid) > 2**20
     assert cpu_s(parent.pid) == 0
 
