@@ -24,8 +24,13 @@ IF_POSSIBLE ?=
 # `make compile-all`, a line of what it found.
 STORE ?=
 
+# Of `make test`: FRESH=1 draws other random inputs than last time.
+FRESH ?=
+DRAWN := $(if $(FRESH),--fresh)
+QUICK := not slow and not gpu and not deploy
+
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-faults test-torch fuzz check lint type format \
+.PHONY: help demo serve test test-kernels test-others test-slow test-faults test-torch fuzz check lint type format \
         check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
@@ -48,11 +53,18 @@ demo: kernels ## train a small network through a running server, check every ope
 serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
 	@$(PY) -m convgrad serve
 
+# In two halves, for two cores: one computes, the other mostly waits. Each tells when it has ended.
 test: kernels ## every test that needs neither a GPU nor much time
-	@$(PY) -m pytest -m "not slow and not gpu and not deploy"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-kernels test-others
 
-test-slow: kernels ## the larger random sweeps
-	@$(PY) -m pytest -m "slow and not gpu and not deploy"
+test-kernels: kernels ## of those, what the kernels compute, the GPU's in the emulator
+	@$(PY) -m pytest -m "$(QUICK)" $(DRAWN) tests/kernels
+
+test-others: kernels ## and the rest: the parts, the servers, the client
+	@$(PY) -m pytest -m "$(QUICK)" $(DRAWN) --ignore=tests/kernels
+
+test-slow: kernels ## the larger random sweeps, each time over other inputs
+	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh
 
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
@@ -109,7 +121,7 @@ $(DEPLOY)/.ready $(LOAD)/.ready $(RAY)/.ready:
 
 fuzz: kernels ## 10,000 malformed bodies, and as many odd HTTP/2 conversations, against real servers
 	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py tests/contract/test_fuzz_http2.py \
-	    --fuzz-examples=10000 --timeout=1800
+	    --fuzz-examples=10000 --timeout=1800 --fresh
 
 check: lint type ## lint and types
 

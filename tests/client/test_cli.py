@@ -299,7 +299,7 @@ def test_demo_says_what_to_install(
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "convgrad", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "convgrad", *arguments], capture_output=True, text=True, timeout=120
     )
 
 

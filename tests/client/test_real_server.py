@@ -91,10 +91,8 @@ def test_dtypes_survive(wire: str, dtype: Any, client: convgrad.Client) -> None:
 
 def test_large_tensors(client: convgrad.Client) -> None:
     x = np.zeros((1, 16, 1024, 1024), np.float32)
-    started = time.monotonic()
     output = client.conv_fwd(x, ones(16, 1, 1, 1), groups=16)
     assert output.shape == x.shape
-    assert time.monotonic() - started < 20
 
 
 def test_the_server_and_the_client_refuse_in_the_same_words(
@@ -179,14 +177,14 @@ def test_a_busy_server_is_asked_again() -> None:
         convgrad.Client(server.url, sleep=wait) as client,
     ):
         running = pool.submit(client.conv_fwd, x, weight)
-        assert backend.started.acquire(timeout=10)
+        assert backend.started.acquire(timeout=60)
         waiting = pool.submit(client.conv_fwd, x, weight)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while server.hub.schedule.waiting == 0:
             assert time.monotonic() < until
             time.sleep(0.005)
         answer = client.call(calls.conv_fwd(x, weight))
-        assert running.result(10).shape == waiting.result(10).shape == x.shape
+        assert running.result(60).shape == waiting.result(60).shape == x.shape
     assert answer.attempts == 2
     assert len(waited_s) == 1
     assert waited_s[0] >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -89,18 +90,22 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
     started = time.perf_counter()
     backend.run(problem, tensors, cancelled)
     whole_s = time.perf_counter() - started
-    # Other tests may run beside this one and take their share of the time: three attempts.
-    spent_s = []
-    while len(spent_s) < 3 and not any(one < whole_s for one in spent_s):
+    # What else the machine has to do may take its share of any run: five attempts.
+    for _ in range(5):
         cancelled.clear()
         timer = threading.Timer(whole_s / 8, cancelled.set)
         timer.start()
         started = time.perf_counter()
-        with pytest.raises(DeadlineExceeded):
+        with contextlib.suppress(DeadlineExceeded):
             backend.run(problem, tensors, cancelled)
-        spent_s.append(time.perf_counter() - started)
+            # It was done before it was told: it is faster than it was.
+            whole_s = time.perf_counter() - started
+        spent_s = time.perf_counter() - started
+        timer.cancel()
         timer.join()
-    assert min(spent_s) < whole_s
+        if spent_s < whole_s:
+            return
+    pytest.fail("it went on to its end though it was cancelled")
 
 
 def test_the_interpreter_stays_free(backend: Backend) -> None:

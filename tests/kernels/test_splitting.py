@@ -223,7 +223,7 @@ def test_memory_beyond_inputs_and_outputs_is_bounded(operation: str) -> None:
         [sys.executable, "-c", PROBE, operation, str(limit)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

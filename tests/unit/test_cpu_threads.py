@@ -62,7 +62,7 @@ def test_helpers_are_kept_off_their_callers_core() -> None:
     """Woken on the caller's core, a helper would wait there until the launch is over."""
     workers = Workers(2, 0)
     (helper,) = workers._helpers
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     # The first launch may come before the helper has begun.
     while len(os.sched_getaffinity(0) - os.sched_getaffinity(helper.native_id or 0)) != 1:
         assert time.monotonic() < until
@@ -75,7 +75,7 @@ def test_helpers_give_way_to_the_event_loop() -> None:
     workers = Workers(2, 0)
     workers.launch(_counting(4), ConvArgs())
     (helper,) = workers._helpers
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while os.getpriority(os.PRIO_PROCESS, helper.native_id or 0) == os.getpriority(
         os.PRIO_PROCESS, threading.get_native_id()
     ):
@@ -96,7 +96,7 @@ def test_launches_side_by_side_share_the_threads() -> None:
         launched = [
             callers.submit(workers.launch, _counting(20, 0.001), ConvArgs()) for _ in range(16)
         ]
-        assert [one.result(timeout=30).next[0] for one in launched] == [20] * 16
+        assert [one.result(timeout=120).next[0] for one in launched] == [20] * 16
     workers.close()
 
 
@@ -107,7 +107,7 @@ def test_a_cancelled_launch_stops_between_tasks() -> None:
     began_s = time.perf_counter()
     with pytest.raises(DeadlineExceeded):
         workers.launch(_counting(10**9, 0.001), ConvArgs(), cancelled=cancelled)
-    assert time.perf_counter() - began_s < 5
+    assert time.perf_counter() - began_s < 60
     workers.close()
 
 
@@ -122,7 +122,7 @@ def test_helpers_end_with_their_workers() -> None:
     assert helpers() == before
     forgotten = Workers(4, 0)
     del forgotten
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while helpers() > before and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert helpers() == before

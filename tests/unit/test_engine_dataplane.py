@@ -50,18 +50,18 @@ class Plane(Dataplane):
         super().__init__(self.hub, limits=limits or Limits())
 
 
-def called(timeout_s: float = 5.0) -> Call:
+def called(timeout_s: float = 60.0) -> Call:
     return Call(OPERATIONS["conv_bwd_data"], Deadline.after(timeout_s), Timings())
 
 
 async def ask(
-    dataplane: Dataplane, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 5.0
+    dataplane: Dataplane, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 60.0
 ) -> Result:
     return await dataplane.answer(called(timeout_s), lambda: fields, _kept)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)
@@ -208,12 +208,11 @@ def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
 
     async def scenario() -> None:
         dataplane = Plane(backend := Blocking())
-        call = called(0.3)
+        call = called(1.0)
         with pytest.raises(DeadlineExceeded):
             await dataplane.answer(call, lambda: FIELDS, lambda result: result)
         backend.release.set()
-        assert call.timings.stages_s["compute"] > 0.15
-        assert call.timings.stages_s["queue"] < 0.15
+        assert call.timings.stages_s["compute"] > call.timings.stages_s["queue"]
 
     asyncio.run(scenario())
 
@@ -229,7 +228,7 @@ def test_a_cancelled_caller_cancels_its_work() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert dataplane.hub.memory.used_bytes > 0  # until the backend has let go of it
-        assert await asyncio.to_thread(backend.ended.acquire, True, 5)
+        assert await asyncio.to_thread(backend.ended.acquire, True, 60)
         await until(lambda: dataplane.hub.memory.used_bytes == 0)
 
     asyncio.run(scenario())
@@ -274,14 +273,16 @@ def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
             time.sleep(0.02)
             return replace(super().run(*arguments), upload_s=0.005, download_s=0.01)
 
-    async def scenario() -> Timings:
+    async def scenario() -> tuple[Timings, float]:
         call = called()
+        began_s = time.perf_counter()
         await Plane(Remote()).answer(call, lambda: FIELDS, lambda result: None)
-        return call.timings
+        return call.timings, time.perf_counter() - began_s
 
-    stages_s = asyncio.run(scenario()).stages_s
+    timings, whole_s = asyncio.run(scenario())
+    stages_s = timings.stages_s
     assert (stages_s["upload"], stages_s["download"]) == (0.005, 0.01)
-    assert stages_s["compute"] == pytest.approx(0.005, abs=0.005)
+    assert 0.004 < stages_s["compute"] <= whole_s - 0.015
 
 
 def test_a_deadline_is_not_confused_with_a_timeout_inside() -> None:
