@@ -64,6 +64,7 @@ class SharedMemory:
         self._complete = complete
         self._pool = RegionPool(self._register, self._unregister)
         self._outputs: dict[Any, tuple[_Output, ...]] = {}
+        self._texts: dict[Any, bytes] = {}
 
     def call(self, call: Call[T], complete: Complete) -> Answer[T]:
         """The answer to a Call; ``complete`` has the options of this one.
@@ -92,7 +93,8 @@ class SharedMemory:
         try:
             places = self._places(call, held)
             inputs = list(held)
-            known = None if self._pool.is_full else self._outputs.get(_kind(call))
+            kind = _kind(call)
+            known = None if self._pool.is_full else self._outputs.get(kind)
             # Of a stored tensor the shape is not known here, so neither are those of outputs.
             if call.parameters.keys() & {"stored", "store"}:
                 known = None
@@ -100,11 +102,11 @@ class SharedMemory:
             if known is not None:
                 into = self._pool.take(sum(_aligned(output.size_bytes) for output in known))
                 held.append(into)
-            request = _request(call, places, known, into)
+            text = self._text(kind, call, places, known, into)
             target = Target(
                 "POST",
                 f"v2/models/{call.operation}/infer",
-                Body(_JSON, [json.dumps(request).encode()]),
+                Body(_JSON, [text]),
                 lambda reply, attempts: self._read(call, reply, attempts, known, into),
             )
             answer: Answer[T] = complete(target)
@@ -136,6 +138,24 @@ class SharedMemory:
                 np.copyto(into.view(array.dtype).reshape(array.shape), array)
                 places[name] = (region.name, start)
         return places
+
+    def _text(
+        self,
+        kind: Any,
+        call: Call[Any],
+        places: Mapping[str, tuple[str, int]],
+        known: tuple[_Output, ...] | None,
+        into: Region | None,
+    ) -> bytes:
+        """The request: the same as before for a call of this kind, from and to the same places."""
+        key = kind, tuple(places.values()), known, None if into is None else into.name
+        text = self._texts.get(key)
+        if text is None:
+            text = json.dumps(_request(call, places, known, into)).encode()
+            if len(self._texts) >= _MOST_KINDS:
+                self._texts.clear()
+            self._texts[key] = text
+        return text
 
     def _read(
         self,
