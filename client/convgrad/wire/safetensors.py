@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -78,10 +79,17 @@ def encode(
     A C-contiguous array is sent from where it lies. Wider elements come first, so that every
     tensor is aligned for its dtype.
     """
-    header, order = encode_header(
-        {name: (dtype_of(array), array.shape) for name, array in tensors.items()}, metadata
-    )
+    specs = tuple((name, dtype_of(array), array.shape) for name, array in tensors.items())
+    header, order = _header_again(specs, tuple((metadata or {}).items()))
     return [header, *(data_view(tensors[name]) for name in order)]
+
+
+@lru_cache(maxsize=64)
+def _header_again(
+    specs: tuple[tuple[str, DType, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
+) -> tuple[bytes, list[str]]:
+    """As `encode_header`: a program asks for the same layer again and again, with other data."""
+    return encode_header({name: (dtype, shape) for name, dtype, shape in specs}, dict(metadata))
 
 
 def encode_header(
