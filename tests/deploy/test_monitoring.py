@@ -67,6 +67,19 @@ def test_every_metric_of_the_alerts_is_offered(offered: str) -> None:
     assert _missing([rule["expr"] for rule in _rules()], offered) == []
 
 
+def test_every_metric_of_the_page_is_offered(offered: str) -> None:
+    page = (DEPLOY / "README.md").read_text()
+    rows = page.partition("| metrics | what they say |")[2].partition("\n\n")[0]
+    named = re.findall(r"`((?:convgrad|nv)_[a-z_]*)(?:\{([a-z_,]+)\}([a-z_]*))?", rows)
+    names = {
+        before + one + after for before, inner, after in named for one in inner.split(",")
+    }  # `a_{b,c}_d` is two names
+    assert len(names) >= 25, names
+    # A histogram's own name has no series, which are its `_bucket`, `_sum` and `_count`.
+    missing = [n for n in names if not re.search(rf"^(# TYPE )?{n}[{{ ]", offered, re.MULTILINE)]
+    assert missing == []
+
+
 def test_every_alert_is_tried_firing_and_silent() -> None:
     tried = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
     for wanted, name in zip(((), ("some",)), ("well", "not"), strict=True):
