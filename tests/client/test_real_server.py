@@ -99,7 +99,7 @@ def test_the_server_and_the_client_refuse_in_the_same_words(
     live: LiveServer, client: convgrad.Client
 ) -> None:
     body = {**OPERATIONS["conv_fwd"].example, "strid": 2}
-    refused = httpx.post(f"{live.url}/conv_fwd", json=body).json()
+    refused = httpx.post(f"{live.url}/conv_fwd", json=body, timeout=60).json()
     with pytest.raises(convgrad.MalformedRequest) as caught:
         make_call("conv_fwd", {**example("conv_fwd"), "strid": 2}, dict)
     assert refused["detail"] == caught.value.detail

@@ -31,7 +31,7 @@ class Guarded(NamedTuple):
 
     def get(self, path: str, name: str | None = None) -> httpx.Response:
         headers = self.headers(name) if name else {}
-        return httpx.get(f"http://{self.server.http}{path}", headers=headers)
+        return httpx.get(f"http://{self.server.http}{path}", headers=headers, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -132,5 +132,7 @@ def test_no_page_of_another_origin_is_answered_to(guarded: Guarded, method: str)
         "Access-Control-Request-Method": "POST",
         **guarded.headers("ada"),
     }
-    answer = httpx.request(method, f"http://{guarded.server.http}/operations", headers=asked)
+    answer = httpx.request(
+        method, f"http://{guarded.server.http}/operations", headers=asked, timeout=60
+    )
     assert [name for name in answer.headers if name.startswith("access-control-")] == []

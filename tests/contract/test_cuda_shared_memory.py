@@ -132,7 +132,7 @@ def test_what_was_registered_is_told(module: Any, server: OipServer) -> None:
         client.unregister_cuda_shared_memory()
         status = client.get_cuda_shared_memory_status()
         assert not (status if module is http_client else status.regions)
-    extensions = httpx.get(f"http://{server.http}/v2").json()["extensions"]
+    extensions = httpx.get(f"http://{server.http}/v2", timeout=60).json()["extensions"]
     assert "cuda_shared_memory" in extensions
     assert "system_shared_memory" not in extensions
 

@@ -129,7 +129,7 @@ def test_a_client_that_waits_to_be_told_sends_nothing_in_vain(live: LiveServer) 
 
 
 def test_a_chunked_body_works(live: LiveServer) -> None:
-    with httpx.Client(base_url=live.url) as client:
+    with httpx.Client(base_url=live.url, timeout=60) as client:
         answer = client.post(
             "/conv_bwd_data",
             content=(EXAMPLE[at : at + 10] for at in range(0, len(EXAMPLE), 10)),
@@ -262,7 +262,7 @@ def test_a_flood_of_requests_sent_ahead_is_cut_off(live: LiveServer, offer: str)
 
 
 def test_head_is_get_without_a_body(live: LiveServer) -> None:
-    answer = httpx.head(f"{live.url}/v2/health/live")
+    answer = httpx.head(f"{live.url}/v2/health/live", timeout=60)
     assert (answer.status_code, answer.content) == (200, b"")
     assert answer.headers["x-request-id"]
 

@@ -16,7 +16,7 @@ def test_a_body_nobody_wanted_leaves_the_connection_usable(
 ) -> None:
     # Longer than anybody takes to send it, or a busy machine would fail here.
     monkeypatch.setattr(middleware, "_MODEST_BODY_WAIT_S", 30.0)
-    with httpx.Client(base_url=live.url) as client:
+    with httpx.Client(base_url=live.url, timeout=60) as client:
         for _ in range(3):
             answer = client.post("/nothing", content=b"x" * size)
             assert answer.status_code == 404

@@ -243,11 +243,14 @@ def test_it_is_off_unless_enabled() -> None:
                 ):
                     with pytest.raises(InferenceServerException, match="not enabled"):
                         ask()
-        assert "system_shared_memory" not in httpx.get(f"http://{server.http}/v2").text
+        assert "system_shared_memory" not in httpx.get(f"http://{server.http}/v2", timeout=60).text
 
 
 def test_enabled_it_is_named_an_extension(computing: OipServer) -> None:
-    assert "system_shared_memory" in httpx.get(f"http://{computing.http}/v2").json()["extensions"]
+    assert (
+        "system_shared_memory"
+        in httpx.get(f"http://{computing.http}/v2", timeout=60).json()["extensions"]
+    )
 
 
 def test_unregistering_waits_for_the_request_that_uses_it() -> None:

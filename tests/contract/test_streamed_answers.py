@@ -305,7 +305,10 @@ def bwd_data() -> Call[NDArray[Any]]:
 def test_the_sdk_yields_parts_as_they_come(
     server: LiveServer, backend: Gated, expected: NDArray[Any], own: bool
 ) -> None:
-    with httpx.Client() as http, Client(server.url, http_client=None if own else http) as client:
+    with (
+        httpx.Client(timeout=60) as http,
+        Client(server.url, http_client=None if own else http) as client,
+    ):
         found = np.full_like(expected, np.nan)
         backend.gate.release()
         end = 0

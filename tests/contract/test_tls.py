@@ -121,7 +121,7 @@ def test_connections_that_are_dealt_out_are_secure_too(files: Files) -> None:
     ):
         secure = server.url.replace("http:", "https:")
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.url}/v2")
+            httpx.get(f"{server.url}/v2", timeout=60)
         for _ in range(4):
             with convgrad.Client(secure, http_client=http, retries=0) as client:
                 ones = np.ones((1, 1, 1, 1), np.float32)
@@ -130,14 +130,14 @@ def test_connections_that_are_dealt_out_are_secure_too(files: Files) -> None:
 
 def test_clients_know_whom_they_talk_to(server: OipServer) -> None:
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        httpx.get(f"https://{server.http}/v2")
+        httpx.get(f"https://{server.http}/v2", timeout=60)
     with pytest.raises(Exception, match=r"UNAVAILABLE|Deadline"):
         pooled(server, np.zeros((1, 1, 2, 2), np.float32))
 
 
 def test_plain_text_is_no_way_in(server: OipServer) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://{server.http}/v2")
+        httpx.get(f"http://{server.http}/v2", timeout=60)
     with pytest.raises(Exception, match=r"UNAVAILABLE|Deadline"):
         grpc_client.InferenceServerClient(server.grpc).is_server_live(client_timeout=5)
 
@@ -145,9 +145,9 @@ def test_plain_text_is_no_way_in(server: OipServer) -> None:
 def test_clients_are_asked_for_certificates(files: Files) -> None:
     with serving_oip(Zeros(), **files.server(), tls_client_ca=files.authority) as server:
         url = f"https://{server.http}/v2/health/live"
-        assert httpx.get(url, verify=files.client_context("client")).status_code == 200
+        assert httpx.get(url, verify=files.client_context("client"), timeout=60).status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(url, verify=files.client_context())
+            httpx.get(url, verify=files.client_context(), timeout=60)
         array = np.zeros((1, 1, 2, 2), np.float32)
         security = {
             "root_certificates": str(files.authority),

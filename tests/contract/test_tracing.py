@@ -70,9 +70,9 @@ def test_a_span_a_request(collector: tuple[str, list[Any]]) -> None:
         assert httpx.post(
             f"{url}/conv_bwd_data", content=EXAMPLE, headers=headers | trace
         ).is_success
-        wrong = httpx.post(f"{url}/conv_bwd_data", content=b"{}", headers=headers)
+        wrong = httpx.post(f"{url}/conv_bwd_data", content=b"{}", headers=headers, timeout=60)
         assert wrong.status_code == 400
-        httpx.get(f"{url}/v2/health/live")
+        httpx.get(f"{url}/v2/health/live", timeout=60)
         x = triton_grpc.InferInput("input", [1, 1, 2, 2], "FP32")
         x.set_data_from_numpy(np.ones((1, 1, 2, 2), np.float32))
         w = triton_grpc.InferInput("weight", [1, 1, 1, 1], "FP32")

@@ -217,8 +217,21 @@ def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
     asyncio.run(scenario())
 
 
+class Lingering(Blocking):
+    """Is done when it is let go, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def run(self, *arguments: Any) -> Outcome:
+        outcome = super().run(*arguments)
+        assert self.let_go.wait(60)
+        return outcome
+
+
 def test_a_cancelled_caller_cancels_its_work() -> None:
-    backend = Blocking()
+    backend = Lingering()
     dataplane = Plane(backend)
 
     async def scenario() -> None:
@@ -228,7 +241,7 @@ def test_a_cancelled_caller_cancels_its_work() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert dataplane.hub.memory.used_bytes > 0  # until the backend has let go of it
-        assert await asyncio.to_thread(backend.ended.acquire, True, 60)
+        backend.let_go.set()
         await until(lambda: dataplane.hub.memory.used_bytes == 0)
 
     asyncio.run(scenario())
