@@ -166,6 +166,45 @@ def test_a_stored_tensor_is_uploaded_once(client: convgrad.Client) -> None:
         client.drop(name)
 
 
+def test_a_result_that_is_kept_is_never_uploaded(client: convgrad.Client) -> None:
+    grad, weight = drawn((32, 64, 64, 64), 0), client.put("weight", drawn((64, 64, 3, 3), 1))
+    client.conv_bwd_data(grad, weight, padding=1)
+    keeping = client.with_options(store={"grad_input": "g"})
+    keeping.conv_bwd_data(grad, weight, padding=1)
+    sent = client.fetch("g")
+    wanted = client.call(convgrad.calls.conv_fwd(sent, weight, padding=1))
+    kept_s = []
+    for _ in range(4):
+        kept = keeping.conv_bwd_data(grad, weight, padding=1)
+        answer = client.call(convgrad.calls.conv_fwd(kept, weight, padding=1))
+        assert (answer.outputs.view(np.uint16) == wanted.outputs.view(np.uint16)).all()
+        kept_s.append(answer.server_timing_s["upload"])
+    print(
+        f"uploads of {sent.nbytes:,} bytes: {wanted.server_timing_s['upload']} s, kept {kept_s} s"
+    )
+    assert min(kept_s) < wanted.server_timing_s["upload"] / 2
+    for name in ("g", "weight"):
+        client.drop(name)
+
+
+def test_a_sum_in_parts_is_the_sum(client: convgrad.Client) -> None:
+    draw = np.random.default_rng(0)
+    images, grad = (
+        draw.integers(-2, 3, (256, 64, 64, 64), np.int8).astype(DType.BFLOAT16.numpy)
+        for _ in range(2)
+    )
+    made = {"weight_size": (3, 3), "padding": 1}
+    call = convgrad.calls.grouped_conv_bwd_weight
+    in_parts = client.call(call(images, grad, **made))
+    assert in_parts.report.pieces == 2
+    # The number of splits is kept to where it is stated: this one is computed whole.
+    whole = client.call(call(images, grad, split_k=1, **made))
+    assert whole.report.pieces == 1
+    # Every sum is exact in float32, so that both are rounded from the same.
+    found, wanted = (each.outputs.grad_weight.view(np.uint16) for each in (in_parts, whole))
+    assert (found == wanted).all()
+
+
 def test_parts_come_before_all_is_computed(client: convgrad.Client) -> None:
     grad, weight = drawn((256, 64, 64, 64), 0), drawn((64, 64, 3, 3), 1)
     wanted = client.conv_bwd_data(grad, weight, padding=1)

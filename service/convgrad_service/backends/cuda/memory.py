@@ -117,12 +117,13 @@ class Lane:
         if not rest:
             return
         places = [(offset, _flat(array)) for offset, array in given]
-        size = max((offset + data.nbytes for offset, data in places), default=0)
+        first = places[0][0]
+        size = max(offset + data.nbytes for offset, data in places) - first
         for turn, start, stop in _windows(size):
             staging = self._staging(turn, stop - start)
-            for begin, end, data in _within(places, start, stop):
+            for begin, end, data in _within(places, first + start, first + stop):
                 self._put(staging[begin:end], data)
-            self._copy(base + start, staging.ctypes.data, stop - start, to_host=False)
+            self._copy(base + first + start, staging.ctypes.data, stop - start, to_host=False)
             self._events[turn].record(self.stream)
 
     def download_soon(
