@@ -24,13 +24,13 @@ from convgrad_service.backends.cpu import compile as cpu_compile
 from convgrad_service.backends.cpu import library
 from convgrad_service.backends.cuda.compile import KERNELS, included
 from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
-from convgrad_service.backends.cuda.memory import arena_of
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_program import ZEROS, ZEROS_BYTES, Arguments, Clear, Instance
 from convgrad_service.problems import Problem
 from tests.emulator.maps import encode
+from tests.emulator.memory import Buffers, Stretch
 
 __all__ = ["EmulatedBackend", "Launching", "launch_of", "works_here"]
 
@@ -38,9 +38,7 @@ HERE = Path(__file__).parent
 # Headers here stand in for the kernels' own of the same names.
 INSTEAD = HERE / "kernels"
 BUILD = HERE.parents[1] / "build" / "emulator"
-# Each side of an arena, filled with a pattern that no kernel may touch.
-MARGIN_BYTES, PATTERN, UNWRITTEN = 65536, 0x5A, 0xFF
-ALIGNMENT = 256
+UNWRITTEN = 0xFF
 
 # What elements.cuh says to a GPU, and what it means.
 ASSEMBLY = {
@@ -57,8 +55,10 @@ _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
 OPTIONS = "-std=c++20 -O2 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
+# A vector that is not aligned is a fault on a GPU. launch.hpp has the functions that tell.
+OPTIONS += " -fsanitize=alignment,array-bounds"
 # Nothing of C++'s library is used, and without it none is compiled.
-OPTIONS += " -nostdlib++ -nostdinc++"
+OPTIONS += " -nostdlib++ -nostdinc++ -fno-exceptions"
 
 
 class Launching(ctypes.Structure):
@@ -66,8 +66,8 @@ class Launching(ctypes.Structure):
 
     _fields_ = (
         ("arguments", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("arena_end", ctypes.c_void_p),
+        ("stretches", ctypes.POINTER(Stretch)),
+        ("stretch_count", ctypes.c_uint),
         ("grid", ctypes.c_uint * 3),
         ("threads", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
@@ -93,7 +93,7 @@ def _options() -> tuple[str, ...]:
 def _translated(instance: Instance) -> str:
     """The kernel's source with its headers, as C++ for the CPU."""
     # Headers come before what includes them: `included` meets each after its user.
-    texts = [_text(name) for name in _in_order(instance.source)]
+    texts = [f'#line 1 "{Path(name).name}"\n{_text(name)}' for name in _in_order(instance.source)]
     source = re.sub(r"#include \"[^\"]*\"|#pragma (once|unroll.*)", "", "\n".join(texts))
     # C++ wants the alignment first, and has no memory whose size the launch says.
     source = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 __shared__", source)
@@ -175,7 +175,8 @@ def filled_by(arguments: Arguments, addresses: Mapping[str, int]) -> NDArray[np.
 
 
 class EmulatedBackend:
-    """Computes as `CudaBackend` does, and sees every write outside the arena.
+    """Computes as `CudaBackend` does, and sees every access outside a plan's buffers, each of which
+    has a fence of its own.
 
     Only for families whose kernels the emulator understands.
     """
@@ -201,50 +202,49 @@ class EmulatedBackend:
         out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
         plan = plan_for(problem, H200, self._families)
-        arena = arena_of(problem, plan)
-        size = arena.size_bytes + ZEROS_BYTES
-        whole = np.full(size + 2 * MARGIN_BYTES + ALIGNMENT, PATTERN, np.uint8)
-        start = MARGIN_BYTES + (-(whole.ctypes.data + MARGIN_BYTES)) % ALIGNMENT
-        memory = whole[start : start + size]
-        memory[...] = UNWRITTEN
-        zeros = memory[arena.size_bytes :]
-        zeros[...] = 0
-        addresses = {**arena.addresses(memory.ctypes.data), ZEROS: zeros.ctypes.data}
-
-        def place(name: str, size: int) -> NDArray[np.uint8]:
-            return memory[arena.offsets[name] : arena.offsets[name] + size]
-
-        for name, spec in problem.inputs.items():
-            data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
-            place(name, spec.size_bytes)[...] = data
-        before = memory[: arena.input_bytes].copy()
+        sizes = {
+            **{name: spec.size_bytes for name, spec in problem.inputs.items()},
+            **{name: spec.size_bytes for name, spec in problem.outputs.items()},
+            **{item.name: item.size_bytes for item in plan.workspace},
+        }
+        memory = Buffers({**sizes, ZEROS: ZEROS_BYTES}, UNWRITTEN)
+        memory.bytes[ZEROS][...] = 0
+        before = {
+            name: np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
+            for name in problem.inputs
+        }
+        for name, data in before.items():
+            memory.bytes[name][...] = data
         with self._lock:
             for step in plan.steps:
                 if isinstance(step, Clear):
-                    place(step.buffer, step.size_bytes)[...] = 0
+                    memory.bytes[step.buffer][: step.size_bytes] = 0
                     continue
-                filled = filled_by(step.arguments, addresses)
+                filled = filled_by(step.arguments, memory.addresses)
                 assert step.block[1:] == (1, 1)
                 wrong = launch_of(step.instance)(
                     Launching(
                         filled.ctypes.data,
-                        memory.ctypes.data,
-                        memory.ctypes.data + memory.size,
+                        memory.stretches,
+                        len(memory.stretches),
                         step.grid,
                         step.block[0],
                         step.shared_bytes,
                     )
                 )
                 assert wrong is None, f"{step.instance.name}: {wrong.decode()}"
-                assert not zeros.any(), f"{step.instance.name} left something among the zeros"
-        assert (whole[:start] == PATTERN).all(), "a write before the arena"
-        assert (whole[start + size :] == PATTERN).all(), "a write after the arena"
-        assert (memory[: arena.input_bytes] == before).all(), "a write to an input"
+                assert not memory.bytes[ZEROS].any(), (
+                    f"{step.instance.name} left something among the zeros"
+                )
+                spilled = memory.spilled()
+                assert spilled is None, f"{step.instance.name}: a write beside {spilled}"
+        for name, data in before.items():
+            assert (memory.bytes[name] == data).all(), f"a write to the input {name}"
         for check in plan.checks:
-            if place(check.buffer, 4).view(np.int32)[0]:
+            if memory.bytes[check.buffer][:4].view(np.int32)[0]:
                 raise InvalidProblem(check.sentence)
         outputs = {
-            name: place(name, spec.size_bytes).view(spec.dtype.numpy).reshape(spec.shape).copy()
+            name: memory.bytes[name].view(spec.dtype.numpy).reshape(spec.shape).copy()
             for name, spec in problem.outputs.items()
         }
         return Outcome(outputs, plan.kernel, 0.0, 1, plan.workspace_bytes)

@@ -94,7 +94,7 @@ static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mas
 // ---- Memory. Threads take turns, so an atomic operation is an ordinary one.
 
 static inline size_t __cvta_generic_to_shared(const void* pointer) {
-  return static_cast<const char*>(pointer) - emulator::dynamic_shared;
+  return static_cast<const char*>(pointer) - emulator::shared_window;
 }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}

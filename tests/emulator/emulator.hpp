@@ -5,6 +5,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,17 +24,28 @@ static unsigned cluster_blocks;
 static inline unsigned current_block() { return current / kBlockThreads; }
 // Says what was wrong, and ends the launch.
 static void fail(const char* what);
+// The same of an access outside the buffers.
+static void fail_at(const char* address);
 // Until all threads of the block are here.
 static void wait_for_block();
 static int votes[kMostBlocks], decided[kMostBlocks];
 // Until all threads of the cluster are here.
 static void wait_for_cluster_threads();
 
-// Of the block whose turn it is; that of the others is put aside.
-alignas(1024) static char dynamic_shared[kMostShared];
+// Of the block whose turn it is; that of the others is put aside. Addresses count from the window's
+// start. As on Hopper its first 1,024 bytes are the system's, then comes what has a fixed size (here
+// it lies elsewhere), so what a launch asks for starts at a multiple of 128 and of no more.
+constexpr unsigned kFirstDynamic = 1024 + 128;
+alignas(1024) static char shared_memory[kFirstDynamic + kMostShared];
+static char* const shared_window = shared_memory;
+static char* const dynamic_shared = shared_window + kFirstDynamic;
 static unsigned dynamic_bytes;
-// What a kernel may address besides.
-static const char *arena, *arena_end;
+// What a kernel may address besides: the launch's buffers.
+struct Stretch {
+  const char *begin, *end, *name;
+};
+static const Stretch* stretches;
+static unsigned stretch_count;
 
 // What each lane of a warp brings to what they do together, and takes away.
 struct Lane {
@@ -119,9 +131,9 @@ static inline T shuffled(unsigned mask, T value, int width, Source source) {
 static inline char* in_shared(unsigned address, unsigned bytes, unsigned alignment) {
   const int offset = static_cast<int>(address);
   if (address % alignment != 0) fail("an address in shared memory is not aligned");
-  char* const at = dynamic_shared + offset;
+  char* const at = shared_window + offset;
   const bool fixed = at >= __start_convgrad_shared && at + bytes <= __stop_convgrad_shared;
-  if (!fixed && (offset < 0 || address + bytes > dynamic_bytes)) {
+  if (!fixed && (at < dynamic_shared || at + bytes > dynamic_shared + dynamic_bytes)) {
     fail("an address outside shared memory");
   }
   return at;
@@ -131,7 +143,14 @@ static inline void check_global(const void* at, unsigned bytes, unsigned alignme
   if (reinterpret_cast<uintptr_t>(at) % alignment != 0) {
     fail("an address in global memory is not aligned");
   }
-  if (first < arena || first + bytes > arena_end) fail("an access outside the arena");
+  static unsigned latest;  // most accesses are to the buffer of the one before
+  for (unsigned i = 0; i < stretch_count; ++i) {
+    const Stretch& of = stretches[(latest + i) % stretch_count];
+    if (first < of.begin || first + bytes > of.end) continue;
+    latest = (latest + i) % stretch_count;
+    return;
+  }
+  fail_at(first);
 }
 
 // Asynchronous copies of one thread, in the order in which they were started.

@@ -1,6 +1,9 @@
 // Runs one launch of the kernel ENTRY(ARGUMENTS), which stands above this in the file.
 #pragma once
 
+#include <signal.h>
+#include <ucontext.h>
+
 #include "transfers.hpp"
 
 namespace emulator {
@@ -48,6 +51,66 @@ static void fail(const char* what) {
   pass_turn(Turn::kDone);
   abort();
 }
+static void fail_at(const char* address) {
+  static char said[160];
+  const Stretch* nearest = stretches;
+  auto away = [&](const Stretch& of) {
+    return address < of.begin ? of.begin - address : address >= of.end ? address - of.end : 0;
+  };
+  for (unsigned i = 1; i < stretch_count; ++i) {
+    if (away(stretches[i]) < away(*nearest)) nearest = stretches + i;
+  }
+  snprintf(said, sizeof said, "an access outside the buffers: at byte %lld of the %lld of %s",
+           static_cast<long long>(address - nearest->begin),
+           static_cast<long long>(nearest->end - nearest->begin), nearest->name);
+  fail(said);
+}
+
+// ---- Accesses that nobody checks one by one. The compiler looks at what they are aligned to, and at
+// indices of arrays; the fences between buffers fault. The thread that did it fails.
+
+// What the compiler says of a place in the source.
+struct Place {
+  const char* file;
+  unsigned line, column;
+};
+extern "C" void __ubsan_handle_out_of_bounds(const Place* place, unsigned long index) {
+  static char said[160];
+  snprintf(said, sizeof said, "%s:%u: index %ld is beyond the array", place->file, place->line,
+           static_cast<long>(index));
+  fail(said);
+}
+extern "C" void __ubsan_handle_type_mismatch_v1(const Place* place, unsigned long address) {
+  static char said[160];
+  snprintf(said, sizeof said, "%s:%u: an access that is not aligned to its type: ...%03lx",
+           place->file, place->line, address & 0xfff);
+  fail(said);
+}
+
+static const char* faulted_at;
+static void fail_for_fault() { fail_at(faulted_at); }
+static bool in_thread;  // of a kernel, not the scheduler
+static struct sigaction before_us;
+static void on_fault(int, siginfo_t* info, void* where) {
+  if (!in_thread) {
+    sigaction(SIGSEGV, &before_us, nullptr);  // whose matter it is, when it happens again
+    return;
+  }
+  faulted_at = static_cast<const char*>(info->si_addr);
+  auto& registers = static_cast<ucontext_t*>(where)->uc_mcontext.gregs;
+  // Goes on there, as if called from where it happened, below what may lie beyond the stack's end.
+  registers[REG_RIP] = reinterpret_cast<long long>(fail_for_fault);
+  registers[REG_RSP] = ((registers[REG_RSP] - 128) & ~15ll) - 8;
+}
+struct CaughtFaults {
+  CaughtFaults() {
+    struct sigaction ours = {};
+    ours.sa_sigaction = on_fault;
+    ours.sa_flags = SA_SIGINFO;
+    sigaction(SIGSEGV, &ours, &before_us);
+  }
+  ~CaughtFaults() { sigaction(SIGSEGV, &before_us, nullptr); }
+};
 
 static void thread_main() {
   ::ENTRY(*arguments);
@@ -65,7 +128,9 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
       moved = true;
       current = thread;
       threadIdx.x = thread % kBlockThreads;
+      in_thread = true;
       convgrad_switch(&scheduler, coroutines[thread].stack);
+      in_thread = false;
     }
   }
 }
@@ -173,7 +238,8 @@ static const char* run_cluster(unsigned threads, char* stacks) {
 
 struct Launch {
   const void* arguments;
-  const char *arena, *arena_end;
+  const Stretch* stretches;
+  unsigned stretch_count;
   unsigned grid[3];
   unsigned threads;
   unsigned shared_bytes;
@@ -186,8 +252,8 @@ extern "C" const char* launch(const Launch* how) {
     stacks = static_cast<char*>(aligned_alloc(64, kStackBytes * kMostThreads));
   }
   arguments = static_cast<const ARGUMENTS*>(how->arguments);
-  arena = how->arena;
-  arena_end = how->arena_end;
+  stretches = how->stretches;
+  stretch_count = how->stretch_count;
   dynamic_bytes = how->shared_bytes;
   cluster_blocks = CLUSTER_BLOCKS;
   if (how->threads > kBlockThreads) return "more than 1024 threads in a block";
@@ -195,6 +261,7 @@ extern "C" const char* launch(const Launch* how) {
   if (how->grid[0] % cluster_blocks != 0) return "a grid that is no whole number of clusters";
   if (dynamic_bytes + kMarginBytes > kMostShared) return "more shared memory than there is";
   failure = nullptr;
+  const CaughtFaults caught;
   gridDim = {how->grid[0], how->grid[1], how->grid[2]};
   blockDim = {how->threads, 1, 1};
   threadIdx = {};

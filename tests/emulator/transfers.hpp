@@ -207,18 +207,16 @@ static void bring(const Transfer& load) {
   }
   count_at(load.block, load.barrier, 0, -static_cast<int>(bytes));
 }
-static void check_coordinates(const Transfer& one) {
+static void check_box(const Transfer& one) {
+  if (one.map->pixel_map != (one.kind == Kind::kPixels)) fail("a map of the other kind");
   if (one.at[0] * one.map->item_bytes % 16 != 0) {
     fail("an innermost coordinate that is no multiple of 16 bytes");
   }
+  const unsigned repeat = one.map->swizzle == 0 ? 128 : one.map->swizzle * 8;
+  if (one.shared % repeat != 0) fail("a box that does not start where its swizzle's pattern does");
 }
 static void start_load(const Transfer& load) {
-  if (load.kind != Kind::kBytes) {
-    if (load.map->pixel_map != (load.kind == Kind::kPixels)) fail("a map of the other kind");
-    check_coordinates(load);
-    const unsigned repeat = load.map->swizzle == 0 ? 128 : load.map->swizzle * 8;
-    if (load.shared % repeat != 0) fail("a box that does not start where its swizzle's pattern does");
-  }
+  if (load.kind != Kind::kBytes) check_box(load);
   coin = coin * 1664525 + 1013904223;
   if (coin >> 31 != 0) return bring(load);
   if (load_count == kMostTransfers) fail("more copies under way than the emulator has room for");
@@ -247,8 +245,7 @@ static void wait_for_change() {
 }
 
 static void start_store(const Transfer& store) {
-  if (store.map->pixel_map != (store.kind == Kind::kPixels)) fail("a map of the other kind");
-  check_coordinates(store);
+  check_box(store);
   for (int d = 0; d < store.map->dims && store.kind == Kind::kTile; ++d) {
     if (store.at[d] < 0) fail("a store to coordinates before the tensor");
   }

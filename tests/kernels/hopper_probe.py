@@ -22,14 +22,14 @@ from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 from convgrad_service.plans.cuda_device import HOPPER
 from convgrad_service.plans.cuda_program import Instance, Launch
+from tests.emulator import memory
 from tests.emulator.backend import Launching, filled_by, launch_of
 
 __all__ = ["Emulated", "OnGpu", "ProbeArgs", "Prober", "probe_launch"]
 
 SOURCE = str(Path(__file__).with_name("hopper_probe.cu"))
-SHARED_BYTES, THREADS, ALIGNMENT = 200 * 1024, 128, 1024
+SHARED_BYTES, THREADS = 200 * 1024, 128
 
-Bytes = NDArray[np.uint8]
 Buffers = Mapping[str, NDArray[Any]]
 
 
@@ -75,22 +75,15 @@ class Emulated:
     """On the CPU."""
 
     def __call__(self, launch: Launch, buffers: Buffers) -> dict[str, NDArray[Any]]:
-        sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in buffers.values()]
-        memory = np.zeros(sum(sizes) + ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        begin = memory.ctypes.data + start
-        places: dict[str, Bytes] = {}
-        for (name, array), size in zip(buffers.items(), sizes, strict=True):
-            places[name] = memory[start : start + array.nbytes]
-            places[name][...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            start += size
-        addresses = {name: place.ctypes.data for name, place in places.items()}
-        filled = filled_by(launch.arguments, addresses)
+        held = memory.Buffers({name: array.nbytes for name, array in buffers.items()}, 0)
+        for name, array in buffers.items():
+            held.bytes[name][...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        filled = filled_by(launch.arguments, held.addresses)
         wrong = launch_of(launch.instance)(
             Launching(
                 filled.ctypes.data,
-                begin,
-                begin + sum(sizes),
+                held.stretches,
+                len(held.stretches),
                 launch.grid,
                 launch.block[0],
                 launch.shared_bytes,
@@ -98,8 +91,8 @@ class Emulated:
         )
         assert wrong is None, wrong.decode()
         return {
-            name: place.view(buffers[name].dtype).reshape(buffers[name].shape).copy()
-            for name, place in places.items()
+            name: array.view(buffers[name].dtype).reshape(buffers[name].shape).copy()
+            for name, array in held.bytes.items()
         }
 
 

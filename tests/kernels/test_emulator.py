@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda import compile as cuda_compile
 from convgrad_service.plans.cuda_program import Instance
 from tests.emulator import backend
 from tests.emulator.backend import Launching, launch_of, works_here
+from tests.emulator.memory import Buffers
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -57,6 +58,27 @@ MODES = """
     case 16:
       copy_async<4>(at, args.in - 1);
       break;
+    case 17:  // ordinary reads, far before and just behind
+      args.out[thread] = args.in[thread - 20000];
+      break;
+    case 18:
+      args.out[thread] = args.in[64 + thread];
+      break;
+    case 19:
+      args.out[thread] = reinterpret_cast<const uint2*>(args.in + 1)->x;
+      break;
+    case 20: {
+      u32 few[4] = {thread, thread, thread, thread};
+      for (u32 i = 0; i < 4; ++i) few[i] += args.in[i];
+      args.out[thread] = few[args.in[thread] - 996];
+      break;
+    }
+    case 21:  // as if memory began at a multiple of 1,024: here there is no room to make it so
+      args.out[thread] = load_word((at + 1023) / 1024 * 1024);
+      break;
+    case 22:
+      args.out[-1] = 1;
+      break;
   }
 """
 SOURCE = f"""
@@ -94,12 +116,21 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     launch = launch_of(Instance("probe.cu", "probe", ()))
 
     def run(mode: int) -> tuple[str | None, NDArray[np.uint32]]:
-        arena = np.arange(1000, 1000 + 2 * THREADS, dtype=np.uint32)
-        start, end = arena.ctypes.data, arena.ctypes.data + arena.nbytes
-        args = ProbeArgs(mode, start, start + arena.nbytes // 2)
-        grid = (ctypes.c_uint * 3)(1, 1, 1)
-        said = launch(Launching(ctypes.addressof(args), start, end, grid, THREADS, SHARED_BYTES))
-        return (None if said is None else said.decode()), arena[THREADS:]
+        memory = Buffers({"in": 4 * THREADS, "out": 4 * THREADS}, 0)
+        memory.bytes["in"].view(np.uint32)[:] = np.arange(1000, 1000 + THREADS)
+        args = ProbeArgs(mode, memory.addresses["in"], memory.addresses["out"])
+        launching = Launching(
+            ctypes.addressof(args),
+            memory.stretches,
+            len(memory.stretches),
+            (ctypes.c_uint * 3)(1, 1, 1),
+            THREADS,
+            SHARED_BYTES,
+        )
+        said = launch(launching)
+        spilled = memory.spilled()
+        wrong = f"a write beside {spilled}" if said is None and spilled else said and said.decode()
+        return wrong, memory.bytes["out"].view(np.uint32)
 
     return run
 
@@ -127,7 +158,13 @@ def test_what_is_right_is_computed(probe: Probe) -> None:
         (13, "not aligned"),
         (14, "past the shared memory"),
         (15, "outside shared memory"),
-        (16, "outside the arena"),
+        (16, "at byte -4 of the 256 of in"),
+        (17, "outside the buffers"),
+        (18, "at byte 256 of the 256 of in"),
+        (19, "not aligned to its type: ..."),
+        (20, "is beyond the array"),
+        (21, "outside shared memory"),
+        (22, "a write beside out"),
     ],
 )
 def test_what_is_wrong_is_said(probe: Probe, mode: int, said: str) -> None:

@@ -24,7 +24,7 @@ using namespace convgrad;
 struct ModeArgs { TensorMap map; u32* out; int mode; };
 extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
   extern __shared__ uint4 shared[];
-  const u32 to = shared_address(shared), barrier = to + 16384;
+  const u32 to = (shared_address(shared) + 1023) / 1024 * 1024, barrier = to + 16384;
   if (threadIdx.x != 0) return;
   if (args.mode != 3) make_barrier(barrier, 1);
   switch (args.mode) {
@@ -50,6 +50,7 @@ extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
       break;
     case 10: load_tile(to, args.map, barrier, {2, 0}); break;
     case 11: store_tile(args.map, to, {0, -1}); break;
+    case 12: store_tile(args.map, to + 128, {0, 0}); break;
     case 9: load_tile(to, *reinterpret_cast<const TensorMap*>(args.out), barrier, {0, 0}); break;
   }
 }
@@ -90,6 +91,7 @@ def test_copies_come_at_once_or_when_waited_for(tmp_path: Path) -> None:
         (9, "a tensor map that is none"),
         (10, "no multiple of 16 bytes"),
         (11, "before the tensor"),
+        (12, "does not start where its swizzle's pattern does"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, mode: int, said: str) -> None:
