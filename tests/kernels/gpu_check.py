@@ -133,7 +133,7 @@ def main() -> int:
         f"{kernels} kernels compiled in {time.perf_counter() - started:.1f} s", *refused, sep="\n"
     )
     marks = "gpu and slow" if asked.slow else "gpu and not slow"
-    command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}"]
+    command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}", "--fresh"]
     # Warnings of other packages' plugins are not what is tested here.
     command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
     side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
