@@ -66,16 +66,23 @@ def load_table() -> str:
 
 
 def ramp_table() -> str:
-    """Each step of the ramp."""
+    """Each step of the ramp: medians of the climbs, beside the least and the most of them."""
     rows = rows_of("ramp")
     if not rows:
         return ""
-    lines = [
-        f"| {row['users']} | {row['answered_per_s']:.0f} | {row['refused_per_s']:.0f} | "
-        f"{row['failed']} | {_ms(row['p50_s'])} | {_ms(row['p99_s'])} |"
-        for row in rows
-    ]
-    heads = "| users | answered a second | refused a second | failed | p50, ms | p99, ms |"
+    lines = []
+    for row in rows:
+        rates = sorted(climb["answered_per_s"] for climb in row["climbs"])
+        lines.append(
+            f"| {row['users']} | {row['answered_per_s']:.0f} ({rates[0]:.0f} to {rates[-1]:.0f}) | "
+            f"{row['refused_per_s']:.0f} | {row['failed']} | {_ms(row['p50_s'])} | "
+            f"{_ms(row['p99_s'])} | {row['server_cores']:.2f} | {row['clients_cores']:.2f} | "
+            f"{row['other_cores']:.2f} |"
+        )
+    heads = (
+        "| users | answered a second | refused a second | failed | p50, ms | p99, ms "
+        "| cores that the server used | that clients used | that others used |"
+    )
     return _table(heads, lines, rows, "make load")
 
 
