@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from convgrad import Call, Client, calls
+from convgrad.errors import ClientTimeout, DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine import parts
@@ -265,3 +266,24 @@ def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
     assert not wrong
     until(lambda: sorted(workers) == [0, 1, 2])
     until(lambda: server.held_bytes == held)
+
+
+def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
+    until(lambda: len(server.tree.supervisor.workers) == 3)
+    held = server.held_bytes
+    # Four parts of a tenth of a second on three devices.
+    with (
+        Client(server.url, retries=0, timeout=0.15) as client,
+        pytest.raises((ClientTimeout, DeadlineExceeded)),
+    ):
+        client.call(bwd_weight())
+    until(lambda: not server.tree.hub.schedule.running)
+    until(lambda: server.held_bytes == held)
+
+
+def test_adding_up_in_no_time_makes_no_part_brief(server: TreeServer) -> None:
+    """What is brief cannot be stopped, and keeps a worker from its next order."""
+    with Client(server.url, retries=0) as client:
+        for _ in range(2):
+            client.call(bwd_weight())
+    assert not any(worker._brief for worker in server.tree.supervisor.workers.values())

@@ -167,7 +167,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_sum_is_cut_where_adding_up_costs_less_than_is_gained() -> None:
+def test_a_sum_is_cut_where_adding_up_costs_less_than_is_gained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert parts.cut_of(problem()) == (4, None)
     assert parts.cut_of(problem("conv_backward", **BACKWARD)).parts > 2
     wide = {**FIELDS, "grad_output": np.zeros((24, 4, 8, 8), np.float32), "weight_size": (9, 9)}
@@ -178,8 +180,11 @@ def test_a_sum_is_cut_where_adding_up_costs_less_than_is_gained() -> None:
                                                              "grad_output": GRAD[:2]}))  # fmt: skip
     assert few.parts == 1
     assert "no two parts" in (few.why_not or "")
-    asked = parts.cut_of(problem("grouped_conv_bwd_weight", **FIELDS, split_k=2))
-    assert asked == (1, "split_k says in how many parts it is to be added up")
+    asked = problem("grouped_conv_bwd_weight", **FIELDS, split_k=2)
+    assert parts.cut_of(asked) == (1, "split_k says in how many parts it is to be added up")
+    with caplog.at_level("DEBUG", "convgrad.parts"):
+        assert parts.parts_of(asked) == 1
+    assert "computed whole: split_k says" in caplog.text
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -10,6 +10,7 @@ every request of these sizes, on however many devices.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +34,16 @@ __all__ = [
     "shares_of",
 ]
 
+_log = logging.getLogger("convgrad.parts")
+
 PART_BYTES = 64 * 2**20
 """Inputs and outputs of a part, about: what a GPU computes and moves at its full rate, and short
 enough that the first of several is on its way to the client while the others are computed."""
 _MOST_PARTS = 64
 
-# A part of a sum sends nothing early, so it is cut only for what several devices gain: half or more
-# of the time its inputs take over the bus, and parts are to be long beside their start.
-_SUM_PART_BYTES = 2
+# Parts of a sum are so many times as large. None can be sent early: it is cut only for what several
+# devices gain, half or more of the time that its inputs take over the bus.
+_SUM_PART_FACTOR = 2
 # All shares of a sum together may be this part of the inputs. Two devices save half of an upload at
 # 55 GB/s, 9 ms for each GB. A GB of shares takes 18 ms to download and 68 ms to add up (one core,
 # from memory and to 16 bits: 15 GB/s): with a 32nd of the inputs, 2.7 ms for each GB of those.
@@ -58,8 +61,11 @@ class Cut(NamedTuple):
 
 
 def parts_of(problem: Problem) -> int:
-    """See `Cut`."""
-    return cut_of(problem).parts
+    """See `Cut`; of a large problem that is computed whole the log says why."""
+    parts, why_not = cut_of(problem)
+    if why_not is not None and problem.memory_bytes >= 2 * PART_BYTES:
+        _log.debug("%s is computed whole: %s", problem.operation, why_not)
+    return parts
 
 
 def cut_of(problem: Problem) -> Cut:
@@ -83,7 +89,7 @@ def cut_of(problem: Problem) -> Cut:
 def _cut_of_sum(problem: Problem, share_bytes: int) -> Cut:
     if getattr(problem, "split_k", None) is not None:
         return Cut(1, "split_k says in how many parts it is to be added up")
-    part_bytes = _SUM_PART_BYTES * PART_BYTES
+    part_bytes = _SUM_PART_FACTOR * PART_BYTES
     size_bytes = problem.memory_bytes
     input_bytes = sum(spec.size_bytes for spec in problem.inputs.values())
     large = min(size_bytes // part_bytes, _MOST_PARTS)

@@ -142,7 +142,8 @@ class ProcessWorker:
         named, text = self._named.name(job.arrangement.text)
         if text is not None:
             self._brief.discard(named)
-        brief = not self._tasks and named in self._brief
+        # Of a job in parts each takes its own time: what adds them up may be brief, and they not.
+        brief = task.part is None and not self._tasks and named in self._brief
         self._tasks[number] = task, named
         regions = tuple(map(tuple, job.regions))
         order = (number, (named, text), job.base, regions, task.part, new, brief)
@@ -204,7 +205,7 @@ class ProcessWorker:
         result = plain if isinstance(plain, BaseException) else Finished(*plain)
         task, named = self._tasks.pop(number)
         assert task.started_s is not None  # noqa: S101
-        if time.monotonic() - task.started_s < _BRIEF_S:
+        if task.part is None and time.monotonic() - task.started_s < _BRIEF_S:
             self._brief.add(named)
         else:
             self._brief.discard(named)
