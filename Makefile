@@ -31,7 +31,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-others test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,7 +91,14 @@ check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the 
 	    docker-compose --profile cpu --profile gpu --profile monitoring -f deploy/compose/compose.yaml config -q; \
 	else echo "LEFT OUT: docker-compose, which is not here, did not read the compose file"; fi
 
-check-deploy: check-manifests ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
+check-load: kernels $(LOAD)/.ready ## whether the load tests work: each wire answered, nothing failed, at whatever speed
+	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust --only smoke --seconds 8
+
+check-ray: kernels $(RAY)/.ready ## Ray Serve on two simulated nodes: its answers to the bit, one node killed under load
+	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run \
+	    --nodes 2 --only answers contract death
+
+check-deploy: check-manifests check-load check-ray ## those, and build the image without a daemon, run it, ask it; needs root, buildah, debootstrap
 	@missing="$$(tests/deploy/missing.sh build/image)"; \
 	if [ -n "$$missing" ] && [ -n "$(IF_POSSIBLE)" ]; then \
 	    echo "LEFT OUT: the image was neither built nor run, because $$missing"; \

@@ -116,7 +116,7 @@ def verdict(row: Mapping[str, Any], what: str) -> list[str]:
     return missed
 
 
-def ramp(program: Path, step_s: float) -> tuple[list[str], list[dict[str, Any]]]:
+def ramp(program: Path, step_s: float, climbs: int = 3) -> tuple[list[str], list[dict[str, Any]]]:
     """Ever more users; what was missed, and the figures of each step.
 
     Clients have a core of their own, or the more of them there are the less they leave a server
@@ -129,7 +129,7 @@ def ramp(program: Path, step_s: float) -> tuple[list[str], list[dict[str, Any]]]
         with on_cores(for_server):
             served = until_done.enter_context(server(**RAMP_SETTINGS))
         until_done.enter_context(on_cores(for_clients))
-        more = ["--step", str(step_s), "--ramp-out", str(out)]
+        more = ["--step", str(step_s), "--climbs", str(climbs), "--ramp-out", str(out)]
         more += ["--mix", "resnet50", "--server-process", str(served.process)]
         locust(program, served, "ramp", *more, files="locustfile.py,ramp.py")
     steps: list[dict[str, Any]] = json.loads(out.read_text())
@@ -168,12 +168,31 @@ def ramp_verdict(steps: list[dict[str, Any]]) -> list[str]:
     return missed
 
 
+def smoke(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """Whether every wire is answered and nothing fails, at whatever speed; what was missed.
+
+    For machines that are busy with other things: it says that the load tests work.
+    """
+    with server() as served:
+        found = locust(program, served, "smoke", "-u", "4", "-r", "4", "-t", f"{seconds:.0f}s")
+    _, steps = ramp(program, step_s=3.0, climbs=1)
+    wires = [{"what": wire, **found.get(wire, {"answered": 0, "failed": 0})} for wire in WIRES]
+    missed = []
+    for one in [*wires, *({"what": f"{step['users']} users", **step} for step in steps)]:
+        print(f"{one['what']}: {one['answered']} answered, {one['failed']} failed")
+        if one["failed"]:
+            missed.append(f"{one['what']}: {one['failed']} failed; first: {one['first_failure']}")
+    missed += [f"{one['what']}: nothing was answered" for one in wires if not one["answered"]]
+    return missed, []
+
+
 def _shown(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
 
 
 RUNS = {"mixes": mixes, "ramp": ramp}
 """By name: takes Locust's program and the seconds that it sends each mix or number of users."""
+OTHER_RUNS = {"smoke": smoke}
 
 
 def main() -> int:
@@ -181,13 +200,14 @@ def main() -> int:
     parser.add_argument("--locust", type=Path, required=True, help="the program")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each mix")
     parser.add_argument("--step", type=float, default=12.0, help="seconds of each step of the ramp")
-    parser.add_argument("--only", choices=RUNS, help="one of them; without it, both")
+    every = {**RUNS, **OTHER_RUNS}
+    parser.add_argument("--only", choices=every, help="one; without it, the mixes and the ramp")
     parser.add_argument("--store", action="store_true", help="keep the figures as results")
     options = parser.parse_args()
     missed = []
-    seconds = {"mixes": options.seconds, "ramp": options.step}
+    seconds = {"ramp": options.step}
     for name in [options.only] if options.only else RUNS:
-        missing, rows = RUNS[name](options.locust, seconds[name])
+        missing, rows = every[name](options.locust, seconds.get(name, options.seconds))
         missed += missing
         if options.store:
             store(name, rows, ["numpy", "uvicorn", "httptools", "uvloop"])

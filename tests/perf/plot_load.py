@@ -25,6 +25,8 @@ def draw() -> None:
     ramp, soak = rows_of("ramp"), rows_of("soak")
     users = [row["users"] for row in ramp]
     rates.plot(users, [row["answered_per_s"] for row in ramp], "o-", label="answered")
+    climbs = [[climb["answered_per_s"] for climb in row["climbs"]] for row in ramp]
+    rates.fill_between(users, list(map(min, climbs)), list(map(max, climbs)), alpha=0.2)
     rates.plot(users, [row["refused_per_s"] for row in ramp], "s--", label="refused (429)")
     rates.set(title="The ramp: a second", xlabel="users", xscale="log")
     rates.legend(frameon=False)

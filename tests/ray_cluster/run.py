@@ -24,8 +24,10 @@ from typing import Any
 
 import numpy as np
 import ray
+import yaml
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve.schema import ServeDeploySchema
 
 import convgrad
 from convgrad.contract import OPERATIONS
@@ -41,6 +43,7 @@ from tests.ray_cluster.costs import costs
 from tests.ray_cluster.devices import DEVICE_S, Waiting
 from tests.ray_cluster.load import Load, throughput
 
+CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 # Of tensors: small enough that the examples below are cut.
 PIECE_BYTES = 2**20
 SETTINGS = {"threads": 1, "backend": "cpu", "log_level": "error"}
@@ -74,7 +77,11 @@ def replicas() -> int:
 
 
 def answers(port: int, nodes: int) -> list[dict[str, Any]]:
-    """Problems of several operations, cut into pieces: the bits of one backend's answer."""
+    """Problems of several operations, cut into pieces: the bits of one backend's answer.
+
+    And Ray's own opinion of the configuration that is deployed.
+    """
+    ServeDeploySchema.model_validate(yaml.safe_load(CONFIGURATION.read_text()))
     backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
     fixed = {"min_replicas": nodes, "max_replicas": nodes, "piece_bytes": PIECE_BYTES}
