@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from convgrad_service.engine.on_the_spot import Beside
 from convgrad_service.engine.schedule import Schedule
 from tests.contract.test_at_once import Pool, pooling
+from tests.contract.test_shared_memory import SHM
 from tests.contract.tree_server import TreeServer, serving_tree, until
 from tests.fake_backends import Sums
 
@@ -102,21 +104,29 @@ def test_shared_memory_is_computed_on_too(
     wanted = module.InferRequestedOutput("output")
     wanted.set_shared_memory(name, wanted_bytes, given_bytes)
 
-    def pool(array: Any, size: int) -> Any:
+    def infer() -> None:
+        client.infer("maxpool2d_fwd", [given], outputs=[wanted], parameters={"kernel_size": 2})
+
+    def pool(array: Any) -> Any:
         shared_memory.set_shared_memory_region(region, [array])
-        client.infer("maxpool2d_fwd", [given], outputs=[wanted], parameters={"kernel_size": size})
-        shape = (side // size,) * 2
+        infer()
+        shape = side // 2, side // 2
         return shared_memory.get_contents_as_numpy(region, np.float32, shape, given_bytes)
 
     try:
         client.register_system_shared_memory(name, f"/{name}", given_bytes + wanted_bytes)
         for turn in range(_ASKED):
             array = np.full((side, side), turn, np.float32)
-            assert (pool(array, 2) == array.sum()).all()
+            assert (pool(array) == array.sum()).all()
         assert len(submitted) <= _BY_WORKERS
+        os.truncate(SHM / name, given_bytes // 2)
+        with pytest.raises(InferenceServerException, match="shorter"):
+            infer()
+        os.truncate(SHM / name, given_bytes + wanted_bytes)
+        assert (pool(array) == array.sum()).all()  # nobody died of it
         client.unregister_system_shared_memory(name)  # which waits for what is in use
         with pytest.raises(InferenceServerException, match="there is no region"):
-            pool(array, 2)
+            infer()
     finally:
         client.close()
         shared_memory.destroy_shared_memory_region(region)
