@@ -63,7 +63,7 @@ def test_workers_compute_no_more_than_the_first_of_all_alike(
         found = tree.tree.hub.inferences.all().get("maxpool2d_fwd")
         return 0 if found is None else found.success.count
 
-    before, held = counted(), tree.held_bytes
+    held, before = tree.settled_bytes(), counted()
     pool, close = pooling(transport, tree.url.removeprefix("http://"), tree.grpc)
     try:
         ask(pool, size)

@@ -270,7 +270,7 @@ def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
 
 def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
     until(lambda: len(server.tree.supervisor.workers) == 3)
-    held = server.held_bytes
+    held = server.settled_bytes()
     # Four parts of a tenth of a second on three devices.
     with (
         Client(server.url, retries=0, timeout=0.15) as client,
