@@ -12,13 +12,20 @@ from google.protobuf import descriptor_pb2
 
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.messages import HEALTH, POOL, REFLECTION, SERVICE, message
+from convgrad_service.grpc_api.messages import (
+    HEALTH,
+    POOL,
+    REFLECTION,
+    REFLECTION_V1,
+    SERVICE,
+    message,
+)
 from convgrad_service.grpc_api.receiving import parsed
 from convgrad_service.request_context import RequestContext
 
 __all__ = ["ReflectionMethods"]
 
-_SERVICES = (REFLECTION.full_name, "grpc.reflection.v1.ServerReflection")
+_SERVICES = (REFLECTION.full_name, f"{REFLECTION_V1}.ServerReflection")
 _LISTED = (SERVICE.full_name, HEALTH.full_name, *_SERVICES)
 _Request = message("ServerReflectionRequest", REFLECTION)
 _Response = message("ServerReflectionResponse", REFLECTION)
@@ -44,6 +51,14 @@ class ReflectionMethods:
         await self._exchanges.run("ServerReflectionInfo", call, work)
 
 
+def _file_containing(symbol: str) -> Any:
+    """Of a message, an enumeration, a service, one of its methods, or a field; raises KeyError."""
+    try:
+        return POOL.FindFileContainingSymbol(symbol)
+    except KeyError:
+        return POOL.FindMethodByName(symbol).containing_service.file
+
+
 def _answer(asked: Any) -> Any:
     answer = _Response(original_request=asked)
     kind = asked.WhichOneof("message_request")
@@ -53,7 +68,7 @@ def _answer(asked: Any) -> Any:
         return answer
     find = {
         "file_by_filename": POOL.FindFileByName,
-        "file_containing_symbol": POOL.FindFileContainingSymbol,
+        "file_containing_symbol": _file_containing,
     }.get(kind or "")
     if find is None:
         answer.error_response.error_code = _UNIMPLEMENTED
