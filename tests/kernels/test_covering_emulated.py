@@ -1,0 +1,38 @@
+"""Random dense layers on the kernels that plans choose, on the CPU within the emulator's fences.
+
+What gpu_sanitize.py runs under compute-sanitizer on a GPU, this does where there is none; and it
+looks at the answers.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda_device import H200
+from tests.arrays import DTYPES, draw, integers, rng_for
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.covering import covering
+from tests.kernels.harness import answers, check
+from tests.oracle import expected
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64"),
+]
+
+DRAWS = 80
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense_layers(dtype: str, seed: int) -> None:
+    """As many as it takes to launch every instance that so many draws do."""
+    backend = EmulatedBackend(FAMILIES)
+    few = covering(H200, FAMILIES, DRAWS, ("dense",), (dtype,))
+    assert few
+    for one in few:
+        tensors = draw(one.case, rng_for(seed, one.case.id), DTYPES[dtype], integers)
+        wanted = expected(one.case.operation, tensors, one.case.params)
+        found = answers(backend, one.case, tensors, one.layout)
+        check(found, wanted, "exact", f"seed {seed}, {one.layout}, {dtype}, {one.case}")
