@@ -6,8 +6,11 @@ import httpx
 import pytest
 
 from convgrad_service.http_api import middleware
-from tests.contract.server import LiveServer
-from tests.contract.test_http_body import KiB, head, read_all
+from tests.contract.server import LiveServer, serving
+from tests.contract.test_http_body import KiB, head, read_all, read_one
+from tests.contract.test_http_landing import problem, request
+from tests.contract.tree_server import until
+from tests.fake_backends import Sums
 
 
 @pytest.mark.parametrize("size", [1000, 200 * KiB, 3 * KiB * KiB])
@@ -35,3 +38,33 @@ def test_a_body_nobody_wanted_that_does_not_come_is_not_waited_for(
         assert b"connection: close" in first.lower()
         connection.sendall(b"x" * 2 * KiB * KiB)  # taken, or a reset would lose the answer
         assert read_all(connection) == b""
+
+
+def test_a_request_that_begins_to_come_behind_a_body_nobody_wanted_is_not_cut(
+    live: LiveServer,
+) -> None:
+    following = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nX-Note: "
+    with live.connect() as connection:
+        connection.sendall(head(1000, path="/nothing") + b"x" * 1000 + following)
+        assert read_one(connection).startswith(b"HTTP/1.1 404 ")
+        # If the parser forgot what it has seen, this would be a request of its own.
+        connection.sendall(b"POST /nothing HTTP/1.1\r\n\r\n")
+        assert read_one(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_request_behind_a_body_that_was_given_up_as_it_landed_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(middleware, "_MODEST_BODY_WAIT_S", 30.0)
+    body, _ = problem(1, 400 * KiB)
+    assert len(body) < middleware._MODEST_BODY_BYTES
+    sent = request(body)
+    with serving(Sums(), body_idle_timeout_s=2.0) as server, server.connect() as connection:
+        connection.sendall(sent[: len(sent) // 2])
+        until(lambda: server.held_bytes > 0)
+        until(lambda: server.held_bytes == 0)  # its patience has ended, what comes now is dropped
+        connection.sendall(sent[len(sent) // 2 :] + request(b"x" * 1000))
+        assert read_one(connection).startswith(b"HTTP/1.1 408 ")
+        assert read_one(connection).startswith(b"HTTP/1.1 400 ")  # no safetensors, but a request
+        connection.sendall(head(1000, path="/nothing") + b"x" * 1000)
+        assert read_one(connection).startswith(b"HTTP/1.1 404 ")

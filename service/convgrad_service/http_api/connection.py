@@ -31,7 +31,7 @@ class Connection(Protocol):
         ...
 
     def stop_landing(self) -> None:
-        """Write no more to what `land` was given. The connection is of no further use."""
+        """Write no more to what `land` was given: the rest of the body goes nowhere."""
         ...
 
     def whole_body(self) -> bytearray | None:

@@ -34,7 +34,7 @@ class Landing(asyncio.BufferedProtocol):
         self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.received_bytes = 0
         self.last_s = time.monotonic()
-        self._left_bytes = sum(_size(target) for target in targets)
+        self.left_bytes = sum(_size(target) for target in targets)
         self._behind, self._full = behind, full
         self._rest = self._pieces(targets)
         self._piece = next(self._rest)
@@ -79,9 +79,9 @@ class Landing(asyncio.BufferedProtocol):
 
     def _advance(self, size: int) -> None:
         self.received_bytes += size
-        self._left_bytes -= size
+        self.left_bytes -= size
         self._at += size
-        if self._left_bytes == 0:
+        if self.left_bytes == 0:
             self.landed.set_result(True)
             self._full()
         elif self._at == len(self._piece):

@@ -313,29 +313,32 @@ class _Exchange:
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol
-        self._stopped = False
+        self._landing: Landing | None = None
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
         # The next request may have begun: then this one's body has long been read. And what comes
         # encrypted is copied as it is deciphered anyway.
-        protocol = self._protocol
-        other = protocol.cycle is not self.cycle or protocol.scheme == "https"
-        if other or self._stopped:  # of the part that landed the parser knows nothing
+        protocol, cycle = self._protocol, self.cycle
+        if cycle is None or protocol.cycle is not cycle or protocol.scheme == "https":
             return 0
-        return content_length - protocol.parts_bytes
+        # Behind a whole body the parser may hold a part of the next head.
+        is_parsed = cycle.more_body and self._landing is None
+        return content_length - protocol.parts_bytes if is_parsed else 0
 
     def land(self, targets: Sequence[memoryview | int]) -> Landing:
         protocol, cycle = self._protocol, self._protocol.cycle
-        landing = Landing(targets, protocol, protocol.begin_again)
+        landing = self._landing = Landing(targets, protocol, protocol.begin_again)
         ahead, cycle.body = cycle.body, bytearray()
         protocol.turn_to(landing)
         landing.take(ahead)
         return landing
 
     def stop_landing(self) -> None:
-        self._stopped = True
-        self._protocol.turn_to(self._protocol)
+        assert self._landing is not None  # noqa: S101
+        # Not to the parser, which would take the next request for what has landed of this one.
+        protocol, left_bytes = self._protocol, self._landing.left_bytes
+        protocol.turn_to(Landing([left_bytes], protocol, protocol.begin_again))
 
     def whole_body(self) -> bytearray | None:
         cycle = self.cycle
