@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import httpx
 import pytest
 
-from convgrad_service.http_api import middleware
+from convgrad_service.http_api import middleware, protocol
 from tests.contract.server import LiveServer, serving
 from tests.contract.test_http_body import KiB, head, read_all, read_one
 from tests.contract.test_http_landing import problem, request
-from tests.contract.tree_server import until
 from tests.fake_backends import Sums
 
 
@@ -56,13 +57,19 @@ def test_a_request_behind_a_body_that_was_given_up_as_it_landed_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(middleware, "_MODEST_BODY_WAIT_S", 30.0)
+    stop, stopped = protocol._Exchange.stop_landing, threading.Event()
+
+    def stopping(exchange: protocol._Exchange) -> None:
+        stop(exchange)
+        stopped.set()
+
+    monkeypatch.setattr(protocol._Exchange, "stop_landing", stopping)
     body, _ = problem(1, 400 * KiB)
     assert len(body) < middleware._MODEST_BODY_BYTES
     sent = request(body)
     with serving(Sums(), body_idle_timeout_s=2.0) as server, server.connect() as connection:
         connection.sendall(sent[: len(sent) // 2])
-        until(lambda: server.held_bytes > 0)
-        until(lambda: server.held_bytes == 0)  # its patience has ended, what comes now is dropped
+        assert stopped.wait(60)  # its patience has ended, what comes now is dropped
         connection.sendall(sent[len(sent) // 2 :] + request(b"x" * 1000))
         assert read_one(connection).startswith(b"HTTP/1.1 408 ")
         assert read_one(connection).startswith(b"HTTP/1.1 400 ")  # no safetensors, but a request

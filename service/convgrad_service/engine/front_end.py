@@ -7,6 +7,7 @@ request is one message there and one back.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -115,9 +116,7 @@ class FrontEnd:
     def _compute(self, message: Compute) -> None:
         slot, text = message.named
         if text is not None:
-            packed = PackedArrangement(text, message.cost)
-            looked_into = self._hub.on_the_spot is not None and (message.regions or message.parts)
-            self._arrangements[slot] = packed.unpacked() if looked_into else packed
+            self._arrangements[slot] = PackedArrangement(text, message.cost)
 
         def told(part: int, finished: Finished) -> None:
             self._tell(PartDone(message.number, part, tuple(finished)))
@@ -128,8 +127,8 @@ class FrontEnd:
             if message.parts:
                 found = self._hub.regions.use([RegionPart(*part) for part in message.parts])
                 if (finished := self._on_the_spot(message, found)) is not None:
-                    self._hub.regions.release(found)
                     self._done(message.number, finished, 0.0)
+                    self._hub.regions.release(found)
                     return
             arrangement, tasks = self._arrangements[slot], (message.tasks, message.sums)
             job = Job(arrangement, message.base, regions or found, *tasks)
@@ -146,9 +145,10 @@ class FrontEnd:
 
     def _on_the_spot(self, message: Compute, found: tuple[InRegion, ...]) -> Finished | None:
         """How a small job was computed here: the front end would have, but has no regions."""
-        here, arrangement = self._hub.on_the_spot, self._arrangements[message.named[0]]
-        if here is None or isinstance(arrangement, PackedArrangement):
-            return None
+        here, slot = self._hub.on_the_spot, message.named[0]
+        if here is None or time.monotonic() >= message.deadline_s:
+            return None  # of a deadline that has passed the schedule says so
+        arrangement = self._arrangements[slot] = self._arrangements[slot].unpacked()
         return here.computed(arrangement, message.base, found)
 
     def _learn(self, slot: int, done: asyncio.Future[Finished]) -> None:

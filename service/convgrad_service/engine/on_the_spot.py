@@ -3,9 +3,9 @@
 A worker is two wakes of a process away, which takes longer than a small problem does. What workers
 are for stays as it is: only that is computed here which a worker has computed before, in the same
 arrangement, without harm and in no time to speak of, and whose data names no elements of others.
-A kernel that is given the same sizes goes the same way through memory, so it does no harm here
-either. Shared memory is read and written as the file that it is: where its client has cut it off
-there is an error, and no signal.
+A kernel that is given the same sizes stays within the same memory, so it does no harm here either.
+Shared memory is read and written as the file that it is: where its client has just cut it off,
+reading is an error and writing makes it longer again, and neither is a signal.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class _Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         self.started = False
         self._receive, self._send, self._context = receive, send, context
+        context.received_bytes = 0  # what was looked at without it is received once more
         headers: dict[bytes, bytes] = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._declared_bytes = int(length) if length.isdigit() else 0
