@@ -166,7 +166,16 @@ def test_no_server_at_the_url(capfd: pytest.CaptureFixture[str]) -> None:
     assert "no server answers at http://127.0.0.1:9" in capfd.readouterr().out
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """What a shell runs in the background ignores SIGINT, and so would what a test starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_no_process_behind(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "convgrad", "demo", "--output", str(tmp_path)]

@@ -40,16 +40,16 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def read_one(connection: socket.socket) -> bytes:
-    """One answer with a length, to its last byte: it may come in several pieces."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += connection.recv(65536)
-    top, _, body = received.partition(b"\r\n\r\n")
-    lines = [line.lower().partition(b":") for line in top.splitlines()]
-    length = next(int(value) for name, _, value in lines if name == b"content-length")
-    while len(body) < length:
-        part = connection.recv(65536)
-        received, body = received + part, body + part
+    """One answer with a length, to its last byte and no further: another may follow at once."""
+    with connection.makefile("rb", buffering=0) as reader:
+        received = b""
+        while not received.endswith(b"\r\n\r\n"):
+            received += reader.readline() or pytest.fail(f"closed after {received!r}")
+        lines = [line.lower().partition(b":") for line in received.splitlines()]
+        length = next(int(value) for name, _, value in lines if name == b"content-length")
+        end = len(received) + length
+        while len(received) < end:
+            received += reader.read(end - len(received)) or pytest.fail(f"closed: {received!r}")
     return received
 
 
