@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -191,3 +192,23 @@ def test_what_goes_wrong_is_an_error_of_its_request(
                 here.computed(arrangement, 0, SHARED)
 
     run(test)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
+    file: Callable[[bytes], int],
+) -> None:
+    full = os.open("/dev/full", os.O_RDWR)  # as /dev/shm may be, where a client's file has holes
+    files = {1: file(ARRAY.tobytes()), 2: full}
+
+    def test() -> None:
+        with on_the_spot(files=files) as (_, here):
+            arrangement = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(arrangement, 1e-6)
+            with pytest.raises(InvalidProblem, match="has been shortened"):
+                here.computed(arrangement, 0, SHARED)
+
+    try:
+        run(test)
+    finally:
+        os.close(full)

@@ -138,14 +138,14 @@ class OnTheSpot:
                 copy[:] = _view(self._engine.arena, base, tensor)
             else:
                 place = regions[tensor.region]
-                _whole(os.preadv(file_of(place.file), [copy], place.offset), copy)
+                _move(os.preadv, file_of(place.file), copy, place.offset)
         finished = self._run(self._own, copies.inside, 0)
         for tensor, copy in zip(arrangement.outputs, copies.outputs, strict=True):
             if tensor.region is None:
                 _view(self._engine.arena, base, tensor)[:] = copy
             else:
                 place = regions[tensor.region]
-                _whole(os.pwritev(file_of(place.file), [copy], place.offset), copy)
+                _move(os.pwritev, file_of(place.file), copy, place.offset)
         return finished
 
     def _places(self, arrangement: Arrangement) -> _Copies:
@@ -168,6 +168,14 @@ def _view(arena: Arena, base: int, tensor: Tensor) -> memoryview:
     return arena.view(base + tensor.offset, tensor.spec.size_bytes)
 
 
-def _whole(moved_bytes: int, copy: memoryview) -> None:
+def _move(
+    move: Callable[[int, list[memoryview], int], int], file: int, copy: memoryview, offset: int
+) -> None:
+    """Read or write all of a copy, or refuse the request as a worker would, which finds no memory
+    where the file has been cut off or its file system is full."""
+    try:
+        moved_bytes = move(file, [copy], offset)
+    except OSError:
+        raise shortened() from None
     if moved_bytes != len(copy):
         raise shortened()
