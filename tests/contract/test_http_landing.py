@@ -12,12 +12,13 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from convgrad.errors import InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.http_api import landing as module
-from tests.contract.server import SAFETENSORS, LiveServer, serving
-from tests.contract.test_http_body import head, read_all
+from tests.contract.server import SAFETENSORS, LiveServer, binary_example, serving
+from tests.contract.test_http_body import head, read_all, read_one
 from tests.contract.tree_server import until
-from tests.fake_backends import Sums
+from tests.fake_backends import Failing, Sums
 
 MIB = 2**20
 
@@ -152,16 +153,26 @@ def test_a_client_that_leaves_frees_its_place(summing: LiveServer) -> None:
         assert answered(connection) == expected
 
 
+def received(server: LiveServer) -> float:
+    """Bytes of bodies, as the server counts them."""
+    name = 'convgrad_received_bytes_total{operation="conv_bwd_data",transport="http"} '
+    text = server.get("/metrics").text
+    return float(text.partition(name)[2].split("\n")[0] or 0)
+
+
 def test_what_is_counted_as_received(summing: LiveServer) -> None:
     body, _ = problem(1)
-    name = 'convgrad_received_bytes_total{operation="conv_bwd_data",transport="http"} '
-
-    def received() -> float:
-        text = summing.get("/metrics").text
-        return float(text.partition(name)[2].split("\n")[0] or 0)
-
-    before = received()
+    before = received(summing)
     with summing.connect() as connection:
         connection.sendall(request(body))
         answered(connection)
-    until(lambda: received() - before == len(body))
+    until(lambda: received(summing) - before == len(body))
+
+
+def test_a_small_body_that_is_refused_at_once_counts_once() -> None:
+    body = binary_example()
+    with serving(Failing(InvalidProblem("it is wrong"))) as server, server.connect() as connection:
+        for asked in range(1, 4):  # the first of all alike is looked into
+            connection.sendall(request(body))
+            assert read_one(connection).startswith(b"HTTP/1.1 400 ")
+            until(lambda: received(server) == asked * len(body))  # noqa: B023
