@@ -62,13 +62,16 @@ class Http2Client:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(data)
 
-    def open(self, stream: int, path: bytes | None = None, *, last: bool = False) -> None:
-        """Begin a call."""
+    def open(
+        self, stream: int, path: bytes | None = None, data: bytes = b"", *, last: bool = False
+    ) -> None:
+        """Begin a call, with its first data in the same packet where there is any."""
         headers = [
             (name, path if path is not None and name == b":path" else value)
             for name, value in CALL_HEADERS
         ]
-        self.send(header_block(stream, headers, 16_384, last=last))
+        first = frame(Kind.DATA, 0, stream, data) if data else b""
+        self.send(header_block(stream, headers, 16_384, last=last) + first)
 
     def data(self, stream: int, data: bytes, *, last: bool = False) -> None:
         self.send(frame(Kind.DATA, int(last), stream, data))

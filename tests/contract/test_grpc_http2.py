@@ -139,8 +139,8 @@ def test_a_client_that_pauses_is_cut_off(impatient: OipServer, sent: int) -> Non
 
 def test_a_stream_may_be_silent_between_its_messages(impatient: OipServer) -> None:
     with connected(impatient.grpc) as raw:
-        raw.open(1, INFER.replace(b"ModelInfer", b"ModelStreamInfer"))
-        raw.data(1, grpc_message(pool_request()))
+        path = INFER.replace(b"ModelInfer", b"ModelStreamInfer")
+        raw.open(1, path, grpc_message(pool_request()))
         time.sleep(0.7)  # longer than a pause within a message may last
         raw.data(1, grpc_message(pool_request()), last=True)
         headers, data = raw.answer(1)
