@@ -132,7 +132,8 @@ class Sender(User):  # type: ignore[misc]
     def _compare(self, number: int, answer: list[NDArray[Any]]) -> None:
         before = _FIRST.setdefault(number, answer)
         for a, b in zip(before, answer, strict=True):
-            same = np.array_equal(a.view(np.uint32), b.view(np.uint32))  # bits: a NaN equals itself
+            bits = f"u{a.itemsize}"  # in which a NaN equals itself
+            same = np.array_equal(a.view(bits), b.view(bits))
             assert same, f"request {number} was answered differently before"
 
 
