@@ -99,6 +99,22 @@ def test_an_unwanted_answer_is_not_waited_for(seed: int) -> None:
     assert all(future.cancelled() for future in futures)
 
 
+def test_what_was_sent_before_sending_failed_is_not_wanted(seed: int) -> None:
+    problem, tensors = stated(CASES[0], seed)
+    futures: list[Future[Outcome]] = []
+
+    def once(problem: Problem, tensors: Mapping[str, NDArray[Any]]) -> Future[Outcome]:
+        if futures:
+            raise ConnectionError("nobody is there any more")
+        futures.append(Future())
+        return futures[-1]
+
+    spread = Spread(once, name="cpu", piece_bytes=problem.memory_bytes // 3, slots=2)
+    with pytest.raises(ConnectionError):
+        spread.run(problem, tensors)
+    assert futures[0].cancelled()
+
+
 class _JustTooLate(Future[Outcome]):
     """Its answer comes between the end of a wait for it and the look whether it is there."""
 

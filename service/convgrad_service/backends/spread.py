@@ -54,7 +54,7 @@ class Spread(OnHost):
         """See `Backend.run`; ``compute_s`` is the time until the last piece came back."""
         started = time.perf_counter()
         pieces = problem.split(math.ceil(problem.memory_bytes / self._piece_bytes))
-        waiting = [self._send(piece, tensors) for piece in pieces]
+        waiting: list[Future[Outcome]] = []
         done: list[Outcome] = []
 
         def computed() -> Iterator[Mapping[str, NDArray[Any]]]:
@@ -63,6 +63,8 @@ class Spread(OnHost):
                 yield done[-1].outputs
 
         try:
+            for piece in pieces:
+                waiting.append(self._send(piece, tensors))  # noqa: PERF401 - what was sent is known
             if len(pieces) == 1:
                 (outputs,) = (dict(one) for one in computed())
             else:
