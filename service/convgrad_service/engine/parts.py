@@ -45,7 +45,7 @@ _MOST_PARTS = 64
 # devices gain, half or more of the time that its inputs take over the bus.
 _SUM_PART_FACTOR = 2
 # All shares of a sum together may be this part of the inputs. Two devices save half of an upload at
-# 55 GB/s, 9 ms for each GB. A GB of shares takes 18 ms to download and 69 ms to add up (four of
+# 55 GB/s, 9 ms for each GB. A GB of shares takes 18 ms to download and 68 ms to add up (four of
 # them, on one core: tests/perf/results/sums.jsonl): with a 32nd of the inputs, 2.7 ms for each GB
 # of those.
 _SHARES_OF_INPUTS = 32
