@@ -8,8 +8,9 @@ and in CUDA shared memory; then binary HTTP with 1, 2 and 4 front-end processes,
 Every answer that is looked at must be the same to the bit. Prints a table and writes
 `tests/perf/results/engine_gpu.jsonl`: ``ours_ms`` is the time between two answers, ``peer_ms`` the
 time that the longer way over PCIe takes alone, by page-locked copies in both directions at once
-that were measured in this run; ``cpu`` is what one answer cost each process. Needs a GPU, CuPy
-and tritonclient.
+that were measured in this run; over HTTP the time that as many bare loopback connections as front
+ends take for the same bytes, in this run too. ``cpu`` is what one answer cost each process. Needs a
+GPU, CuPy and tritonclient.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tests.perf.serve.bare import bare_between_s
 from tests.perf.serve.gpu_server import Loaded, Way, gpu_origin, loaded, serving
 from tests.perf.serve.load import layer_named, shapes_of
 
 RESULTS = Path(__file__).parent / "results" / "engine_gpu.jsonl"
 # What one front-end process is asked for, and by how many client processes.
 CALLS_A_FRONT_END, CLIENTS_A_FRONT_END = 4, 2
+# That bare connections are loaded for.
+BARE_S = 2.0
 
 
 def ways(front_ends: int) -> list[Way]:
@@ -45,10 +49,22 @@ def ways(front_ends: int) -> list[Way]:
     return found
 
 
-def record(way: Way, found: Loaded, layer: dict[str, Any], down_gb_per_s: float) -> dict[str, Any]:
-    """A line of the results."""
+def bytes_of(layer: dict[str, Any]) -> tuple[int, int]:
+    """What goes up for an answer, and what comes down."""
     moved = {name: 2 * math.prod(shape) for name, shape in shapes_of(layer).items()}
-    up_bytes, down_bytes = moved["grad_output"] + moved["weight"], moved["grad_input"]
+    return moved["grad_output"] + moved["weight"], moved["grad_input"]
+
+
+def record(
+    way: Way, found: Loaded, layer: dict[str, Any], down_gb_per_s: float, bare_s: float
+) -> dict[str, Any]:
+    """A line of the results."""
+    up_bytes, down_bytes = bytes_of(layer)
+    if way.transport == "http":
+        peer, peer_s = "as many bare loopback connections, in this run", bare_s
+    else:
+        peer = "page-locked copies over PCIe, both ways at once, in this run"
+        peer_s = down_bytes / down_gb_per_s / 1e9
     spent_s = [seconds for _, seconds in found.times]
     between_s = found.between_s
     return {
@@ -67,8 +83,8 @@ def record(way: Way, found: Loaded, layer: dict[str, Any], down_gb_per_s: float)
         "latency_quartiles_ms": [round(q * 1e3, 3) for q in statistics.quantiles(spent_s, n=4)],
         "up_gb_per_s": round(up_bytes / between_s / 1e9, 2),
         "down_gb_per_s": round(down_bytes / between_s / 1e9, 2),
-        "peer": "page-locked copies over PCIe, both ways at once, in this run",
-        "peer_ms": round(down_bytes / down_gb_per_s / 1e6, 4),
+        "peer": peer,
+        "peer_ms": round(peer_s * 1e3, 4),
         "pcie_down_gb_per_s": round(down_gb_per_s, 2),
         "reference_ms": round(down_bytes / 55e9 * 1e3, 4),
         "samples": len(found.times),
@@ -127,11 +143,12 @@ def main() -> None:
             "CONVGRAD_HTTP_WORKERS": str(front_ends),
             "CUDA_VISIBLE_DEVICES": "0",
         }
+        bare_s = bare_between_s(*bytes_of(layer), front_ends, BARE_S)
         with serving(environment) as server:
             for way in chosen:
                 found = loaded(server, way, given.layer, batch=given.batch, seconds=given.seconds)
                 sums |= found.sums
-                lines.append(record(way, found, layer, down))
+                lines.append(record(way, found, layer, down, bare_s))
                 _show(lines[-1], found.said)
     if len(sums) != 1:
         raise SystemExit(f"answers differ: {len(sums)} checksums")
@@ -147,7 +164,7 @@ def _show(line: dict[str, Any], said: str) -> None:
         f"{line['transport']:33}{line['front_ends']} front ends {line['in_flight']:2} in flight: "
         f"{line['ours_ms']:8.3f} ms an answer ({line['samples']} answers, each "
         f"{median:.1f} ms [{low:.1f} {high:.1f}]), up {line['up_gb_per_s']} GB/s, "
-        f"down {line['down_gb_per_s']} GB/s; PCIe {line['peer_ms']} ms, "
+        f"down {line['down_gb_per_s']} GB/s; that way alone {line['peer_ms']} ms, "
         f"{line['peer_ms'] / line['ours_ms']:.0%}; CPU ms for each: {said}",
         flush=True,
     )

@@ -5,10 +5,10 @@
 ck_headline's bwd_data (85 MB up, 165 MB down) with our SDK, two calls in flight for each front end
 (``CONVGRAD_HTTP_WORKERS``), real front ends, hub and worker, and a backend that computes nothing:
 what is left is the way. Clients share the machine's cores with the server. Beside it, in the same
-run, the same bytes over one bare loopback connection, one after the other. Prints a table and
-writes `tests/perf/results/front_ends.jsonl`: ``ours_ms`` is the time from one answer to the next,
-``cpu`` what one answer cost each process of the server, and all clients: a process that is busy for
-all of that time bounds the rest.
+run, the same bytes over as many bare loopback connections, one way after the other. Prints a table
+and writes `tests/perf/results/front_ends.jsonl`: ``ours_ms`` is the time from one answer to the
+next, ``cpu`` what one answer cost each process of the server, and all clients: a process that is
+busy for all of that time bounds the rest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import argparse
 import json
 import math
 import os
-import socket
 import statistics
 import sys
-import time
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from tests.perf.provenance import cpu_model, origin
+from tests.perf.serve.bare import bare_between_s
 from tests.perf.serve.gpu_server import Loaded, Server, Way, loaded
 from tests.perf.serve.load import layer_named, shapes_of
 from tests.perf.serve.servers import free_ports, process
@@ -36,7 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "front_ends.jsonl"
 LAYER = "ck_headline"
 FRONT_ENDS = (1, 2, 4)
 THREADS = 2
-_PIECE_BYTES = 2**20
+BARE_S = 2.0
 
 
 def measured(front_ends: int, seconds: float, logs: Path) -> Loaded:
@@ -51,48 +49,6 @@ def measured(front_ends: int, seconds: float, logs: Path) -> Loaded:
         return loaded(Server(url, hub), way, LAYER, batch=None, seconds=seconds)
 
 
-def answer_bare(port: int, up_bytes: int, down_bytes: int) -> None:
-    """Take in ``up_bytes`` and send ``down_bytes``, until the connection ends."""
-    data = memoryview(bytearray(max(up_bytes, down_bytes)))
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        while _received(connection, data[:up_bytes]):
-            _send(connection, data[:down_bytes])
-
-
-def bare_ms(up_bytes: int, down_bytes: int, turns: int = 10) -> float:
-    """The median of the same over one loopback connection, from and to memory that is warm."""
-    data = memoryview(bytearray(max(up_bytes, down_bytes)))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        arguments = (listening.getsockname()[1], up_bytes, down_bytes)
-        peer = get_context("spawn").Process(target=answer_bare, args=arguments)
-        peer.start()
-        connection, _ = listening.accept()
-        spent_s = []
-        with connection:
-            for _ in range(turns):
-                began_s = time.perf_counter()
-                _send(connection, data[:up_bytes])
-                _received(connection, data[:down_bytes])
-                spent_s.append(time.perf_counter() - began_s)
-        peer.join()
-    return statistics.median(spent_s[2:]) * 1e3
-
-
-def _send(connection: socket.socket, data: memoryview) -> None:
-    for at in range(0, len(data), _PIECE_BYTES):
-        connection.sendall(data[at : at + _PIECE_BYTES])
-
-
-def _received(connection: socket.socket, target: memoryview) -> bool:
-    at = 0
-    while at < len(target):
-        size = connection.recv_into(target[at : at + _PIECE_BYTES])
-        if not size:
-            return False
-        at += size
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="that each is loaded for")
@@ -104,12 +60,11 @@ def main() -> None:
     layer = layer_named(LAYER)
     moved = {name: 2 * math.prod(shape) for name, shape in shapes_of(layer).items()}
     up_bytes, down_bytes = moved["grad_output"] + moved["weight"], moved["grad_input"]
-    peer_ms = bare_ms(up_bytes, down_bytes)
-    print(f"bare loopback, one connection: {peer_ms:.1f} ms", flush=True)
     packages = ("numpy", "uvicorn", "uvloop")
     stamp = origin(cpu_model(), {name: version(name) for name in packages})
     lines: list[dict[str, Any]] = []
     for front_ends in given.front_ends:
+        peer_ms = bare_between_s(up_bytes, down_bytes, front_ends, BARE_S) * 1e3
         found = measured(front_ends, given.seconds, given.logs)
         between_s = found.between_s
         spent_s = [seconds for _, seconds in found.times]
@@ -131,7 +86,7 @@ def main() -> None:
                 "latency_quartiles_ms": [round(q * 1e3, 2) for q in statistics.quantiles(spent_s)],
                 "up_gb_per_s": round(up_bytes / between_s / 1e9, 3),
                 "down_gb_per_s": round(down_bytes / between_s / 1e9, 3),
-                "peer": "one bare loopback connection",
+                "peer": "as many bare loopback connections",
                 "peer_ms": round(peer_ms, 3),
                 "reference_ms": round(peer_ms, 3),
                 "samples": len(found.times),
@@ -143,7 +98,7 @@ def main() -> None:
         print(
             f"{front_ends} front ends: {last['ours_ms']:8.1f} ms between answers, "
             f"{last['up_gb_per_s']:.2f} GB/s up, {last['down_gb_per_s']:.2f} GB/s down; "
-            f"CPU ms for each: {found.said}",
+            f"bare connections {peer_ms:.1f} ms; CPU ms for each: {found.said}",
             flush=True,
         )
     given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
