@@ -58,9 +58,10 @@ class Steppers:
     """Stands for `Kernels`."""
 
     fails = False
+    fails_beside = False
 
     def run(self, steps: tuple[Step, ...], addresses: dict[str, int], stream: Stream) -> None:
-        if self.fails:
+        if self.fails or (self.fails_beside and stream.beside and steps):
             raise RuntimeError("refused")
         for step in steps:
             assert isinstance(step, Clear)
@@ -124,6 +125,17 @@ def test_branches_are_recorded_side_by_side(graphs: Graphs) -> None:
     for _ in range(3):
         graphs.run(plan, {"a": 1}, stream)
     assert stream.done == ["a@1", "waited", *["graph of a@1 |a@1 waited"] * 2]
+
+
+def test_a_branch_that_fails_is_waited_for(graphs: Graphs, steppers: Steppers) -> None:
+    """What was launched beside the stream may still run."""
+    stream, plan = Stream(), plan_of("a", (0, 1))
+    steppers.fails_beside = True
+    for run in (1, 2):
+        with pytest.raises(RuntimeError, match="refused"):
+            graphs.run(plan, {"a": 1}, stream)
+        assert stream.done == ["a@1", "waited"] * run
+    assert stream.capture is None
 
 
 def test_what_branches_share_goes_first(graphs: Graphs) -> None:

@@ -67,10 +67,13 @@ class Graphs:
         start = stream.record()
         for side in beside:
             side.wait_event(start)
-        for one, cut in zip((stream, *beside), cuts, strict=True):
-            self._kernels.run(plan.steps[slice(*cut)], addresses, one)
-        for side in beside:
-            stream.wait_event(side.record())
+        try:
+            for one, cut in zip((stream, *beside), cuts, strict=True):
+                self._kernels.run(plan.steps[slice(*cut)], addresses, one)
+        finally:
+            # Also where a launch was refused: who waits for this stream waits for all there is.
+            for side in beside:
+                stream.wait_event(side.record())
 
     def _recorded(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
         self._streams_beside(stream, len(plan.branches) - 1)
