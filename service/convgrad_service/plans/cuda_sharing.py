@@ -42,7 +42,7 @@ def _made_of_inputs(fragment: Fragment, inputs: Collection[str]) -> Iterator[tup
         if isinstance(step, Launch) and len(buffers) == 2 and len(fresh) == 1:
             (workspace,) = fresh
             if not buffers - fresh - set(inputs):
-                yield _renamed(step, {workspace: ANY}), workspace
+                yield replace(_renamed(step, {workspace: ANY}), overlaps=False), workspace
         touched |= buffers
 
 
@@ -53,11 +53,20 @@ def _without(fragment: Fragment, steps: Sequence[Step], names: Mapping[str, str]
         else _renamed(step, names)
         for step in fragment.steps
     ]
+    kept = [step for step in renamed if _alone(step) not in steps]
+    if kept and len(kept) < len(renamed):
+        # What it was to overlap may be gone.
+        kept[0] = _alone(kept[0])
     return replace(
         fragment,
-        steps=tuple(step for step in renamed if step not in steps),
+        steps=tuple(kept),
         workspace=tuple(item for item in fragment.workspace if item.name not in names),
     )
+
+
+def _alone(step: Step) -> Step:
+    """The same after all of the step before it."""
+    return replace(step, overlaps=False) if isinstance(step, Launch) else step
 
 
 def _renamed(launch: Launch, names: Mapping[str, str]) -> Launch:

@@ -271,7 +271,8 @@ class Copy:
     """target[i] = source[i] over a box of at most eight dimensions, outermost first.
 
     ``bounds`` are (outer axis, inner axis, limit): where outer*extent(inner) + inner >= limit, the
-    source has no element, and the target, where it has one (``pads``), gets zero.
+    source has no element, and the target, where it has one (``pads``), gets zero. Unless it
+    ``follows``, it reads nothing that the step before it writes.
     """
 
     source: str
@@ -280,3 +281,4 @@ class Copy:
     axes: tuple[CopyAxis, ...]
     bounds: tuple[tuple[int, int, int], ...] = ()
     pads: bool = False
+    follows: bool = True

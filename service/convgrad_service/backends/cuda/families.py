@@ -11,6 +11,7 @@ from convgrad_service.backends.cuda.kernels.channels_first import (
     FusedThroughChannelsLast,
     PoolThroughChannelsLast,
 )
+from convgrad_service.backends.cuda.kernels.dense_channels_first import ResultThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
@@ -63,8 +64,20 @@ DEPTHWISE_WEIGHT = (
 # Few channels a group.
 GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
-# Many channels, no groups or large ones, forward or in the input.
-DENSE = (HopperHalo(), HopperGather(), DenseGather())
+# Many channels, no groups or large ones, forward or in the input, and in the weight.
+DENSE = (
+    ResultThroughChannelsLast(HopperHalo(), COPIES),
+    ResultThroughChannelsLast(HopperGather(), COPIES),
+    HopperHalo(),
+    HopperGather(),
+    DenseGather(),
+)
+DENSE_WEIGHT = (
+    ResultThroughChannelsLast(HopperWeight(), COPIES),
+    HopperWeight(),
+    ResultThroughChannelsLast(DenseWeight(), COPIES),
+    DenseWeight(),
+)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
 FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())
@@ -83,8 +96,7 @@ FAMILIES = Families(
         *DEPTHWISE_WEIGHT,
         *GROUPED_WEIGHT,
         *FIRST_WEIGHT,
-        HopperWeight(),
-        DenseWeight(),
+        *DENSE_WEIGHT,
         WeightTile(),
         WeightDirect(),
     ),

@@ -27,7 +27,12 @@ from convgrad_service.plans.cuda_works import (
     contiguous_strides,
 )
 
-__all__ = ["ConvThroughChannelsLast", "FusedThroughChannelsLast", "PoolThroughChannelsLast"]
+__all__ = [
+    "ConvThroughChannelsLast",
+    "FusedThroughChannelsLast",
+    "PoolThroughChannelsLast",
+    "ThroughChannelsLast",
+]
 
 W = TypeVar("W", bound=Work)
 ORDER = (0, 3, 4, 5)
@@ -70,7 +75,7 @@ class _Tensor:
         return Copy(first.buffer, second.buffer, self.given.dtype, axes)
 
 
-class _Through(Generic[W]):
+class ThroughChannelsLast(Generic[W]):
     """``inner``, a family of channels-last tensors, between ``copies``."""
 
     def __init__(self, inner: Family[W], copies: Sequence[Family[Copy]]) -> None:
@@ -103,7 +108,7 @@ class _Through(Generic[W]):
         )
 
 
-class ConvThroughChannelsLast(_Through[ConvWork]):
+class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
     """A grouped convolution, depthwise ones among them."""
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -145,7 +150,7 @@ def _lasting(work: ConvWork, tensors: Mapping[str, _Tensor]) -> ConvWork:
     return replace(work, x=tensors["x"].last, y=tensors["y"].last, accumulate=accumulate)
 
 
-class FusedThroughChannelsLast(_Through[FusedWork]):
+class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
     """Two convolutions with the intermediate on the chip."""
 
     def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
@@ -168,7 +173,7 @@ class FusedThroughChannelsLast(_Through[FusedWork]):
         return last, {"x": read, "y": written}
 
 
-class PoolThroughChannelsLast(_Through[PoolWork]):
+class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     """A pooling's gradient from its input.
 
     Flat windows of stride 1 are left as they lie, of which ``pool_lines.cu`` reads whole rows: on

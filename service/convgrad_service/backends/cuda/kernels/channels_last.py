@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
 from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda_families import choose
-from convgrad_service.plans.cuda_program import Step, Workspace, ceil_div
+from convgrad_service.plans.cuda_program import Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import (
     Copy,
     CopyAxis,
@@ -18,11 +19,20 @@ from convgrad_service.plans.cuda_works import (
     contiguous_strides,
 )
 
-__all__ = ["CHUNK_BYTES", "Prepared", "in_whole_chunks", "prepare_activation", "prepare_weight"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Prepared",
+    "in_whole_chunks",
+    "overlapping",
+    "prepare_activation",
+    "prepare_weight",
+]
 
 CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
+# Kernels that wait themselves for the one before them.
+WAITING = ("transpose", "transpose_planes", "transpose_runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,18 @@ class Prepared:
     operand: Operand
     steps: tuple[Step, ...] = ()
     workspace: tuple[Workspace, ...] = ()
+
+
+def overlapping(steps: Iterable[Step], device: CudaDevice, first: bool = False) -> tuple[Step, ...]:
+    """The same, copies launched to overlap the step before them; the ``first`` one too, where what
+    is before it is known to be a launch of the same plan."""
+    found: list[Step] = []
+    for step in steps:
+        after = isinstance(found[-1], Launch) if found else first
+        if isinstance(step, Launch) and step.instance.entry in WAITING and after:
+            step = replace(step, overlaps=device.capability >= OVERLAPPING)
+        found.append(step)
+    return tuple(found)
 
 
 def in_whole_chunks(operand: Operand, extents: tuple[int, ...], channel_axis: int) -> bool:
@@ -104,7 +126,9 @@ def _prepare(
         # A bound joins two axes; the outer one here has one position.
         axes = [CopyAxis(1, 0, 0), *axes]
         bounds = ((0, 6, channels),)
-    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds))
+    copy = Copy(
+        operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False
+    )
     target = replace(
         operand,
         buffer=name,

@@ -368,6 +368,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   } else {
     __syncthreads();
   }
+  wait_for_previous();
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
     if (warp == 0) {

@@ -3,6 +3,7 @@
 
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "overlap.cuh"
 
 namespace convgrad {
 

@@ -219,6 +219,7 @@ class HopperGather:
                 bias=work.bias,
             ),
             tile.shared_bytes(stages),
+            overlaps=bool(sides.steps),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}",

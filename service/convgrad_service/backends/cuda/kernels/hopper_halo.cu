@@ -25,6 +25,7 @@
 // Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
 // bytes, elsewhere 64-bit.
 #include "hopper_halo_result.cuh"
+#include "overlap.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
@@ -161,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefetch_map(args.w_map);
   }
   __syncthreads();
+  wait_for_previous();
 
   if (warp >= kLoaders) {
     leave_registers<40>();

@@ -9,6 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import (
     in_whole_chunks,
+    overlapping,
     prepare_activation,
     prepare_weight,
 )
@@ -218,6 +219,7 @@ class HopperHalo:
             f"{work.prefix}weight_channels_last",
             device,
         )
+        before = overlapping((*x.steps, *w.steps), device)
         args = HopperHaloArgs()
         args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
         group, k, c, *kernel = w.operand.strides
@@ -249,10 +251,11 @@ class HopperHalo:
                 bias=work.bias,
             ),
             tile.dynamic_bytes,
+            overlaps=bool(before),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{tile.name}",
-            (*x.steps, *w.steps, launch),
+            (*before, launch),
             (*x.workspace, *w.workspace),
             expected_s=tile.clocks(device) / CLOCKS_A_SECOND,
         )

@@ -9,6 +9,7 @@ from itertools import product
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import (
     CHUNK_BYTES,
+    overlapping,
     prepare_activation,
     prepare_weight,
 )
@@ -168,7 +169,7 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         x.operand,
         w.operand,
         result,
-        (*x.steps, *w.steps),
+        overlapping((*x.steps, *w.steps), device),
         (*x.workspace, *w.workspace),
     )
 

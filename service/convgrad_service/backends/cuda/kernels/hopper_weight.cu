@@ -75,6 +75,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     __syncthreads();
   }
   start_next();
+  wait_for_previous();
   const int steps = steps_of(args), block = CLUSTER > 1 ? block_of_cluster() : 0;
   const int units =
       (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / (kSums ? 1 : CLUSTER);

@@ -9,7 +9,7 @@ from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import prepare_activation
+from convgrad_service.backends.cuda.kernels.channels_last import overlapping, prepare_activation
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     SPLIT_TILES,
@@ -24,7 +24,6 @@ from convgrad_service.plans.cuda_program import (
     Fragment,
     Instance,
     Launch,
-    Step,
     Workspace,
     ceil_div,
 )
@@ -165,7 +164,7 @@ class HopperWeight:
         )
         x_map, y_map = _maps(work, cut, x.operand, y.operand)
         partials = f"{work.prefix}partials" if cut.parted else None
-        steps: list[Step] = [*x.steps, *y.steps]
+        steps = [*overlapping((*x.steps, *y.steps), device)]
         steps.append(
             Launch(
                 cut.tile.instance(work.dtype, cut.cluster, sums=cut.sums),
@@ -181,6 +180,7 @@ class HopperWeight:
                     partials=partials,
                 ),
                 cut.shared_bytes(device),
+                overlaps=bool(steps),
             )
         )
         workspace = [*x.workspace, *y.workspace]

@@ -109,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   start_next();
+  wait_for_previous();
   const int steps = steps_of(args);
   const int units = of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares;
 

@@ -1,12 +1,15 @@
 // Copies a box of elements between an order in which x runs side by side and one in which y does:
 // target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
 //
-// Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory. On either side they move chunks:
-// of 16 bytes, or of 8 from the source, where rows start and end at whole ones, else element by
-// element. Static shared memory: the tile in words, of two neighbours along y where elements have 16
-// bits, so that both sides go by words, and placed so that lanes do not meet in a bank. Where y
-// reaches `y_limit`, the source has no element and the target gets zero.
-// Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions.
+// Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory, in chunks of
+// 16 bytes on either side. Rows that start anywhere (planes of an odd number of pixels) are read and
+// written by the whole chunks they lie in: of a tile's first and last one in the source a part is left,
+// and in the target each row of a tile ends where a chunk does, for which the tile begins `lead`
+// rows of y earlier. Static shared memory: the tile in words, of two neighbours along y where elements
+// have 16 bits, so that both sides go by words, and placed so that lanes do not meet in a bank.
+// Where y reaches `y_limit`, the source has no element and the target gets zero.
+// Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions; and for
+// buffers that start at whole chunks.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
 #include "transpose_args.cuh"
 
@@ -16,6 +19,7 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
+constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
 template <class Element>
 struct WordOf {
@@ -26,13 +30,17 @@ struct WordOf<unsigned short> {
   using type = u32;
 };
 using Word = WordOf<T>::type;
+using Chunk = Vector<T, kChunk>;
 
 // Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
-constexpr int kRows = kTileY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2;
+constexpr int kAllY = kTileY + kChunk, kRows = kAllY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2;
 constexpr int kPitch = kTileX + kTileX / 32 * kSkip + (sizeof(T) == 4 ? -1 : 1);
 constexpr int kWords = kRows * kPitch + (kTileX + kRows) / 32 * kSkip;
 __device__ __forceinline__ int place(int row, int x) {
   return row * kPitch + x + ((x >> 5) + (row >> 5)) * kSkip;
+}
+__device__ __forceinline__ T& element_at(Word* words, int y, int x) {
+  return reinterpret_cast<T*>(words)[place(y / kPair, x) * kPair + y % kPair];
 }
 
 __device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
@@ -43,44 +51,109 @@ __device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
   }
 }
 
-// In chunks of V elements. Only the first `reals` rows are there.
-template <int V>
-__device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int reals) {
-  constexpr int kChunks = kTileX / V, kCount = kRows * kChunks / kThreads;
-  Vector<T, V> chunks[kCount][2];
+// How many elements an address is beyond a whole chunk.
+__device__ __forceinline__ int beyond_chunk(const T* at) {
+  return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kChunk - 1);
+}
+
+// Rows from `lead` before the tile's first on, those from the first that there is to before `reals`;
+// they start at whole chunks.
+__device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
+                                     int reals, int rows) {
+  constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
+  Chunk chunks[kCount][2];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * V;
+    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * kChunk;
 #pragma unroll
     for (int p = 0; p < kPair; ++p) {
       const int y = row * kPair + p;
-      chunks[i][p] = y < reals && x < xs ? Vector<T, V>::load(source + y * pitch + x)
-                                         : Vector<T, V>::zero();
+      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(source + y * pitch + x)
+                                                       : Chunk::zero();
     }
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * V;
+    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * kChunk;
+    if (row * kPair >= rows) break;
 #pragma unroll
-    for (int e = 0; e < V; ++e) {
+    for (int e = 0; e < kChunk; ++e) {
       words[place(row, x + e)] = joined(chunks[i][0].at, chunks[i][kPair - 1].at, e);
     }
   }
 }
 
-template <int V>
-__device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, int xs, int ys) {
-  constexpr int kChunks = kTileY / V, kCount = kTileX * kChunks / kThreads;
-#pragma unroll 8
-  for (int i = 0; i < kCount; ++i) {
-    const int at = threadIdx.x + i * kThreads, x = at / kChunks, y = at % kChunks * V;
-    Vector<T, V> chunk;
+// The same of rows that start anywhere; `end` is where the source does.
+__device__ __forceinline__ void load_any(Word* words, const T* source, const T* end, i64 pitch,
+                                         int xs, int first, int reals, int rows) {
+  constexpr int kChunks = kTileX / kChunk + 1, kCount = (kAllY * kChunks + kThreads - 1) / kThreads;
+  Chunk chunks[kCount];
+  int starts[kCount];
 #pragma unroll
-    for (int e = 0; e < V; ++e) {
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, y = at / kChunks;
+    const T* const row = source + y * pitch;
+    const int x = starts[i] = at % kChunks * kChunk - beyond_chunk(row);
+    chunks[i] = Chunk::zero();
+    if (y < first || y >= reals || x >= xs) continue;
+    if (row + x + kChunk <= end) {
+      chunks[i] = Chunk::load(row + x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (row + x + e < end) chunks[i].at[e] = row[x + e];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int y = (threadIdx.x + i * kThreads) / kChunks;
+    if (y >= rows) break;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      const int x = starts[i] + e;
+      if (0 <= x && x < kTileX) element_at(words, y, x) = chunks[i].at[e];
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, int xs, int ys) {
+  constexpr int kChunks = kTileY / kChunk, kCount = kTileX * kChunks / kThreads;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, x = at / kChunks, y = at % kChunks * kChunk;
+    Chunk chunk;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
       const Word word = words[place((y + e) / kPair, x)];
       chunk.at[e] = static_cast<T>((y + e) % kPair == 0 ? word : word >> (kPair - 1) * 16);
     }
     if (x < xs && y < ys) chunk.store(target + x * pitch + y);
+  }
+}
+
+// The same of rows that start anywhere: `before` of y are before the tile's first row, and `left`
+// from there on.
+__device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int xs, i64 before,
+                                          i64 left) {
+  constexpr int kChunks = kTileY / kChunk, kCount = kTileX * kChunks / kThreads;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, x = at / kChunks;
+    T* const row = target + x * pitch;
+    const int y = at % kChunks * kChunk - beyond_chunk(row);
+    Chunk chunk;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) chunk.at[e] = element_at(words, y + kChunk + e, x);
+    if (x >= xs) continue;
+    if (y >= -before && y + kChunk <= left) {
+      chunk.store(row + y);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (y + e >= -before && y + e < left) row[y + e] = chunk.at[e];
+      }
+    }
   }
 }
 
@@ -89,28 +162,33 @@ __device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, i
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(const __grid_constant__ TransposeArgs args) {
   __shared__ Word words[kWords];
+  begin_copy(args);
   u32 rest = blockIdx.x;
+  const int lead = args.lead;
   const i64 x0 = static_cast<i64>(take(rest, (args.x_extent + kTileX - 1) / kTileX)) * kTileX;
-  const i64 y0 = static_cast<i64>(take(rest, (args.y_extent + kTileY - 1) / kTileY)) * kTileY;
+  const u32 y_tiles = (args.y_extent + lead + kTileY - 1) / kTileY;
+  const i64 y0 = static_cast<i64>(take(rest, y_tiles)) * kTileY;
   i64 from = 0, to = 0;
   outer_offsets(args, rest, from, to);
-  const T* const source = static_cast<const T*>(args.source) + from + y0 * args.y_source + x0;
+  const T* const whole = static_cast<const T*>(args.source);
+  const T* const source = whole + from + (y0 - lead) * args.y_source + x0;
   T* const target = static_cast<T*>(args.target) + to + x0 * args.x_target + y0;
   const int xs = min(static_cast<i64>(kTileX), args.x_extent - x0);
-  const int ys = min(static_cast<i64>(kTileY), args.y_extent - y0);
-  const int reals = min(static_cast<i64>(ys), args.y_limit - y0);
+  const i64 left = args.y_extent - y0;
+  const int ys = min(static_cast<i64>(kTileY), left);
+  const int rows = ys + lead, reals = min(static_cast<i64>(rows), args.y_limit - y0 + lead);
+  const int first = y0 == 0 ? lead : 0;
 
   if (args.source_chunk == 16) {
-    load<16 / sizeof(T)>(words, source, args.y_source, xs, reals);
-  } else if (args.source_chunk == 8) {
-    load<8 / sizeof(T)>(words, source, args.y_source, xs, reals);
+    load(words, source, args.y_source, xs, first, reals, rows);
   } else {
-    load<1>(words, source, args.y_source, xs, reals);
+    load_any(words, source, whole + args.elements, args.y_source, xs, first, reals, rows);
   }
   __syncthreads();
-  if (args.target_chunk == 16) {
-    store<16 / sizeof(T)>(words, target, args.x_target, xs, ys);
+  if (lead == 0) {
+    store(words, target, args.x_target, xs, ys);
   } else {
-    store<1>(words, target, args.x_target, xs, ys);
+    store_any(words, target, args.x_target, xs, y0, left);
   }
+  end_copy(args);
 }

@@ -19,11 +19,9 @@ __all__ = ["RowCopy", "Transpose"]
 BLOCK, CHUNK_BYTES = 256, 16
 # Of a tile, along x by the size of an element.
 TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
-PLANES = "transpose_planes"
-# Of a block of transpose_planes; and the extent of x from which on tiles are filled as well.
+PLANES, RUNS = "transpose_planes", "transpose_runs"
+# Of a block of either; and the extent of the short axis from which on tiles are filled as well.
 PLANES_BYTES, WIDE_EXTENT = 16384, 64
-# Bytes that a thread moves at once where rows start and end at whole ones.
-SOURCE_CHUNKS, TARGET_CHUNKS = (16, 8), (16,)
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile.
 LEAST_EXTENT = 8
@@ -43,9 +41,11 @@ class TransposeArgs(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
         ),
-        ("source_chunk", ctypes.c_int32),
-        ("target_chunk", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
+        ("elements", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("source_chunk", "target_chunk", "rows", "lead", "follows")
+        ),
     )
 
 
@@ -124,8 +124,10 @@ class Transpose:
             return "an axis is padded that does not run side by side in the target"
         if len(box.axes) - 2 > OUTER:
             return f"{len(box.axes)} axes are more than {OUTER + 2}"
-        if min(box.axes[x].extent, box.axes[y].extent) < LEAST_EXTENT:
-            return f"one of the inner axes is shorter than {LEAST_EXTENT}"
+        extents = box.axes[x].extent, box.axes[y].extent
+        short = 0 if _kind(box, x, y) == self.name else 1
+        if sorted(extents)[short] < LEAST_EXTENT:
+            return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
         if _tiles(box, x, y, work.dtype.itemsize) > MAX_BLOCKS:
             return "its tiles are more than one grid holds"
         return None
@@ -142,17 +144,23 @@ class Transpose:
         args.y_limit = y_axis.extent if box.padded is None else box.limit
         args.x_target, args.y_source = x_axis.target, y_axis.source
         itemsize = work.dtype.itemsize
-        sources = (x_axis.extent, y_axis.source, *(axis.source for axis in outer))
-        targets = (y_axis.extent, x_axis.target, *(axis.target for axis in outer))
-        args.source_chunk = _chunk_bytes(itemsize, sources, SOURCE_CHUNKS)
-        args.target_chunk = _chunk_bytes(itemsize, targets, TARGET_CHUNKS)
-        name = self.name
-        if _rows(x_axis, y_axis, itemsize):
-            name = PLANES
-            # A run of rows starts at a whole chunk if its plane does.
-            starts = [axis.source for axis in outer]
-            args.source_chunk = _chunk_bytes(itemsize, starts, TARGET_CHUNKS)
-            args.rows = _rows(x_axis, y_axis, itemsize)
+        chunk = CHUNK_BYTES // itemsize
+        last = [(axis.extent - 1) * axis.source for axis in (x_axis, *outer)]
+        args.elements = 1 + sum(last) + (args.y_limit - 1) * y_axis.source
+        sources = [axis.source for axis in outer]
+        targets = [axis.target for axis in outer]
+        name = _kind(box, x, y)
+        # A run of rows starts at a whole chunk if its plane does.
+        if name != PLANES:
+            sources += [x_axis.extent, y_axis.source]
+        if name != RUNS:
+            targets += [y_axis.extent, x_axis.target]
+        args.source_chunk, args.target_chunk = (
+            0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
+        )
+        args.lead = 0 if args.target_chunk or name != self.name else chunk
+        args.rows = _rows(x_axis if name == PLANES else y_axis, itemsize)
+        args.follows = work.follows
         launch = Launch(
             _instance(name, itemsize),
             (_tiles(box, x, y, itemsize), 1, 1),
@@ -163,7 +171,7 @@ class Transpose:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(name, size) for name in (self.name, PLANES) for size in _TYPES]
+        return [_instance(name, size) for name in (self.name, PLANES, RUNS) for size in _TYPES]
 
 
 class RowCopy:
@@ -222,27 +230,38 @@ def _fill_axes(args: TransposeArgs | RowCopyArgs, axes: list[CopyAxis], count: i
     args.target_stride[:] = [axis.target for axis in padded]
 
 
-def _chunk_bytes(itemsize: int, elements: Iterable[int], chunks: Iterable[int]) -> int:
-    """The largest chunk of which all these numbers of elements are multiples; 0 where none is."""
-    factor = gcd(*elements) * itemsize
-    return next((chunk for chunk in chunks if factor % chunk == 0), 0)
+def _kind(box: _Box, x: int, y: int) -> str:
+    """Which kernel: by tiles, or by runs where one axis is short and its rows have no gaps."""
+    x_axis, y_axis = box.axes[x], box.axes[y]
+    if x_axis.extent < WIDE_EXTENT and y_axis.source == x_axis.extent:
+        return PLANES
+    whole = box.padded is None
+    if y_axis.extent < WIDE_EXTENT and x_axis.target == y_axis.extent and whole:
+        return RUNS
+    return Transpose.name
 
 
-def _rows(x_axis: CopyAxis, y_axis: CopyAxis, itemsize: int) -> int:
-    """Rows of x that a block of transpose_planes moves; 0 where rows are long or have gaps."""
-    if x_axis.extent >= WIDE_EXTENT or y_axis.source != x_axis.extent:
-        return 0
+def _rows(short: CopyAxis, itemsize: int) -> int:
+    """How many rows of the short axis a block moves."""
     chunk = CHUNK_BYTES // itemsize
-    return PLANES_BYTES // itemsize // x_axis.extent // chunk * chunk
+    return PLANES_BYTES // itemsize // short.extent // chunk * chunk
 
 
 def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
     x_axis, y_axis = box.axes[x], box.axes[y]
-    if rows := _rows(x_axis, y_axis, itemsize):
-        inner = ceil_div(y_axis.extent, rows)
+    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
+    kind = _kind(box, x, y)
+    if kind == PLANES:
+        inner = ceil_div(y_axis.extent, _rows(x_axis, itemsize))
+    elif kind == RUNS:
+        inner = ceil_div(x_axis.extent, _rows(y_axis, itemsize))
     else:
-        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * ceil_div(y_axis.extent, TILE_Y)
-    return inner * prod(axis.extent for i, axis in enumerate(box.axes) if i not in (x, y))
+        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer)
+        chunk = CHUNK_BYTES // itemsize
+        lead = chunk if gcd(*targets) % chunk else 0
+        tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
+        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
+    return inner * prod(axis.extent for axis in outer)
 
 
 def _instance(name: str, itemsize: int) -> Instance:

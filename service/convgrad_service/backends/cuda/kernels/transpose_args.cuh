@@ -1,6 +1,8 @@
-// What transpose.cu and transpose_planes.cu are given. The host's side is transpose.py.
+// What transpose.cu, transpose_planes.cu and transpose_runs.cu are given. The host's side is
+// transpose.py.
 #pragma once
 
+#include "overlap.cuh"
 #include "vectors.cuh"
 
 namespace convgrad {
@@ -16,10 +18,23 @@ struct TransposeArgs {
   i64 y_limit;
   i64 x_target;  // x's stride in the target; 1 in the source
   i64 y_source;  // y's stride in the source; 1 in the target
-  int source_chunk;  // bytes
+  i64 elements;  // of the source, up to the last one that is there
+  int source_chunk;  // 16 where each row (of transpose_planes: each run) starts at whole ones, or 0
   int target_chunk;
-  int rows;  // of y that a block of transpose_planes moves
+  int rows;     // of y that a block of transpose_planes moves, or of x one of transpose_runs
+  int lead;     // of a tile's rows of y, those before its first whole chunk of the target
+  int follows;  // the source is what the kernel before this one writes
 };
+
+// Before a kernel's first load and after its last store. One that does not read what the kernel
+// before it writes runs beside it, and ends after it: who waits for this one waits for both.
+__device__ __forceinline__ void begin_copy(const TransposeArgs& args) {
+  start_next();
+  if (args.follows) wait_for_previous();
+}
+__device__ __forceinline__ void end_copy(const TransposeArgs& args) {
+  if (!args.follows) wait_for_previous();
+}
 
 // What is left of `rest` after one axis of so many positions: the position.
 __device__ __forceinline__ u32 take(u32& rest, u32 extent) {

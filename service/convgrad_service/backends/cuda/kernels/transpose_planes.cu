@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_planes(const __grid_constant__ TransposeArgs args) {
   // At least a chunk of rows, of at least one element, goes before each free word.
   __shared__ T elements[kElements + kElements / kChunk * kFree];
+  begin_copy(args);
   const int xs = args.x_extent, rows = args.rows, chunks = rows / kChunk;
   u32 rest = blockIdx.x;
   const i64 y0 = static_cast<i64>(take(rest, (args.y_extent + rows - 1) / rows)) * rows;
@@ -72,4 +73,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  end_copy(args);
 }
