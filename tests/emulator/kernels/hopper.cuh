@@ -120,6 +120,26 @@ static inline void store_matrices(u32 to, const u32 (&from)[4]) {
     }
   });
 }
+// Each lane's two elements are neighbours of a matrix's row, and so lie in two columns.
+static inline void store_matrices_turned(u32 to, const u32 (&from)[4]) {
+  emulator::Lane& own = emulator::all_lanes[emulator::current];
+  own.given[0] = to;
+  memcpy(own.given + 1, from, sizeof from);
+  emulator::meet(~0u, [](emulator::Lane* lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        for (int half = 0; half < 2; ++half) {
+          const u32 column = lanes[i * 8 + lane % 4 * 2 + half].given[0];
+          const unsigned short one = lanes[lane].given[1 + i] >> half * 16;
+          memcpy(emulator::in_shared(column, 16, 16) + lane / 4 * 2, &one, 2);
+        }
+      }
+    }
+  });
+}
+static inline void store_float(u32 to, float number) {
+  memcpy(emulator::in_shared(to, 4, 4), &number, 4);
+}
 static inline void store_pair(u32 to, float first, float second) {
   const float both[2] = {first, second};
   memcpy(emulator::in_shared(to, 8, 8), both, 8);

@@ -67,8 +67,8 @@ GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPI
 # Many channels, no groups or large ones, forward or in the input, and in the weight.
 DENSE = (
     ResultThroughChannelsLast(HopperHalo(), COPIES),
-    ResultThroughChannelsLast(HopperGather(), COPIES),
     HopperHalo(),
+    ResultThroughChannelsLast(HopperGather(), COPIES),
     HopperGather(),
     DenseGather(),
 )

@@ -17,6 +17,13 @@ __device__ __forceinline__ void load_shared(u32 from, uint2& raw) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw.x), "=r"(raw.y) : "r"(from) : "memory");
 }
 
+__device__ __forceinline__ void load_shared(u32 from, uint4& raw) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "r"(from)
+               : "memory");
+}
+
 // Loads and stores under a predicate and not behind a branch, which costs many times as much.
 __device__ __forceinline__ void store_if(bool wanted, void* to, unsigned short raw) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.global.b16 [%0], %1;}" ::"l"(to),

@@ -14,6 +14,7 @@ from math import prod
 from convgrad_service.backends.cuda.kernels.channels_first import ThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, overlapping
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.hopper_plan import stores_planes
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Fragment, Launch, Step, Workspace
@@ -48,6 +49,8 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
             return f"a weight of {prod(extents)} elements"
         if work.accumulate is not None and work.accumulate.strides != given.strides:
             return "accumulate does not lie as the result does"
+        if work.direction != "bwd_weight" and stores_planes(work):
+            return "pixels are stored as they lie"
         return self._inner.why_not(_lasting(work), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -275,6 +275,15 @@ __device__ __forceinline__ void store_matrices(u32 to, const u32 (&from)[4]) {
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
 }
+// The same with matrices turned round: lanes say where their columns go.
+__device__ __forceinline__ void store_matrices_turned(u32 to, const u32 (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_float(u32 to, float number) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(number) : "memory");
+}
 // Two numbers side by side, at a multiple of 8.
 __device__ __forceinline__ void store_pair(u32 to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(first), "f"(second) : "memory");

@@ -24,7 +24,7 @@
 // outside the source enter as zeros, which times an infinity is NaN: results that are not finite are
 // summed again over the positions inside.
 // Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets.
-#include "hopper_result.cuh"
+#include "hopper_planes.cuh"
 
 using namespace convgrad;
 
@@ -326,6 +326,8 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
       // The ring's place is theirs once no product reads it.
       wait_at(1, CONSUMERS * 128);
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
+    } else if constexpr (PLANES) {
+      store_planes(results, sum, 8 + warpgroup);
     } else {
       results.store(sum);
     }

@@ -21,6 +21,8 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     expected_s,
     may_split,
     may_start_with_images,
+    pixels_beside,
+    stores_planes,
 )
 from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile, tiles_of
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TensorMap, pack_maps
@@ -152,6 +154,9 @@ class HopperGather:
             schedule = self._schedule or choose_schedule(work, axes, device)
         if not may_start_with_images(work, axes):
             schedule = replace(schedule, images_first=False)
+        planes = stores_planes(work)
+        if planes:
+            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
         if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
             schedule = replace(schedule, tile=replace(schedule.tile, split=1))
         tile = schedule.tile
@@ -169,6 +174,8 @@ class HopperGather:
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         args.plain = work.epilogue_free and args.wide_stores
+        if planes:
+            args.wide_stores = pixels_beside(work)
         args.images_first = schedule.images_first
         args.dims = work.conv.ndim + 2
         args.rounds = schedule.rounds
@@ -206,7 +213,7 @@ class HopperGather:
         args.slots = shares * args.channel_tiles
         blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
         launch = Launch(
-            _instance(tile, work.dtype, sides.across, maps, stages),
+            _instance(tile, work.dtype, sides.across, maps, stages, planes),
             (blocks, 1, 1),
             (tile.threads, 1, 1),
             pack_maps(
@@ -222,7 +229,7 @@ class HopperGather:
             overlaps=bool(sides.steps),
         )
         return Fragment(
-            f"{self.name}_{work.direction}_{schedule}",
+            f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
             (*sides.steps, launch),
             sides.workspace,
             expected_s=expected_s(work, axes, device, schedule),
@@ -231,11 +238,12 @@ class HopperGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, across, maps, tile.stages(H200))
+            _instance(tile, dtype, across, maps, tile.stages(H200), planes)
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
+            for planes in ((False, True) if tile.split == 1 and maps == 1 else (False,))
         ]
 
 
@@ -243,6 +251,8 @@ def _least_terms(work: ConvWork, written: int) -> int:
     """Products that a sum has at least, by how its result is stored."""
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
+    if stores_planes(work):
+        return 0
     if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
         return LEAST_TERMS_APART
     return 0 if work.epilogue_free else LEAST_TERMS_FINISHED
@@ -254,8 +264,10 @@ def _channels(work: ConvWork) -> tuple[int, int]:
     return channels[::-1] if work.direction == "bwd_data" else channels
 
 
-def _instance(tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int) -> Instance:
-    defines = tile.defines(dtype, across, maps, stages)
+def _instance(
+    tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int, planes: bool
+) -> Instance:
+    defines = tile.defines(dtype, across, maps, stages, planes)
     return Instance(
         "hopper_gather.cu",
         "hopper_gather",

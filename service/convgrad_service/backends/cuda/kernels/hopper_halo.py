@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import gcd, prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import (
@@ -23,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import (
     halo_tiles,
     some_tile_fits,
 )
+from convgrad_service.backends.cuda.kernels.hopper_plan import pixels_beside, stores_planes
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -108,7 +109,14 @@ class HopperHaloArgs(ctypes.Structure):
         ("beta", ctypes.c_float),
         *(
             (name, ctypes.c_int32)
-            for name in ("in_channels", "out_channels", "activation", "plain", "wide_stores")
+            for name in (
+                "in_channels",
+                "out_channels",
+                "activation",
+                "plain",
+                "wide_stores",
+                "planes",
+            )
         ),
         *(
             (name, ctypes.c_int32 * 3)
@@ -229,6 +237,10 @@ class HopperHalo:
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+        if stores_planes(work):
+            # Rows of a tile, with their halo, start and end as pairs do.
+            even = tile.row_pixels % 2 == size[2] % 2 == tile.extent[2] % 2 == 0
+            args.planes = gcd(2, pixels_beside(work)) if even else 1
         args.x_size[:] = [axis.x_size for axis in axes]
         for name in ("kernel", "stride", "dilation", "pad"):
             getattr(args, name)[:] = getattr(work, name)

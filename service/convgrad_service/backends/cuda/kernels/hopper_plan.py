@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis
+from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.hopper_maps import Combined, combined
 from convgrad_service.backends.cuda.kernels.hopper_tiles import ROW_BYTES, HopperTile, tiles_of
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -28,6 +29,8 @@ __all__ = [
     "expected_s",
     "kept_taps",
     "may_start_with_images",
+    "pixels_beside",
+    "stores_planes",
 ]
 
 # Of the source, what is read by all phases of a round should stay in the L2 cache.
@@ -48,6 +51,32 @@ class Schedule:
 
     def __str__(self) -> str:
         return f"{self.tile}_by_image" if self.images_first else str(self.tile)
+
+
+def stores_planes(work: ConvWork) -> bool:
+    """Whether results are stored as runs of pixels: where channels lie apart and pixels, of which
+    neighbours in a tile are neighbours in the result, side by side."""
+    stride = work.stride if work.direction == "bwd_data" else (1, 1, 1)
+    return (
+        work.epilogue_free
+        and gather_sides(work)[1].strides[2] != 1
+        and pixels_beside(work) > 0
+        and max(stride) == 1
+    )
+
+
+def pixels_beside(work: ConvWork) -> int:
+    """Of the result, how many pixels a store may have: whole numbers of them in each image and
+    channel, side by side and aligned. 0 where pixels do not lie side by side."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    inner = 1
+    for extent, stride in zip(reversed(size), reversed(result.strides[3:]), strict=True):
+        if extent > 1 and stride != inner:
+            return 0
+        inner *= extent
+    most = 16 // result.dtype.itemsize
+    return gcd(inner, result.strides[0] if work.batch > 1 else 0, result.strides[2], most)
 
 
 def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
@@ -135,7 +164,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
     read = work.out_channels if backward else work.in_channels
     written = work.in_channels if backward else work.out_channels
     source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
-    phases = combined(axes)
+    phases, planes = combined(axes), stores_planes(work)
     pads = any(
         along.x0 + j * axis.x_tap < 0
         or along.x0 + j * axis.x_tap + (along.count - 1) * axis.x_step >= axis.x_size
@@ -147,7 +176,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         if tile.n - written >= 64 and tile.n > 64:
             continue
         if tile.split > 1:
-            if may_split(work, axes, device, tile):
+            if not planes and may_split(work, axes, device, tile):
                 yield Schedule(tile)
             continue
         rounds = 1
@@ -156,7 +185,7 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
             turns = ceil_div(pixels, tile.m) * ceil_div(written, tile.n) // device.multiprocessors
             rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))
         yield Schedule(tile, False, rounds)
-        if pads and work.batch >= 4 and may_start_with_images(work, axes):
+        if pads and not planes and work.batch >= 4 and may_start_with_images(work, axes):
             yield Schedule(tile, True, rounds)
 
 

@@ -104,7 +104,9 @@ class HopperTile:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
         return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES
 
-    def defines(self, dtype: DType, across: bool, maps: int, stages: int) -> dict[str, object]:
+    def defines(
+        self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
+    ) -> dict[str, object]:
         """What hopper_gather.cu expects."""
         producer, consumer = REGISTERS[self.warpgroups]
         return {
@@ -120,6 +122,7 @@ class HopperTile:
             "STAGES": stages,
             "PRODUCER_REGISTERS": producer,
             "CONSUMER_REGISTERS": consumer,
+            **({"PLANES": 1} if planes else {}),
         }
 
 
