@@ -8,6 +8,7 @@ themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,7 +17,7 @@ from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, ov
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.hopper_plan import stores_planes
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import choose
+from convgrad_service.plans.cuda_families import Family, choose
 from convgrad_service.plans.cuda_program import Fragment, Launch, Step, Workspace
 from convgrad_service.plans.cuda_works import (
     ConvWork,
@@ -35,6 +36,13 @@ LEAST_WEIGHT = 1 << 18
 class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
     """An ungrouped convolution by a family whose results are channels last."""
 
+    def __init__(
+        self, inner: Family[ConvWork], copies: Sequence[Family[Copy]], *, anywhere: bool = False
+    ) -> None:
+        """``anywhere``: also what takes no longer as it lies."""
+        super().__init__(inner, copies)
+        self._anywhere = anywhere
+
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         if work.groups != 1:
@@ -45,11 +53,12 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
             return "the result's channels lie side by side as they are"
         if channels * given.dtype.itemsize % CHUNK_BYTES:
             return f"the result's {channels} channels are no whole chunks of {CHUNK_BYTES} bytes"
-        if work.direction == "bwd_weight" and (work.taps == 1 or prod(extents) < LEAST_WEIGHT):
+        few = work.taps == 1 or (prod(extents) < LEAST_WEIGHT and not self._anywhere)
+        if work.direction == "bwd_weight" and few:
             return f"a weight of {prod(extents)} elements"
         if work.accumulate is not None and work.accumulate.strides != given.strides:
             return "accumulate does not lie as the result does"
-        if work.direction != "bwd_weight" and stores_planes(work):
+        if work.direction != "bwd_weight" and stores_planes(work) and not self._anywhere:
             return "pixels are stored as they lie"
         return self._inner.why_not(_lasting(work), device)
 

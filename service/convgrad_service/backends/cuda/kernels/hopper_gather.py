@@ -243,7 +243,7 @@ class HopperGather:
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
-            for planes in ((False, True) if tile.split == 1 and maps == 1 else (False,))
+            for planes in ((False, True) if tile.split == 1 else (False,))
         ]
 
 

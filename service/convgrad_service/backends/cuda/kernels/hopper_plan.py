@@ -38,6 +38,8 @@ ROUND_BYTES = 8 * 2**20
 # Turns of all multiprocessors that a round has at least.
 ROUND_TURNS = 3
 MOST_COUNTED = 1 << 16
+# With a larger one, a phase's pixels lie too far apart to be stored as they lie.
+MOST_STRIDE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def stores_planes(work: ConvWork) -> bool:
         work.epilogue_free
         and gather_sides(work)[1].strides[2] != 1
         and pixels_beside(work) > 0
-        and max(stride) == 1
+        and max(stride) <= MOST_STRIDE
     )
 
 
@@ -75,6 +77,8 @@ def pixels_beside(work: ConvWork) -> int:
         if extent > 1 and stride != inner:
             return 0
         inner *= extent
+    if work.direction == "bwd_data" and max(work.stride) > 1:
+        return 1
     most = 16 // result.dtype.itemsize
     return gcd(inner, result.strides[0] if work.batch > 1 else 0, result.strides[2], most)
 

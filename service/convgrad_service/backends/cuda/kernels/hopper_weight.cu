@@ -15,6 +15,9 @@
 // 64 rows of the tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64
 // rows and its part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024
 // bytes to align it by, a ring of `stages` steps; hopper_weight_tiles.py counts it.
+// With PLANES (1x1 kernels of stride 1, channels first) an image is one row of y, its last step filled
+// with zeros by `halo`; boxes are planes of channels, 128 bytes of pixels each, and products read them
+// along K: of 16 bits, or of float32 as TF32, whose steps are 32 pixels.
 // Clusters of CLUSTER blocks: with neighbouring tiles and one share, of which each block copies a part
 // of the boxes that both need, to both; or (SUMS) with shares of one tile, a unit each, which they add
 // up through their shared memory (hopper_weight_cluster.cuh).
@@ -33,8 +36,12 @@ using namespace convgrad;
 
 namespace {
 
-using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, 2>;
-constexpr int kRowBytes = CHANNELS * 2;  // of a pixel in a box of x
+using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
+constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
+constexpr Major kMajor = PLANES ? kAlongK : kAlongMn;
+// Of one product's depth, and how far on the next one's operands are.
+constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
+constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
 constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
 constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
@@ -90,7 +97,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     if (elected()) {
       const int turn = warp % 4;
       if (turn == 0) prefetch_map(args.x_map), prefetch_map(args.y_map);
-      const u32 bytes = Layout::kXAt + of.boxes * ((kPixels + args.halo) * kRowBytes);
+      const u32 bytes =
+          Layout::kXAt + of.boxes * ((kPixels + (PLANES ? 0 : args.halo)) * kRowBytes);
       for (int index = first_unit; index < units; index += unit_step) {
         copy_steps<Layout, kCopies ? CLUSTER : 1, kTurns>(args, unit_of(index), ring, turn, block,
                                                           args.box_bytes, bytes, copied[turn]);
@@ -142,20 +150,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll 1
       for (int step = unit.step; step < unit.end; ++step) {
         const u32 from = ring.here();
-        const u64 a = operand_along_mn<128>(from + own_row * Layout::kYBoxBytes);
-        const u64 b =
-            operand_along_mn<kRowBytes>(from + Layout::kXAt + own_box * args.box_bytes, next_box);
+        const u32 y_at = from + own_row * Layout::kYBoxBytes;
+        const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
+        u64 a, b;
+        if constexpr (PLANES) {
+          a = operand_along_k<128>(y_at), b = operand_along_k<128>(x_at);
+        } else {
+          a = operand_along_mn<128>(y_at), b = operand_along_mn<kRowBytes>(x_at, next_box);
+        }
         wait_for(ring.filled(ring.stage), ring.parity);
         begin_products();
 #pragma unroll
-        for (int k = 0; k < kPixels / 16; ++k) {
+        for (int k = 0; k < kPixels / kDeep; ++k) {
 #pragma unroll
           for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-              multiply<T, kAlongMn, kAlongMn>(
-                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * 16 * 128),
-                  advance(b, j * boxes_each * args.box_bytes + k * 16 * kRowBytes), 1);
+              multiply<T, kMajor, kMajor>(
+                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * kNextA),
+                  advance(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
             }
           }
         }

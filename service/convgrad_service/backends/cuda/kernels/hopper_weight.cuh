@@ -110,8 +110,8 @@ __device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Bo
 // One result as it is defined: what a sum that is not finite ought to be.
 template <class T>
 __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const Box& box) {
-  const T* const x = static_cast<const T*>(of.x) + box.c;
-  const T* const y = static_cast<const T*>(of.y) + k;
+  const T* const x = static_cast<const T*>(of.x) + box.c * of.x_stride[2];
+  const T* const y = static_cast<const T*>(of.y) + k * of.y_stride[2];
   float sum = 0;
 #pragma unroll 1
   for (int n = 0; n < of.batch; ++n) {

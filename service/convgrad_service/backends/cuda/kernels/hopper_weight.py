@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import overlapping, prepare_activation
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    CHUNK_BYTES,
+    Prepared,
+    overlapping,
+    prepare_activation,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     SPLIT_TILES,
@@ -17,8 +23,14 @@ from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     Cut,
     cuts,
     expected_s,
+    plane_pixels,
 )
-from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, PixelMap, pack_maps
+from convgrad_service.backends.cuda.kernels.tensor_maps import (
+    MapField,
+    PixelMap,
+    TileMap,
+    pack_maps,
+)
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import (
     Fragment,
@@ -132,7 +144,8 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        if work.dtype is DType.FLOAT32 and not (self._everywhere or _shares_well(work)):
+        planes = flat_planes(work)
+        if work.dtype is DType.FLOAT32 and not (planes or self._everywhere or _shares_well(work)):
             return "float32 whose taps share few copies: dense_weight's products of TF32 are faster"
         dims = _dims(work)
         for dim in range(3 - dims, 3):
@@ -153,8 +166,13 @@ class HopperWeight:
         """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
         if cut is None:
             cut = min(reachable(work, device), key=lambda one: expected_s(one, device))
+        planes = flat_planes(work)
+        if planes is not None:
+            work = planes
         x, y = (
-            prepare_activation(
+            Prepared(operand)
+            if planes
+            else prepare_activation(
                 operand, work.batch, 1, channels, size, f"{work.prefix}{name}_channels_last", device
             )
             for operand, channels, size, name in (
@@ -162,16 +180,21 @@ class HopperWeight:
                 (work.y, work.out_channels, work.output, "grad_output"),
             )
         )
-        x_map, y_map = _maps(work, cut, x.operand, y.operand)
+        x_map, y_map = _plane_maps(work, cut) if planes else _maps(work, cut, x.operand, y.operand)
+        args = _args(work, cut, x.operand, y.operand, device)
+        if planes:
+            args.halo = -work.output[2] % plane_pixels(work.dtype)
         partials = f"{work.prefix}partials" if cut.parted else None
         steps = [*overlapping((*x.steps, *y.steps), device)]
         steps.append(
             Launch(
-                cut.tile.instance(work.dtype, cut.cluster, sums=cut.sums),
+                cut.tile.instance(
+                    work.dtype, cut.cluster, sums=cut.sums, planes=planes is not None
+                ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    _args(work, cut, x.operand, y.operand, device),
+                    args,
                     {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)},
                     x=x.operand,
                     y=y.operand,
@@ -188,7 +211,7 @@ class HopperWeight:
             workspace.append(Workspace(partials, cut.partial_bytes))
             steps.append(_sum(work, cut, x.operand, y.operand, partials))
         return Fragment(
-            f"{self.name}_{cut.name}",
+            f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
             tuple(workspace),
             expected_s=expected_s(cut, device),
@@ -203,6 +226,12 @@ class HopperWeight:
                 for tile in TILES
                 for sums, clusters in ((False, (1, *tile.copying)), (True, tile.summing))
                 for cluster in clusters
+            ),
+            *(
+                tile.instance(dtype, cluster, sums=cluster > 1, planes=True)
+                for dtype in (*DTYPES, DType.FLOAT32)
+                for tile in TILES
+                for cluster in (1, *tile.summing)
             ),
             *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
             *(_sum_instance(dtype, result) for dtype, result in RESULTS),
@@ -219,10 +248,61 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """The cuts that can be counted, and whose tensor maps the hardware takes."""
     beside = 2 if work.result_dtype is DType.FLOAT32 else 8
     direct = work.epilogue_free and _beside(work, beside)
-    for cut in cuts(work, device, direct=direct):
+    planes = flat_planes(work)
+    for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
         countable = cut.steps * cut.tile.pixels <= MAX_PIXELS and cut.parted <= MAX_GRID_Y
-        if countable and all(one.why_not() is None for one in _maps(work, cut)):
+        maps = _plane_maps(planes, cut) if planes else _maps(work, cut)
+        if countable and all(one.why_not() is None for one in maps):
             yield cut
+
+
+def flat_planes(work: ConvWork) -> ConvWork | None:
+    """The same work with one row a plane, where the tensors can be read as they lie: kernels of one
+    tap and stride 1, whose images are planes of whole 16 bytes side by side."""
+    if work.taps > 1 or max(work.stride) > 1 or work.input != work.output or any(work.pad):
+        return None
+    pixels, chunk = prod(work.output), CHUNK_BYTES // work.dtype.itemsize
+    operands = []
+    for operand in (work.x, work.y):
+        inner = 1
+        for extent, stride in zip(
+            reversed(work.output), reversed(operand.strides[3:]), strict=True
+        ):
+            if extent > 1 and stride != inner:
+                return None
+            inner *= extent
+        image, group, channel = operand.strides[:3]
+        if pixels % chunk or channel % chunk or (work.batch > 1 and image % chunk):
+            return None
+        operands.append(replace(operand, strides=(image, group, channel, pixels, pixels, 1)))
+    conv = replace(
+        work.conv,
+        input_size=(pixels,),
+        output_size=(pixels,),
+        kernel_size=(1,),
+        stride=(1,),
+        dilation=(1,),
+        padding=((0, 0),),
+    )
+    return replace(work, conv=conv, x=operands[0], y=operands[1])
+
+
+def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
+    """Of the input and grad_output: 128 bytes of the planes of a box's channels."""
+    itemsize = work.dtype.itemsize
+
+    def of(operand: Operand, channels: int, box_channels: int) -> TileMap:
+        image, _, channel, *_ = operand.strides
+        return TileMap(
+            work.dtype,
+            (work.output[2], channels, work.batch),
+            (channel * itemsize, image * itemsize),
+            swizzle=128,
+            rounds=work.dtype is DType.FLOAT32,
+            box=(plane_pixels(work.dtype), box_channels, 1),
+        )
+
+    return of(work.x, work.in_channels, cut.tile.channels), of(work.y, work.out_channels, 64)
 
 
 def _beside(work: ConvWork, count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
@@ -11,7 +12,7 @@ from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Instance, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["SPLIT_TILES", "TILES", "Cut", "WeightTile", "cuts", "expected_s"]
+__all__ = ["SPLIT_TILES", "TILES", "Cut", "WeightTile", "cuts", "expected_s", "plane_pixels"]
 
 ROWS = 64
 
@@ -127,7 +128,10 @@ class WeightTile:
         tiles = "64x288", "128x192", "256x64", "256x128"
         return (4, 8) if not self.split and self.name in tiles else ()
 
-    def instance(self, dtype: DType, cluster: int = 1, *, sums: bool = False) -> Instance:
+    def instance(
+        self, dtype: DType, cluster: int = 1, *, sums: bool = False, planes: bool = False
+    ) -> Instance:
+        """``planes``: of operands that lie along the pixels, which float32's products can read."""
         # Registers of threads that copy (and split), and that multiply: together no more than the
         # block starts with, or it waits for ever.
         if self.warpgroups == 3:
@@ -138,7 +142,7 @@ class WeightTile:
             copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
         defines = (
             ("ELEMENT", CUDA_TYPES[dtype]),
-            ("PIXELS", str(self.pixels)),
+            ("PIXELS", str(plane_pixels(dtype) if planes else self.pixels)),
             ("WARPGROUPS", str(self.warpgroups)),
             ("ROWS", str(self.rows)),
             ("PRODUCTS", str(self.products)),
@@ -149,6 +153,7 @@ class WeightTile:
             ("SUMS", str(int(sums))),
             ("PRODUCER_REGISTERS", str(copies)),
             ("CONSUMER_REGISTERS", str(multiplies)),
+            *((("PLANES", "1"),) if planes else ()),
         )
         name = "hopper_weight_split" if self.split else "hopper_weight"
         return Instance(f"{name}.cu", name, defines, HOPPER)
@@ -289,8 +294,23 @@ def _aligned(size_bytes: int) -> int:
     return ceil_div(size_bytes, ALIGNMENT) * ALIGNMENT
 
 
-def cuts(work: ConvWork, device: CudaDevice, *, direct: bool) -> Iterator[Cut]:
-    """All that may be worth while; ``direct`` where whole tiles need no second kernel."""
+def plane_pixels(dtype: DType) -> int:
+    """Of a step of planes: 128 bytes."""
+    return 128 // dtype.itemsize
+
+
+def cuts(
+    work: ConvWork, device: CudaDevice, *, direct: bool, planes: bool = False
+) -> Iterator[Cut]:
+    """All that may be worth while; ``direct`` where whole tiles need no second kernel. Of
+    ``planes`` each image has whole steps."""
+    if planes:
+        steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
+        for tile in TILES:
+            for cut in _tiled(work, tile, 1):
+                if cut.cluster == 1 or cut.sums:
+                    yield from _shared_out(work, device, replace(cut, steps=steps), direct)
+        return
     for tile in SPLIT_TILES if work.dtype is DType.FLOAT32 else TILES:
         shared = {1}
         if work.stride[2] == 1 and work.kernel[2] > 1:

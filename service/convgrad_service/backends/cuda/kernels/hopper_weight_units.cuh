@@ -8,6 +8,10 @@
 #include "hopper_weight.cuh"
 #include "overlap.cuh"
 
+#ifndef PLANES
+#define PLANES 0
+#endif
+
 namespace convgrad {
 
 using T = ELEMENT;
@@ -100,7 +104,11 @@ template <int kCluster = 1>
 __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
                                          u32 full, const Pixel& at, const Source& from) {
   constexpr u32 kBlocks = (1 << kCluster) - 1;
-  if (args.dims == 2) {
+  if constexpr (PLANES) {
+    const int where[3] = {at.w, from.c, at.n};
+    if constexpr (kCluster > 1) load_tile_to<3>(kBlocks, to, map, full, where);
+    else load_tile<3>(to, map, full, where);
+  } else if (args.dims == 2) {
     const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
     if constexpr (kCluster > 1) load_pixels_to<4>(kBlocks, to, map, full, where, by);
     else load_pixels<4>(to, map, full, where, by);

@@ -1,0 +1,143 @@
+"""Dense layers channels first: results as runs of pixels, through channels-last copies, and operands
+read as planes; on the CPU, and what plans choose on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import COPIES, FAMILIES
+from convgrad_service.backends.cuda.kernels.dense_channels_first import ResultThroughChannelsLast
+from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
+from convgrad_service.plans.cuda_families import Families, Family
+from tests.arrays import DTYPES, draw, normals, rng_for
+from tests.cases import Case, conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+from tests.oracle import expected
+
+LAYERS: dict[str, Conv] = {
+    "whole_chunks": Conv(2, 64, 72, (8, 12), (3, 3), 1, 1),
+    "halves_of_chunks": Conv(2, 64, 64, (14, 14), (3, 3), 1, 1),
+    "odd_planes": Conv(3, 48, 64, (7, 7), (3, 3), 1, 1),
+    "odd_rows": Conv(1, 64, 40, (6, 9), (3, 3), 1, 1),
+    "pointwise": Conv(2, 72, 136, (8, 11), (1, 1)),
+    "long_pointwise": Conv(1, 200, 64, (12, 14), (1, 1)),
+    "strided": Conv(2, 64, 64, (9, 11), (3, 3), 2, 1),
+    "1d": Conv(2, 48, 64, (157,), (3,), 1, ((2, 0),)),
+    "3d": Conv(1, 32, 32, (3, 6, 7), (3, 3, 3), 1, 1),
+    "3d_up": Conv(1, 64, 48, (4, 6, 6), (2, 2, 2), 2),
+    "odd_channels": Conv(1, 67, 51, (5, 6), (3, 3), 1, 1),
+}
+DATA = [conv_bwd_data(name, conv) for name, conv in LAYERS.items()]
+WEIGHT = [grouped_conv_bwd_weight(name, conv) for name, conv in LAYERS.items()]
+BOTH = [conv_backward(name, conv) for name, conv in LAYERS.items()]
+ADDED = [
+    case.with_tensor("accumulate", LAYERS[case.name].input_shape).with_params(
+        "bilinear", alpha=2.0, beta=-0.25
+    )
+    for case in DATA
+    if case.name in ("whole_chunks", "strided")
+]
+FIRST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
+TF32 = 2.0**-10
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+def data(*families: Family[Any]) -> Families:
+    return replace(FAMILIES, fwd=[*families, *FAMILIES.fwd], bwd_data=[*families, *FAMILIES.bwd_data])
+
+
+def gather(tile: HopperTile) -> HopperGather:
+    return HopperGather(True, Schedule(tile))
+
+
+SETS = {
+    "gather_128x64": data(gather(HopperTile(128, 64))),
+    "gather_256x160": data(gather(HopperTile(256, 160))),
+    "gather_192x128": data(gather(HopperTile(192, 128, 3))),
+    "halo": data(HopperHalo(anything=True)),
+    "copied": data(ResultThroughChannelsLast(gather(HopperTile(128, 64)), COPIES, anywhere=True)),
+    "halo_copied": data(
+        ResultThroughChannelsLast(HopperHalo(anything=True), COPIES, anywhere=True)
+    ),
+    "dense_copied": data(ResultThroughChannelsLast(DenseGather(1, 1), COPIES, anywhere=True)),
+}
+WEIGHTS = HopperWeight(1, everywhere=True)
+WEIGHT_SETS = {
+    "planes": replace(FAMILIES, bwd_weight=[WEIGHTS]),
+    "copied": replace(
+        FAMILIES, bwd_weight=[ResultThroughChannelsLast(WEIGHTS, COPIES, anywhere=True), WEIGHTS]
+    ),
+}
+
+
+def compare(
+    backend: Backend, seed: int, case: Case, dtype: str, gates: Iterable[str] = ("exact", "bounded")
+) -> None:
+    high = dtype == "float32"
+    for gate in gates:
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        asked = case.with_params("high", precision="high") if high else case
+        layout = FIRST[case.ndim]
+        found = answers(backend, asked, tensors, layout)
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}", TF32 if high else 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("case", [*DATA, *WEIGHT, *BOTH, *ADDED], ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> None:
+    compare(backend, seed, case, dtype)
+
+
+@emulated
+@pytest.mark.parametrize("way", SETS)
+@pytest.mark.parametrize("case", [*DATA, *ADDED], ids=lambda case: case.id)
+def test_data(seed: int, case: Case, way: str) -> None:
+    compare(EmulatedBackend(SETS[way]), seed, case, "bfloat16", ["exact"])
+
+
+@emulated
+@pytest.mark.parametrize("way", ["gather_128x64", "copied"])
+@pytest.mark.parametrize("case", DATA, ids=lambda case: case.id)
+def test_float32(seed: int, case: Case, way: str) -> None:
+    compare(EmulatedBackend(SETS[way]), seed, case, "float32", ["exact"])
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("way", WEIGHT_SETS)
+@pytest.mark.parametrize("case", WEIGHT, ids=lambda case: case.id)
+def test_weight(seed: int, case: Case, way: str, dtype: str) -> None:
+    if dtype == "float32" and "pointwise" not in case.name:
+        return
+    compare(EmulatedBackend(WEIGHT_SETS[way]), seed, case, dtype)
+
+
+@emulated
+@pytest.mark.parametrize("name", ["whole_chunks", "odd_planes", "pointwise"])
+def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: str) -> None:
+    for case, families in (
+        *((conv_bwd_data(name, LAYERS[name]), SETS[way]) for way in ("gather_128x64", "halo")),
+        (grouped_conv_bwd_weight(name, LAYERS[name]), WEIGHT_SETS["planes"]),
+    ):
+        rng = rng_for(seed, case.id)
+        tensors = draw(case, rng, DTYPES["bfloat16"], normals)
+        for tensor in tensors.values():
+            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
+                tensor.flat[rng.integers(tensor.size)] = value
+            tensor.flat[0] = np.inf
+        wanted = expected(case.operation, tensors, case.params)
+        found = answers(EmulatedBackend(families), case, tensors, FIRST[case.ndim])
+        check(found, wanted, "bounded", f"seed {seed}, {case.id}")
