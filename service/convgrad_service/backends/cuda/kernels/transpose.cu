@@ -2,12 +2,12 @@
 // target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
 //
 // Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory, in chunks of
-// 16 bytes on either side. Rows that start anywhere (planes of an odd number of pixels) are read and
-// written by the whole chunks they lie in: of a tile's first and last one in the source a part is left,
-// and in the target each row of a tile ends where a chunk does, for which the tile begins `lead`
-// rows of y earlier. Static shared memory: the tile in words, of two neighbours along y where elements
-// have 16 bits, so that both sides go by words, and placed so that lanes do not meet in a bank.
-// Where y reaches `y_limit`, the source has no element and the target gets zero.
+// 16 bytes on either side. Rows that start anywhere (planes of an odd number of pixels) are read
+// (SOURCE_ANY) and written (TARGET_ANY) by the whole chunks they lie in: of a tile's first and last one
+// in the source a part is left, and in the target each row of a tile ends where a chunk does, for which
+// the tile begins `lead` rows of y earlier. Static shared memory: the tile in words, of two neighbours
+// along y where elements have 16 bits, so that both sides go by words, and placed so that lanes do not
+// meet in a bank. Where y reaches `y_limit`, the source has no element and the target gets zero.
 // Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions; and for
 // buffers that start at whole chunks.
 // Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
@@ -32,12 +32,17 @@ struct WordOf<unsigned short> {
 using Word = WordOf<T>::type;
 using Chunk = Vector<T, kChunk>;
 
+// Of rows that start anywhere a tile has room for what its first and last chunks have beside it.
+constexpr int kBesideX = SOURCE_ANY ? kChunk : 0, kLead = TARGET_ANY ? kChunk : 0;
+constexpr int kAllX = kTileX + 2 * kBesideX, kAllY = kTileY + kLead;
 // Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
-constexpr int kAllY = kTileY + kChunk, kRows = kAllY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2;
-constexpr int kPitch = kTileX + kTileX / 32 * kSkip + (sizeof(T) == 4 ? -1 : 1);
-constexpr int kWords = kRows * kPitch + (kTileX + kRows) / 32 * kSkip;
+constexpr int kRows = kAllY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2, kRowSkip = kPair == 2 ? 0 : kSkip;
+constexpr int kOfRow = kAllX + (kAllX - 1) / 32 * kSkip;
+constexpr int kPitch = sizeof(T) == 4 ? kOfRow + 3 - (kOfRow & 3) : kOfRow | 1;
+constexpr int kWords = kRows * kPitch + kRows / 32 * kRowSkip;
 __device__ __forceinline__ int place(int row, int x) {
-  return row * kPitch + x + ((x >> 5) + (row >> 5)) * kSkip;
+  x += kBesideX;
+  return row * kPitch + x + (x >> 5) * kSkip + (row >> 5) * kRowSkip;
 }
 __device__ __forceinline__ T& element_at(Word* words, int y, int x) {
   return reinterpret_cast<T*>(words)[place(y / kPair, x) * kPair + y % kPair];
@@ -56,10 +61,9 @@ __device__ __forceinline__ int beyond_chunk(const T* at) {
   return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kChunk - 1);
 }
 
-// Rows from `lead` before the tile's first on, those from the first that there is to before `reals`;
-// they start at whole chunks.
+// Rows of the tile, those from the first that there is to before `reals`; they start at whole chunks.
 __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
-                                     int reals, int rows) {
+                                     int reals) {
   constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
   Chunk chunks[kCount][2];
 #pragma unroll
@@ -75,25 +79,33 @@ __device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, in
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * kChunk;
-    if (row * kPair >= rows) break;
+    if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
+    Word* const to = words + place(row, x);
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) {
-      words[place(row, x + e)] = joined(chunks[i][0].at, chunks[i][kPair - 1].at, e);
+      to[e] = joined(chunks[i][0].at, chunks[i][kPair - 1].at, e);
     }
   }
 }
 
 // The same of rows that start anywhere; `end` is where the source does.
 __device__ __forceinline__ void load_any(Word* words, const T* source, const T* end, i64 pitch,
-                                         int xs, int first, int reals, int rows) {
-  constexpr int kChunks = kTileX / kChunk + 1, kCount = (kAllY * kChunks + kThreads - 1) / kThreads;
-  Chunk chunks[kCount];
-  int starts[kCount];
+                                         int xs, int first, int reals) {
+  // A row lies in one chunk more than it has elements for: the last one is for a thread a row.
+  constexpr int kChunks = kTileX / kChunk, kCount = (kAllY * kChunks + kThreads - 1) / kThreads;
+  Chunk chunks[kCount + 1];
+  int starts[kCount + 1];
+  auto at = [&](int i, int& y) {
+    const int index = threadIdx.x + i * kThreads;
+    y = i < kCount ? index / kChunks : static_cast<int>(threadIdx.x);
+    return i < kCount ? index % kChunks * kChunk : kTileX;
+  };
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int at = threadIdx.x + i * kThreads, y = at / kChunks;
+  for (int i = 0; i <= kCount; ++i) {
+    int y;
+    const int aligned = at(i, y);
     const T* const row = source + y * pitch;
-    const int x = starts[i] = at % kChunks * kChunk - beyond_chunk(row);
+    const int x = starts[i] = aligned - beyond_chunk(row);
     chunks[i] = Chunk::zero();
     if (y < first || y >= reals || x >= xs) continue;
     if (row + x + kChunk <= end) {
@@ -106,14 +118,12 @@ __device__ __forceinline__ void load_any(Word* words, const T* source, const T* 
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int y = (threadIdx.x + i * kThreads) / kChunks;
-    if (y >= rows) break;
+  for (int i = 0; i <= kCount; ++i) {
+    int y;
+    at(i, y);
+    if (y >= kAllY) continue;
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      const int x = starts[i] + e;
-      if (0 <= x && x < kTileX) element_at(words, y, x) = chunks[i].at[e];
-    }
+    for (int e = 0; e < kChunk; ++e) element_at(words, y, starts[i] + e) = chunks[i].at[e];
   }
 }
 
@@ -143,8 +153,16 @@ __device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int
     T* const row = target + x * pitch;
     const int y = at % kChunks * kChunk - beyond_chunk(row);
     Chunk chunk;
+    if constexpr (kPair == 2) {
+      // Every second element lies a row of words further on.
+      const T* const even = &element_at(words, y + kLead, x);
+      const T* const odd = &element_at(words, y + kLead + 1, x);
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) chunk.at[e] = element_at(words, y + kChunk + e, x);
+      for (int e = 0; e < kChunk; ++e) chunk.at[e] = (e % 2 ? odd : even)[e / 2 * (2 * kPitch)];
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) chunk.at[e] = element_at(words, y + kLead + e, x);
+    }
     if (x >= xs) continue;
     if (y >= -before && y + kChunk <= left) {
       chunk.store(row + y);
@@ -159,36 +177,34 @@ __device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     transpose(const __grid_constant__ TransposeArgs args) {
   __shared__ Word words[kWords];
   begin_copy(args);
   u32 rest = blockIdx.x;
-  const int lead = args.lead;
   const i64 x0 = static_cast<i64>(take(rest, (args.x_extent + kTileX - 1) / kTileX)) * kTileX;
-  const u32 y_tiles = (args.y_extent + lead + kTileY - 1) / kTileY;
+  const u32 y_tiles = (args.y_extent + kLead + kTileY - 1) / kTileY;
   const i64 y0 = static_cast<i64>(take(rest, y_tiles)) * kTileY;
   i64 from = 0, to = 0;
   outer_offsets(args, rest, from, to);
   const T* const whole = static_cast<const T*>(args.source);
-  const T* const source = whole + from + (y0 - lead) * args.y_source + x0;
+  const T* const source = whole + from + (y0 - kLead) * args.y_source + x0;
   T* const target = static_cast<T*>(args.target) + to + x0 * args.x_target + y0;
   const int xs = min(static_cast<i64>(kTileX), args.x_extent - x0);
   const i64 left = args.y_extent - y0;
-  const int ys = min(static_cast<i64>(kTileY), left);
-  const int rows = ys + lead, reals = min(static_cast<i64>(rows), args.y_limit - y0 + lead);
-  const int first = y0 == 0 ? lead : 0;
+  const int reals = min(static_cast<i64>(kAllY), min(args.y_extent, args.y_limit) - y0 + kLead);
+  const int first = y0 == 0 ? kLead : 0;
 
-  if (args.source_chunk == 16) {
-    load(words, source, args.y_source, xs, first, reals, rows);
+  if constexpr (SOURCE_ANY) {
+    load_any(words, source, whole + args.elements, args.y_source, xs, first, reals);
   } else {
-    load_any(words, source, whole + args.elements, args.y_source, xs, first, reals, rows);
+    load(words, source, args.y_source, xs, first, reals);
   }
   __syncthreads();
-  if (lead == 0) {
-    store(words, target, args.x_target, xs, ys);
-  } else {
+  if constexpr (TARGET_ANY) {
     store_any(words, target, args.x_target, xs, y0, left);
+  } else {
+    store(words, target, args.x_target, xs, min(static_cast<i64>(kTileY), left));
   }
   end_copy(args);
 }

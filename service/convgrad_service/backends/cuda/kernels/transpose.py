@@ -19,6 +19,8 @@ __all__ = ["RowCopy", "Transpose"]
 BLOCK, CHUNK_BYTES = 256, 16
 # Of a tile, along x by the size of an element.
 TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
+# Of a multiprocessor, by the sides whose rows start anywhere: what their registers leave room for.
+BLOCKS = {2: (6, 5, 4), 4: (6, 4, 4), 8: (4, 2, 2)}
 PLANES, RUNS = "transpose_planes", "transpose_runs"
 # Of a block of either; and the extent of the short axis from which on tiles are filled as well.
 PLANES_BYTES, WIDE_EXTENT = 16384, 64
@@ -44,7 +46,7 @@ class TransposeArgs(ctypes.Structure):
         ("elements", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
-            for name in ("source_chunk", "target_chunk", "rows", "lead", "follows")
+            for name in ("source_chunk", "target_chunk", "rows", "follows")
         ),
     )
 
@@ -158,11 +160,12 @@ class Transpose:
         args.source_chunk, args.target_chunk = (
             0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
         )
-        args.lead = 0 if args.target_chunk or name != self.name else chunk
         args.rows = _rows(x_axis if name == PLANES else y_axis, itemsize)
         args.follows = work.follows
         launch = Launch(
-            _instance(name, itemsize),
+            _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
+            if name == self.name
+            else _instance(name, itemsize),
             (_tiles(box, x, y, itemsize), 1, 1),
             (BLOCK, 1, 1),
             pack(args, source=work.source, target=work.target),
@@ -171,7 +174,15 @@ class Transpose:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(name, size) for name in (self.name, PLANES, RUNS) for size in _TYPES]
+        return [
+            *(_instance(name, size) for name in (PLANES, RUNS) for size in _TYPES),
+            *(
+                _tile_instance(size, source_any, target_any)
+                for size in _TYPES
+                for source_any in (False, True)
+                for target_any in (False, True)
+            ),
+        ]
 
 
 class RowCopy:
@@ -262,6 +273,18 @@ def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
         tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
         inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
     return inner * prod(axis.extent for axis in outer)
+
+
+def _tile_instance(itemsize: int, source_any: bool, target_any: bool) -> Instance:
+    """Of transpose, whose rows start anywhere in the source or in the target."""
+    anywhere = source_any + target_any
+    defines = {
+        "ELEMENT": _TYPES[itemsize],
+        "SOURCE_ANY": int(source_any),
+        "TARGET_ANY": int(target_any),
+        "BLOCKS": BLOCKS[itemsize][anywhere],
+    }
+    return Instance.of("transpose.cu", defines)
 
 
 def _instance(name: str, itemsize: int) -> Instance:

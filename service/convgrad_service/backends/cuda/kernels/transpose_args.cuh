@@ -22,7 +22,6 @@ struct TransposeArgs {
   int source_chunk;  // 16 where each row (of transpose_planes: each run) starts at whole ones, or 0
   int target_chunk;
   int rows;     // of y that a block of transpose_planes moves, or of x one of transpose_runs
-  int lead;     // of a tile's rows of y, those before its first whole chunk of the target
   int follows;  // the source is what the kernel before this one writes
 };
 
