@@ -1,4 +1,4 @@
-"""Dense layers channels first: results as runs of pixels, through channels-last copies, and operands
+"""Dense layers channels first: results as runs of pixels or through channels-last copies, operands
 read as planes; on the CPU, and what plans choose on every backend."""
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.plans.cuda_families import Families, Family
 from tests.arrays import DTYPES, draw, normals, rng_for
-from tests.cases import Case, conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from tests.cases import Case, conv_backward, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn
@@ -33,6 +34,8 @@ LAYERS: dict[str, Conv] = {
     "odd_planes": Conv(3, 48, 64, (7, 7), (3, 3), 1, 1),
     "odd_rows": Conv(1, 64, 40, (6, 9), (3, 3), 1, 1),
     "pointwise": Conv(2, 72, 136, (8, 11), (1, 1)),
+    "pointwise_few": Conv(3, 96, 48, (5, 8), (1, 1)),
+    "pointwise_many": Conv(1, 264, 320, (16, 17), (1, 1)),
     "long_pointwise": Conv(1, 200, 64, (12, 14), (1, 1)),
     "strided": Conv(2, 64, 64, (9, 11), (3, 3), 2, 1),
     "1d": Conv(2, 48, 64, (157,), (3,), 1, ((2, 0),)),
@@ -41,6 +44,10 @@ LAYERS: dict[str, Conv] = {
     "odd_channels": Conv(1, 67, 51, (5, 6), (3, 3), 1, 1),
 }
 DATA = [conv_bwd_data(name, conv) for name, conv in LAYERS.items()]
+FORWARD = [
+    replace(case, shapes={name: case.shapes[name] for name in ("input", "weight")})
+    for case in (conv_fwd(name, conv) for name, conv in LAYERS.items())
+]
 WEIGHT = [grouped_conv_bwd_weight(name, conv) for name, conv in LAYERS.items()]
 BOTH = [conv_backward(name, conv) for name, conv in LAYERS.items()]
 ADDED = [
@@ -56,7 +63,9 @@ emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written 
 
 
 def data(*families: Family[Any]) -> Families:
-    return replace(FAMILIES, fwd=[*families, *FAMILIES.fwd], bwd_data=[*families, *FAMILIES.bwd_data])
+    return replace(
+        FAMILIES, fwd=[*families, *FAMILIES.fwd], bwd_data=[*families, *FAMILIES.bwd_data]
+    )
 
 
 def gather(tile: HopperTile) -> HopperGather:
@@ -69,6 +78,7 @@ SETS = {
     "gather_192x128": data(gather(HopperTile(192, 128, 3))),
     "halo": data(HopperHalo(anything=True)),
     "copied": data(ResultThroughChannelsLast(gather(HopperTile(128, 64)), COPIES, anywhere=True)),
+    "pointwise": data(HopperPointwise(1)),
     "halo_copied": data(
         ResultThroughChannelsLast(HopperHalo(anything=True), COPIES, anywhere=True)
     ),
@@ -96,14 +106,16 @@ def compare(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("case", [*DATA, *WEIGHT, *BOTH, *ADDED], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [*DATA, *FORWARD, *WEIGHT, *BOTH, *ADDED], ids=lambda case: case.id
+)
 def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> None:
     compare(backend, seed, case, dtype)
 
 
 @emulated
 @pytest.mark.parametrize("way", SETS)
-@pytest.mark.parametrize("case", [*DATA, *ADDED], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*DATA, *FORWARD, *ADDED], ids=lambda case: case.id)
 def test_data(seed: int, case: Case, way: str) -> None:
     compare(EmulatedBackend(SETS[way]), seed, case, "bfloat16", ["exact"])
 

@@ -105,9 +105,7 @@ def test_padded(name: str) -> None:
     assert not isinstance(step, Clear)
     filled = filled_by(step.arguments, memory.addresses)
     wrong = launch_of(step.instance)(
-        Launching(
-            filled.ctypes.data, memory.stretches, len(memory.stretches), step.grid, 256, 0
-        )
+        Launching(filled.ctypes.data, memory.stretches, len(memory.stretches), step.grid, 256, 0)
     )
     assert wrong is None
     assert (memory.bytes["target"].view("u2") == padded.reshape(-1)).all()

@@ -30,6 +30,7 @@ from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
@@ -66,6 +67,7 @@ GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
 GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
 # Many channels, no groups or large ones, forward or in the input, and in the weight.
 DENSE = (
+    HopperPointwise(),
     ResultThroughChannelsLast(HopperHalo(), COPIES),
     HopperHalo(),
     ResultThroughChannelsLast(HopperGather(), COPIES),

@@ -126,9 +126,7 @@ def _prepare(
         # A bound joins two axes; the outer one here has one position.
         axes = [CopyAxis(1, 0, 0), *axes]
         bounds = ((0, 6, channels),)
-    copy = Copy(
-        operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False
-    )
+    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False)
     target = replace(
         operand,
         buffer=name,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.channels_last import (
-    CHUNK_BYTES,
     Prepared,
     overlapping,
     prepare_activation,
@@ -25,6 +23,7 @@ from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     expected_s,
     plane_pixels,
 )
+from convgrad_service.backends.cuda.kernels.planes import flat_planes
 from convgrad_service.backends.cuda.kernels.tensor_maps import (
     MapField,
     PixelMap,
@@ -254,37 +253,6 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
         maps = _plane_maps(planes, cut) if planes else _maps(work, cut)
         if countable and all(one.why_not() is None for one in maps):
             yield cut
-
-
-def flat_planes(work: ConvWork) -> ConvWork | None:
-    """The same work with one row a plane, where the tensors can be read as they lie: kernels of one
-    tap and stride 1, whose images are planes of whole 16 bytes side by side."""
-    if work.taps > 1 or max(work.stride) > 1 or work.input != work.output or any(work.pad):
-        return None
-    pixels, chunk = prod(work.output), CHUNK_BYTES // work.dtype.itemsize
-    operands = []
-    for operand in (work.x, work.y):
-        inner = 1
-        for extent, stride in zip(
-            reversed(work.output), reversed(operand.strides[3:]), strict=True
-        ):
-            if extent > 1 and stride != inner:
-                return None
-            inner *= extent
-        image, group, channel = operand.strides[:3]
-        if pixels % chunk or channel % chunk or (work.batch > 1 and image % chunk):
-            return None
-        operands.append(replace(operand, strides=(image, group, channel, pixels, pixels, 1)))
-    conv = replace(
-        work.conv,
-        input_size=(pixels,),
-        output_size=(pixels,),
-        kernel_size=(1,),
-        stride=(1,),
-        dilation=(1,),
-        padding=((0, 0),),
-    )
-    return replace(work, conv=conv, x=operands[0], y=operands[1])
 
 
 def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:

@@ -44,10 +44,7 @@ class TransposeArgs(ctypes.Structure):
             for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
         ),
         ("elements", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("source_chunk", "target_chunk", "rows", "follows")
-        ),
+        *((name, ctypes.c_int32) for name in ("source_chunk", "target_chunk", "rows", "follows")),
     )
 
 
