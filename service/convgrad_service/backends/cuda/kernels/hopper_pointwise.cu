@@ -6,20 +6,25 @@
 // y[n, m, p] = sum over k of w[k, m] (ACROSS: weights lie along the result's channels; else w[m, k])
 // * x[n, k, p].
 //
+// With SPREAD, the gradient of the input where each pixel of the output has taps of its own (stride =
+// kernel, along W 2; no padding): M = the result's channels x taps, each row of sums a channel's pixels
+// of one tap. Rows of two taps along W that follow each other are put together for the result's rows.
+//
 // Grid: one block a multiprocessor, which takes tiles blockIdx.x, + gridDim.x, ... of BM channels
 // (fastest) x BN pixels of one image. Block: a thread starts the copies of a step's source, 64 channels
 // of BN pixels, which products read along N; another one those of the weights. Two warpgroups multiply,
 // each half of the tile's channels, or where BM is 64 half of its pixels. They meet in a ring of STAGES
 // steps. Results leave by the copy engine, 64 x 64 of a warpgroup at a time, each through one of two
-// buffers, which cuts off what is beyond the image and the channels.
+// buffers, which cuts off what is beyond the image and the channels; with SPREAD from registers.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM + BN rows of 128 bytes; two
 // times 8 KB for each warpgroup's results; two barriers a stage.
 // Relies on its launcher for images and channels that start at multiples of 16 bytes. Needs sm_90a.
 // Deterministic: one order of additions. What a tile has beyond the source's channels is zero in both
 // factors, so results are not finite where the definition's are not.
 // Index limits: tiles below 2^31.
-#include "overlap.cuh"
+#include "accesses.cuh"
 #include "hopper.cuh"
+#include "overlap.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
@@ -28,10 +33,15 @@ struct HopperPointwiseArgs {
   TensorMap x_map;  // pixels, the source's channels, images: boxes of 64 x 64
   TensorMap w_map;  // boxes of 64 x 64 (ACROSS), or of 64 of the source's channels x BM
   TensorMap y_map;  // pixels, the result's channels, images: boxes of 64 x 64
+  void* y;          // with SPREAD
+  i64 y_stride[6];  // N G C D H W, in elements
   int channels;     // of the source
+  int rows;         // with SPREAD: the result's channels x taps
   int channel_tiles;
   int pixel_tiles;  // of an image
   int tiles;
+  int taps[3];      // with SPREAD: T R S
+  int size[3];      // with SPREAD: of the source, D H W, of which W is a multiple of 8
 };
 
 }  // namespace convgrad
@@ -111,9 +121,83 @@ __device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Plac
   }
 }
 
-__device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, const Place& place) {
+// A warpgroup's sums to the result as they lie, 64 x 64 at a time, through one of two buffers.
+__device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, const Tile& tile,
+                                             u32 staging, const float (&sum)[kParts][kFragments][4]) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   const int warp = threadIdx.x % 128 / 32;
+  const int channel = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts * 64);
+  const int pixel = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0);
+  const bool stores = threadIdx.x % 128 == 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const u32 buffer = staging + (part * kBlocks + block) % 2 * kBoxBytes;
+      if (stores) wait_stores_read<1>();
+      wait_at(1 + warpgroup, 128);
+      const int row = warp * 16 + lane % 16, chunk = lane / 16;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const float(&first)[4] = sum[part][block * 8 + j];
+        const float(&second)[4] = sum[part][block * 8 + j + 1];
+        const u32 words[4] = {narrow_two<T>(first[0], first[1]), narrow_two<T>(first[2], first[3]),
+                              narrow_two<T>(second[0], second[1]),
+                              narrow_two<T>(second[2], second[3])};
+        store_matrices(buffer + row * kRowBytes + ((j + chunk) ^ (row & 7)) * 16, words);
+      }
+      publish_shared();
+      wait_at(1 + warpgroup, 128);
+      if (stores) {
+        store_tile<3>(args.y_map, buffer, {pixel + block * 64, channel + part * 64, tile.image});
+        commit_stores();
+      }
+    }
+  }
+}
+
+// Two words of two neighbours each, first and second, as four in turns.
+__device__ __forceinline__ uint2 by_turns(u32 first, u32 second) {
+  return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+}
+
+// A warpgroup's sums with SPREAD: of two rows that are neighbours along W a lane stores two pixels each.
+__device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, const Tile& tile,
+                                             const float (&sum)[kParts][kFragments][4]) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x % 128 / 32, row = lane / 4;
+  const bool odd = row & 1;
+  const int first = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0) + lane % 4 * 2;
+  const int pixels = args.size[0] * args.size[1] * args.size[2];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int at = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts + part) * 64 + warp * 16 +
+                   (odd ? row + 7 : row);
+    u32 rest = static_cast<u32>(at) / 2;
+    const int r = rest % args.taps[1];
+    rest /= args.taps[1];
+    const int t = rest % args.taps[0], channel = rest / args.taps[0];
+    T* const y = static_cast<T*>(args.y) + tile.image * args.y_stride[0] +
+                 channel * args.y_stride[2] + t * args.y_stride[3] + r * args.y_stride[4];
+    int w = first % args.size[2], h = first / args.size[2] % args.size[1];
+    int d = first / args.size[2] / args.size[1];
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const u32 low = narrow_two<T>(sum[part][j][0], sum[part][j][1]);
+      const u32 high = narrow_two<T>(sum[part][j][2], sum[part][j][3]);
+      const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 4);
+      const i64 to = d * args.taps[0] * args.y_stride[3] + h * args.taps[1] * args.y_stride[4] + w * 2;
+      store_if(at < args.rows && first + j * 8 < pixels, y + to,
+               odd ? by_turns(other, high) : by_turns(low, other));
+      w += 8;
+      if (w >= args.size[2]) w -= args.size[2], ++h;
+      if (h >= args.size[1]) h -= args.size[1], ++d;
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, const Place& place) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   const u32 own_a = kPixelsApart ? 0 : warpgroup * kParts * kBoxBytes;
   const u32 own_b = kABytes + (kPixelsApart ? warpgroup * kBlocks * kBoxBytes : 0);
   const u32 staging = place.staging + warpgroup * 2 * kBoxBytes;
@@ -150,36 +234,13 @@ __device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, 
 #pragma unroll
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
     if (lane == 0) arrive(place.read(before));
-    const int channel = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts * 64);
-    const int pixel = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0);
-    const bool stores = threadIdx.x % 128 == 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const u32 buffer = staging + (part * kBlocks + block) % 2 * kBoxBytes;
-        if (stores) wait_stores_read<1>();
-        wait_at(1 + warpgroup, 128);
-        const int row = warp * 16 + lane % 16, chunk = lane / 16;
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          const float(&first)[4] = sum[part][block * 8 + j];
-          const float(&second)[4] = sum[part][block * 8 + j + 1];
-          const u32 words[4] = {narrow_two<T>(first[0], first[1]), narrow_two<T>(first[2], first[3]),
-                                narrow_two<T>(second[0], second[1]),
-                                narrow_two<T>(second[2], second[3])};
-          store_matrices(buffer + row * kRowBytes + ((j + chunk) ^ (row & 7)) * 16, words);
-        }
-        publish_shared();
-        wait_at(1 + warpgroup, 128);
-        if (stores) {
-          store_tile<3>(args.y_map, buffer, {pixel + block * 64, channel + part * 64, tile.image});
-          commit_stores();
-        }
-      }
+    if constexpr (SPREAD) {
+      store_spread(args, tile, sum);
+    } else {
+      store_planes(args, tile, staging, sum);
     }
   }
-  if (threadIdx.x % 128 == 0) wait_stores<0>();
+  if (!SPREAD && threadIdx.x % 128 == 0) wait_stores<0>();
 }
 
 }  // namespace

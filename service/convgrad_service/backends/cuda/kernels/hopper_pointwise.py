@@ -1,16 +1,18 @@
-"""A 1x1 convolution of stride 1 whose channels lie apart, forward or in its input, on Hopper."""
+"""Convolutions whose channels lie apart and that are matrix products of planes, on Hopper: those of
+one tap and stride 1, and the gradient of the input where no taps overlap."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
-from convgrad_service.backends.cuda.kernels.planes import flat_planes
+from convgrad_service.backends.cuda.kernels.planes import flat_planes, plane_pixels
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -23,6 +25,8 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 LEAST_CHANNELS = 48
 BOX, ROW_BYTES, GROUPS, THREADS = 64, 128, 2, 384
 BUFFERS = 2  # of a warpgroup's results
+# Taps along W that are stored by turns, and pixels of a fragment of sums.
+SPREAD_TAPS, FRAGMENT = 2, 8
 ALIGNMENT, BARRIER_BYTES, MOST_STAGES = 1024, 8, 8
 MAX_TILES = 2**31 - 1
 # What an H200 does a second: products, bytes from its L2 cache (see hopper_tiles.py).
@@ -34,13 +38,19 @@ class HopperPointwiseArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, MapField) for name in ("x_map", "w_map", "y_map")),
-        *((name, ctypes.c_int32) for name in ("channels", "channel_tiles", "pixel_tiles", "tiles")),
+        ("y", ctypes.c_uint64),
+        ("y_stride", ctypes.c_int64 * 6),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("channels", "rows", "channel_tiles", "pixel_tiles", "tiles")
+        ),
+        *((name, ctypes.c_int32 * 3) for name in ("taps", "size")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PointwiseTile:
-    """Channels of the result x pixels."""
+    """Rows of the result x pixels."""
 
     m: int
     n: int
@@ -58,8 +68,8 @@ class PointwiseTile:
         return ALIGNMENT + ring + GROUPS * BUFFERS * BOX * ROW_BYTES
 
 
-# By the result's channels up to which each is taken: so few channel tiles that the source is read
-# from memory once, and no more channels than there are.
+# By the result's rows up to which each is taken: few tiles of rows, so that the source is read
+# from memory once, and no more rows than there are.
 TILES = {64: PointwiseTile(64, 256), 128: PointwiseTile(128, 256)}
 LARGEST = PointwiseTile(256, 128)
 
@@ -84,41 +94,39 @@ class HopperPointwise:
             return "an epilogue"
         if min(work.in_channels, work.out_channels) < self._least_channels:
             return f"{work.in_channels} to {work.out_channels} channels would leave most of a tile"
-        flat = flat_planes(work)
-        if flat is None:
-            return "not one tap, or no planes of whole chunks of 16 bytes"
         if work.x.strides[2] == 1 or work.y.strides[2] == 1:
             return "the channels lie side by side"
-        chunk = CHUNK_BYTES // work.dtype.itemsize
-        if work.w.strides[2] != 1 or work.w.strides[1] % chunk:
-            return "the weight's rows are no whole chunks of 16 bytes"
-        tile = _tile(flat)
-        if _tiles(flat, tile)[2] > MAX_TILES:
+        product = _product(work)
+        if product is None:
+            return "no product of planes of whole chunks of 16 bytes"
+        if product.tiles[2] > MAX_TILES:
             return "its tiles are more than can be counted"
-        maps = _maps(flat, tile)
-        return next((reason for _, one in maps.values() if (reason := one.why_not())), None)
+        return next(
+            (reason for _, one in product.maps().values() if (reason := one.why_not())), None
+        )
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        work = flat_planes(work) or work
-        tile = _tile(work)
-        backward = work.direction == "bwd_data"
+        product = cast(_Product, _product(work))
+        tile, result = product.tile, gather_sides(work)[1]
         args = HopperPointwiseArgs()
-        args.channels = work.out_channels if backward else work.in_channels
-        args.channel_tiles, args.pixel_tiles, args.tiles = _tiles(work, tile)
+        args.channels, args.rows = product.read, product.rows
+        args.channel_tiles, args.pixel_tiles, args.tiles = product.tiles
+        args.y_stride[:], args.taps[:], args.size[:] = result.strides, work.kernel, work.output
         stages = tile.stages(device)
         blocks = min(device.multiprocessors, args.tiles)
         launch = Launch(
-            _instance(work.dtype, tile, stages, across=backward),
+            _instance(work.dtype, tile, stages, product.across, product.spread),
             (blocks, 1, 1),
             (THREADS, 1, 1),
-            pack_maps(args, _maps(work, tile)),
+            pack_maps(args, product.maps(), y=result),
             tile.shared_bytes(stages),
         )
-        steps = ceil_div(args.tiles, blocks) * ceil_div(args.channels, BOX)
+        steps = ceil_div(args.tiles, blocks) * ceil_div(product.read, BOX)
         step_s = max(tile.m * tile.n * ROW_BYTES / FLOPS, tile.stage_bytes / L2_BYTES_S)
+        spread = "_spread" if product.spread else ""
         return Fragment(
-            f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
+            f"{self.name}_{work.direction}_{tile.m}x{tile.n}{spread}",
             (launch,),
             expected_s=steps * step_s * device.multiprocessors,
         )
@@ -126,61 +134,115 @@ class HopperPointwise:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, tile, tile.stages(H200), across=across)
+            _instance(dtype, tile, tile.stages(H200), across, spread)
             for dtype in DTYPES
             for tile in (*TILES.values(), LARGEST)
-            for across in (False, True)
+            for across, spread in ((False, False), (True, False), (True, True))
         ]
 
 
-def _tile(work: ConvWork) -> PointwiseTile:
-    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
-    return next((tile for most, tile in TILES.items() if written <= most), LARGEST)
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """What is multiplied: ``rows`` of the result, channels, or with ``spread`` channels x taps."""
+
+    batch: int
+    source: Operand
+    weight: Operand
+    result: Operand
+    read: int
+    rows: int
+    pixels: int
+    across: bool
+    spread: bool
+
+    @property
+    def tile(self) -> PointwiseTile:
+        return next((tile for most, tile in TILES.items() if self.rows <= most), LARGEST)
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Of rows, of an image's pixels, and all."""
+        rows, pixels = ceil_div(self.rows, self.tile.m), ceil_div(self.pixels, self.tile.n)
+        return rows, pixels, rows * pixels * self.batch
+
+    def maps(self) -> dict[str, tuple[Operand | str, TileMap]]:
+        weight = TileMap(
+            self.weight.dtype,
+            (self.rows, self.read) if self.across else (self.read, self.rows),
+            (self.weight.strides[1] * self.weight.dtype.itemsize,),
+            swizzle=ROW_BYTES,
+            box=(BOX, BOX if self.across else self.tile.m),
+        )
+        source = self.source, self._planes(self.source, self.read)
+        # Not used where results are spread.
+        result = source if self.spread else (self.result, self._planes(self.result, self.rows))
+        return {"x_map": source, "w_map": (self.weight, weight), "y_map": result}
+
+    def _planes(self, operand: Operand, channels: int) -> TileMap:
+        image, _, channel, *_ = operand.strides
+        strides = channel, image if self.batch > 1 else channel
+        return TileMap(
+            operand.dtype,
+            (self.pixels, channels, self.batch),
+            tuple(stride * operand.dtype.itemsize for stride in strides),
+            swizzle=ROW_BYTES,
+            box=(BOX, BOX, 1),
+        )
 
 
-def _tiles(work: ConvWork, tile: PointwiseTile) -> tuple[int, int, int]:
-    """Of channels, of an image's pixels, and all."""
-    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
-    channels, pixels = ceil_div(written, tile.m), ceil_div(work.output[2], tile.n)
-    return channels, pixels, channels * pixels * work.batch
-
-
-def _maps(work: ConvWork, tile: PointwiseTile) -> dict[str, tuple[Operand | str, TileMap]]:
+def _product(work: ConvWork) -> _Product | None:
+    """The work as a product of planes, where it is one."""
     source, result = gather_sides(work)
-    read, written = work.in_channels, work.out_channels
     backward = work.direction == "bwd_data"
+    read, written = work.in_channels, work.out_channels
     if backward:
         read, written = written, read
-    weight = TileMap(
-        work.dtype,
-        (work.in_channels, work.out_channels),
-        (work.w.strides[1] * work.dtype.itemsize,),
-        swizzle=ROW_BYTES,
-        box=(BOX, BOX if backward else tile.m),
+    _, k, c, *kernel = work.w.strides
+    inner = 1
+    for extent, stride in zip(reversed(work.kernel), reversed(kernel), strict=True):
+        if extent > 1 and stride != inner:
+            return None
+        inner *= extent
+    if c != inner or k * work.dtype.itemsize % CHUNK_BYTES:
+        return None
+    flat = flat_planes(work)
+    if flat is not None:
+        source, result = gather_sides(flat)
+        pixels = flat.output[2]
+        return _Product(
+            work.batch, source, work.w, result, read, written, pixels, backward, spread=False
+        )
+    found = plane_pixels(source, work.batch, work.output) if backward and _apart(work) else None
+    if found is None:
+        return None
+    rows = written * work.taps
+    return _Product(work.batch, source, work.w, result, read, rows, found, across=True, spread=True)
+
+
+def _apart(work: ConvWork) -> bool:
+    """Whether no taps overlap and none is left out, and the result's rows have two taps along W by
+    turns, of whole fragments of pixels."""
+    whole = zip(work.input, work.output, work.kernel, strict=True)
+    x = work.x.strides
+    return (
+        work.kernel == work.stride
+        and work.kernel[2] == SPREAD_TAPS
+        and not any(work.pad)
+        and max(work.dilation) == 1
+        and all(size == count * taps for size, count, taps in whole)
+        and work.output[2] % FRAGMENT == 0
+        and x[5] == 1
+        and not any(stride % (2 * SPREAD_TAPS) for stride in (x[0], x[2], x[3], x[4]))
     )
-    return {
-        "x_map": (source, _planes(source, work, read)),
-        "w_map": (work.w, weight),
-        "y_map": (result, _planes(result, work, written)),
-    }
 
 
-def _planes(operand: Operand, work: ConvWork, channels: int) -> TileMap:
-    image, _, channel, *_ = operand.strides
-    itemsize = operand.dtype.itemsize
-    return TileMap(
-        operand.dtype,
-        (work.output[2], channels, work.batch),
-        (channel * itemsize, (image if work.batch > 1 else channel) * itemsize),
-        swizzle=ROW_BYTES,
-        box=(BOX, BOX, 1),
-    )
-
-
-def _instance(dtype: DType, tile: PointwiseTile, stages: int, *, across: bool) -> Instance:
+def _instance(
+    dtype: DType, tile: PointwiseTile, stages: int, across: bool, spread: bool
+) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
         "ACROSS": int(across),
+        "SPREAD": int(spread),
         "BM": tile.m,
         "BN": tile.n,
         "STAGES": stages,

@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import prod
 
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
 
-__all__ = ["flat_planes"]
+__all__ = ["flat_planes", "plane_pixels"]
 
 
 def flat_planes(work: ConvWork) -> ConvWork | None:
@@ -16,20 +16,14 @@ def flat_planes(work: ConvWork) -> ConvWork | None:
     tap and stride 1, whose images are planes of whole 16 bytes side by side."""
     if work.taps > 1 or max(work.stride) > 1 or work.input != work.output or any(work.pad):
         return None
-    pixels, chunk = prod(work.output), CHUNK_BYTES // work.dtype.itemsize
     operands = []
     for operand in (work.x, work.y):
-        inner = 1
-        for extent, stride in zip(
-            reversed(work.output), reversed(operand.strides[3:]), strict=True
-        ):
-            if extent > 1 and stride != inner:
-                return None
-            inner *= extent
-        image, group, channel = operand.strides[:3]
-        if pixels % chunk or channel % chunk or (work.batch > 1 and image % chunk):
+        pixels = plane_pixels(operand, work.batch, work.output)
+        if pixels is None:
             return None
+        image, group, channel = operand.strides[:3]
         operands.append(replace(operand, strides=(image, group, channel, pixels, pixels, 1)))
+    pixels = prod(work.output)
     conv = replace(
         work.conv,
         input_size=(pixels,),
@@ -40,3 +34,17 @@ def flat_planes(work: ConvWork) -> ConvWork | None:
         padding=((0, 0),),
     )
     return replace(work, conv=conv, x=operands[0], y=operands[1])
+
+
+def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
+    """How many pixels an image has, if they lie side by side, whole chunks of 16 bytes of them that
+    are aligned in every image and channel."""
+    pixels, chunk = 1, CHUNK_BYTES // operand.dtype.itemsize
+    for extent, stride in zip(reversed(size), reversed(operand.strides[3:]), strict=True):
+        if extent > 1 and stride != pixels:
+            return None
+        pixels *= extent
+    image, _, channel = operand.strides[:3]
+    if pixels % chunk or channel % chunk or (batch > 1 and image % chunk):
+        return None
+    return pixels

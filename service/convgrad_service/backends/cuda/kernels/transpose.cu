@@ -18,7 +18,11 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
+#ifndef TILE_X
+#define TILE_X (sizeof(T) == 2 ? 128 : 64)
+#define TILE_Y 64
+#endif
+constexpr int kTileX = TILE_X, kTileY = TILE_Y, kThreads = 256;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
 template <class Element>
