@@ -18,11 +18,7 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-#ifndef TILE_X
-#define TILE_X (sizeof(T) == 2 ? 128 : 64)
-#define TILE_Y 64
-#endif
-constexpr int kTileX = TILE_X, kTileY = TILE_Y, kThreads = 256;
+constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
 template <class Element>
@@ -36,14 +32,21 @@ struct WordOf<unsigned short> {
 using Word = WordOf<T>::type;
 using Chunk = Vector<T, kChunk>;
 
-// Of rows that start anywhere a tile has room for what its first and last chunks have beside it.
-constexpr int kBesideX = SOURCE_ANY ? kChunk : 0, kLead = TARGET_ANY ? kChunk : 0;
+// Of rows that start anywhere a tile has room for what its first and last chunks have beside it. In
+// the target its rows end where sectors of 32 bytes do: what two blocks wrote parts of takes twice as
+// long.
+constexpr int kSector = 2 * kChunk;
+constexpr int kBesideX = SOURCE_ANY ? kChunk : 0, kLead = TARGET_ANY ? kSector : 0;
 constexpr int kAllX = kTileX + 2 * kBesideX, kAllY = kTileY + kLead;
 // Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
-constexpr int kRows = kAllY / kPair, kSkip = sizeof(T) == 8 ? 0 : 2, kRowSkip = kPair == 2 ? 0 : kSkip;
+// Or a warp reads four chunks of eight rows (kFour), whose elements then have places without a skip.
+constexpr bool kFour = SOURCE_ANY && kPair == 2;
+constexpr int kRows = kAllY / kPair, kSkip = sizeof(T) == 8 || kFour ? 0 : 2;
+constexpr int kRowSkip = kPair == 2 ? 0 : kSkip;
 constexpr int kOfRow = kAllX + (kAllX - 1) / 32 * kSkip;
 constexpr int kPitch = sizeof(T) == 4 ? kOfRow + 3 - (kOfRow & 3) : kOfRow | 1;
-constexpr int kWords = kRows * kPitch + kRows / 32 * kRowSkip;
+// A word more where the last rows are read with the next.
+constexpr int kWords = (kRows + TARGET_ANY) * kPitch + kRows / 32 * kRowSkip;
 __device__ __forceinline__ int place(int row, int x) {
   x += kBesideX;
   return row * kPitch + x + (x >> 5) * kSkip + (row >> 5) * kRowSkip;
@@ -60,9 +63,10 @@ __device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
   }
 }
 
-// How many elements an address is beyond a whole chunk.
-__device__ __forceinline__ int beyond_chunk(const T* at) {
-  return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kChunk - 1);
+// How many elements an address is beyond a multiple of so many.
+template <int kElements>
+__device__ __forceinline__ int beyond(const T* at) {
+  return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
 }
 
 // Rows of the tile, those from the first that there is to before `reals`; they start at whole chunks.
@@ -101,15 +105,17 @@ __device__ __forceinline__ void load_any(Word* words, const T* source, const T* 
   int starts[kCount + 1];
   auto at = [&](int i, int& y) {
     const int index = threadIdx.x + i * kThreads;
-    y = i < kCount ? index / kChunks : static_cast<int>(threadIdx.x);
-    return i < kCount ? index % kChunks * kChunk : kTileX;
+    y = threadIdx.x;
+    if (i == kCount) return kTileX;
+    y = kFour ? index / 4 % 8 + index / (8 * kChunks) * 8 : index / kChunks;
+    return (kFour ? index % 4 + index / 32 % (kChunks / 4) * 4 : index % kChunks) * kChunk;
   };
 #pragma unroll
   for (int i = 0; i <= kCount; ++i) {
     int y;
     const int aligned = at(i, y);
     const T* const row = source + y * pitch;
-    const int x = starts[i] = aligned - beyond_chunk(row);
+    const int x = starts[i] = aligned - beyond<kChunk>(row);
     chunks[i] = Chunk::zero();
     if (y < first || y >= reals || x >= xs) continue;
     if (row + x + kChunk <= end) {
@@ -126,8 +132,11 @@ __device__ __forceinline__ void load_any(Word* words, const T* source, const T* 
     int y;
     at(i, y);
     if (y >= kAllY) continue;
+    T* const to = &element_at(words, y, starts[i]);
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) element_at(words, y, starts[i] + e) = chunks[i].at[e];
+    for (int e = 0; e < kChunk; ++e) {
+      (kSkip == 0 ? to[e * kPair] : element_at(words, y, starts[i] + e)) = chunks[i].at[e];
+    }
   }
 }
 
@@ -155,14 +164,20 @@ __device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int
   for (int i = 0; i < kCount; ++i) {
     const int at = threadIdx.x + i * kThreads, x = at / kChunks;
     T* const row = target + x * pitch;
-    const int y = at % kChunks * kChunk - beyond_chunk(row);
+    const int y = at % kChunks * kChunk - beyond<kSector>(row);
     Chunk chunk;
     if constexpr (kPair == 2) {
-      // Every second element lies a row of words further on.
-      const T* const even = &element_at(words, y + kLead, x);
-      const T* const odd = &element_at(words, y + kLead + 1, x);
+      // Words of two neighbours: as they are, or each half of it and half of the next.
+      const Word* const from = words + place((y + kLead) / kPair, x);
+      const u32 halves = (y + kLead) % kPair == 0 ? 0x3210 : 0x5432;
+      u32 word[kChunk / 2 + 1];
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) chunk.at[e] = (e % 2 ? odd : even)[e / 2 * (2 * kPitch)];
+      for (int e = 0; e <= kChunk / 2; ++e) word[e] = from[e * kPitch];
+#pragma unroll
+      for (int e = 0; e < kChunk / 2; ++e) {
+        const u32 both = __byte_perm(word[e], word[e + 1], halves);
+        chunk.at[2 * e] = static_cast<T>(both), chunk.at[2 * e + 1] = static_cast<T>(both >> 16);
+      }
     } else {
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) chunk.at[e] = element_at(words, y + kLead + e, x);

@@ -16,7 +16,7 @@ from convgrad_service.plans.cuda_works import Copy, CopyAxis
 
 __all__ = ["RowCopy", "Transpose"]
 
-BLOCK, CHUNK_BYTES = 256, 16
+BLOCK, CHUNK_BYTES, SECTOR_BYTES = 256, 16, 32
 # Of a tile, along x by the size of an element.
 TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
 # Of a multiprocessor, by the sides whose rows start anywhere: what their registers leave room for.
@@ -157,7 +157,8 @@ class Transpose:
         args.source_chunk, args.target_chunk = (
             0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
         )
-        args.rows = _rows(x_axis if name == PLANES else y_axis, itemsize)
+        short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
+        args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
         args.follows = work.follows
         launch = Launch(
             _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
@@ -249,10 +250,11 @@ def _kind(box: _Box, x: int, y: int) -> str:
     return Transpose.name
 
 
-def _rows(short: CopyAxis, itemsize: int) -> int:
-    """How many rows of the short axis a block moves."""
+def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
+    """How many of so many rows of the short axis a block moves: about as many as the others."""
     chunk = CHUNK_BYTES // itemsize
-    return PLANES_BYTES // itemsize // short.extent // chunk * chunk
+    most = PLANES_BYTES // itemsize // short.extent // chunk * chunk
+    return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
 
 
 def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
@@ -260,13 +262,12 @@ def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
     outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
     kind = _kind(box, x, y)
     if kind == PLANES:
-        inner = ceil_div(y_axis.extent, _rows(x_axis, itemsize))
+        inner = ceil_div(y_axis.extent, _rows(x_axis, y_axis.extent, itemsize))
     elif kind == RUNS:
-        inner = ceil_div(x_axis.extent, _rows(y_axis, itemsize))
+        inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
     else:
         targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer)
-        chunk = CHUNK_BYTES // itemsize
-        lead = chunk if gcd(*targets) % chunk else 0
+        lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
         tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
         inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
     return inner * prod(axis.extent for axis in outer)

@@ -54,4 +54,21 @@ __device__ __forceinline__ void outer_offsets(const TransposeArgs& args, u32 res
   }
 }
 
+// A run of rows goes by words, of two elements of 16 bits, and has a word left free after each group of
+// so many: where in shared memory its word number i is.
+template <class Element>
+struct RunWord {
+  using type = Element;
+};
+template <>
+struct RunWord<unsigned short> {
+  using type = u32;
+};
+struct WordPlace {
+  u32 factor;  // for dividing numbers below 2^16 by the group
+
+  __device__ __forceinline__ explicit WordPlace(u32 group) : factor(0xffffffffu / group + 1) {}
+  __device__ __forceinline__ int operator()(u32 i) const { return i + __umulhi(i, factor); }
+};
+
 }  // namespace convgrad

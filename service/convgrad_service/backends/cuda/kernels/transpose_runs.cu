@@ -19,6 +19,8 @@ using T = ELEMENT;
 constexpr int kThreads = 256, kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kElements = 16384 / static_cast<int>(sizeof(T));
 constexpr int kFree = sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1;
+constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
+using Word = RunWord<T>::type;
 using Chunk = Vector<T, kChunk>;
 
 }  // namespace
@@ -26,7 +28,7 @@ using Chunk = Vector<T, kChunk>;
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_runs(const __grid_constant__ TransposeArgs args) {
   // At least a chunk of rows, of at least one element, goes before each free word.
-  __shared__ T elements[kElements + kElements / kChunk * kFree];
+  alignas(16) __shared__ T elements[kElements + kElements / kChunk * kFree];
   begin_copy(args);
   const int ys = args.y_extent, rows = args.rows;
   u32 rest = blockIdx.x;
@@ -57,18 +59,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int e = 0; e < kChunk; ++e) own[e * ys] = chunk.at[e];
   }
   __syncthreads();
-#pragma unroll 4
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int first = i * kChunk, at = first + first / group * kFree;
-    Chunk chunk;
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) chunk.at[e] = elements[at + e];
-    if (args.target_chunk == 16 && first + kChunk <= xs * ys) {
-      chunk.store(target + first);
+  const WordPlace place(group / kPair);
+  const Word* const words = reinterpret_cast<const Word*>(elements);
+#pragma unroll 8
+  for (int i = threadIdx.x; i * kPair < xs * ys; i += kThreads) {
+    const Word word = words[place(i)];
+    const int first = i * kPair;
+    if (args.target_chunk == 16 && first + kPair <= xs * ys) {
+      reinterpret_cast<Word*>(target)[i] = word;
     } else {
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        if (first + e < xs * ys) target[first + e] = chunk.at[e];
+      for (int e = 0; e < kPair; ++e) {
+        if (first + e < xs * ys) target[first + e] = static_cast<T>(word >> e * 16);
       }
     }
   }
