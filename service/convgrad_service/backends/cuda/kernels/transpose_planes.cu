@@ -3,8 +3,7 @@
 // transpose.py.
 //
 // Block: 256 threads move `rows` positions of y, whole rows of x, which are one run in the source, in
-// words on the source's side and chunks of 16 bytes on the target's, or element by element where those do
-// not fit. Static shared memory:
+// chunks of 16 bytes, or element by element on a side where those do not fit. Static shared memory:
 // 16 KB of the source as it lies, a word left free after the rows of each chunk of the target, so
 // that lanes, which take neighbouring chunks, do not meet in a bank. Where y reaches `y_limit`, the
 // source has no element and the target gets zero.
@@ -21,8 +20,6 @@ using T = ELEMENT;
 constexpr int kThreads = 256, kChunk = 16 / static_cast<int>(sizeof(T));
 constexpr int kElements = 16384 / static_cast<int>(sizeof(T));
 constexpr int kFree = sizeof(T) < 4 ? 4 / static_cast<int>(sizeof(T)) : 1;
-constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
-using Word = RunWord<T>::type;
 using Chunk = Vector<T, kChunk>;
 
 }  // namespace
@@ -30,7 +27,7 @@ using Chunk = Vector<T, kChunk>;
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_planes(const __grid_constant__ TransposeArgs args) {
   // At least a chunk of rows, of at least one element, goes before each free word.
-  alignas(16) __shared__ T elements[kElements + kElements / kChunk * kFree];
+  __shared__ T elements[kElements + kElements / kChunk * kFree];
   begin_copy(args);
   const int xs = args.x_extent, rows = args.rows, chunks = rows / kChunk;
   u32 rest = blockIdx.x;
@@ -43,23 +40,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int reals = max(min(static_cast<i64>(ys), args.y_limit - y0), i64(0)) * xs;
 
   const int group = kChunk * xs;  // elements of a chunk's rows
-  const WordPlace place(group / kPair);
-  Word* const words = reinterpret_cast<Word*>(elements);
-#pragma unroll 8
-  for (int i = threadIdx.x; i < chunks * group / kPair; i += kThreads) {
-    T pair[2] = {};
-    Word word = 0;
-    const int first = i * kPair;
-    if (args.source_chunk == 16 && first + kPair <= reals) {
-      word = reinterpret_cast<const Word*>(source)[i];
+#pragma unroll 4
+  for (int i = threadIdx.x; i < chunks * xs; i += kThreads) {
+    const int first = i * kChunk, at = first + first / group * kFree;
+    Chunk chunk = Chunk::zero();
+    if (args.source_chunk == 16 && first + kChunk <= reals) {
+      chunk = Chunk::load(source + first);
     } else {
 #pragma unroll
-      for (int e = 0; e < kPair; ++e) {
-        if (first + e < reals) pair[e] = source[first + e];
+      for (int e = 0; e < kChunk; ++e) {
+        if (first + e < reals) chunk.at[e] = source[first + e];
       }
-      word = kPair == 2 ? pair[0] | static_cast<u32>(pair[1]) << 16 : static_cast<Word>(pair[0]);
     }
-    words[place(i)] = word;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) elements[at + e] = chunk.at[e];
   }
   __syncthreads();
 #pragma unroll 4
