@@ -12,7 +12,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
-from convgrad_service.backends.cuda.kernels.planes import flat_planes, plane_pixels
+from convgrad_service.backends.cuda.kernels.planes import flat_planes, plane_map, plane_pixels
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -173,21 +173,14 @@ class _Product:
             swizzle=ROW_BYTES,
             box=(BOX, BOX if self.across else self.tile.m),
         )
-        source = self.source, self._planes(self.source, self.read)
+        source = self.source, plane_map(self.source, self.batch, self.read, self.pixels, BOX)
         # Not used where results are spread.
-        result = source if self.spread else (self.result, self._planes(self.result, self.rows))
-        return {"x_map": source, "w_map": (self.weight, weight), "y_map": result}
-
-    def _planes(self, operand: Operand, channels: int) -> TileMap:
-        image, _, channel, *_ = operand.strides
-        strides = channel, image if self.batch > 1 else channel
-        return TileMap(
-            operand.dtype,
-            (self.pixels, channels, self.batch),
-            tuple(stride * operand.dtype.itemsize for stride in strides),
-            swizzle=ROW_BYTES,
-            box=(BOX, BOX, 1),
+        result = (
+            source
+            if self.spread
+            else (self.result, plane_map(self.result, self.batch, self.rows, self.pixels, BOX))
         )
+        return {"x_map": source, "w_map": (self.weight, weight), "y_map": result}
 
 
 def _product(work: ConvWork) -> _Product | None:

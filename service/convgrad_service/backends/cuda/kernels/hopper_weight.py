@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     expected_s,
     plane_pixels,
 )
-from convgrad_service.backends.cuda.kernels.planes import flat_planes
+from convgrad_service.backends.cuda.kernels.planes import flat_planes, plane_map
 from convgrad_service.backends.cuda.kernels.tensor_maps import (
     MapField,
     PixelMap,
@@ -256,21 +256,9 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
-    """Of the input and grad_output: 128 bytes of the planes of a box's channels."""
-    itemsize = work.dtype.itemsize
-
-    def of(operand: Operand, channels: int, box_channels: int) -> TileMap:
-        image, _, channel, *_ = operand.strides
-        return TileMap(
-            work.dtype,
-            (work.output[2], channels, work.batch),
-            (channel * itemsize, image * itemsize),
-            swizzle=128,
-            rounds=work.dtype is DType.FLOAT32,
-            box=(plane_pixels(work.dtype), box_channels, 1),
-        )
-
-    return of(work.x, work.in_channels, cut.tile.channels), of(work.y, work.out_channels, 64)
+    """Of the input and grad_output: planes of a box's channels."""
+    x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
+    return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], 64)
 
 
 def _beside(work: ConvWork, count: int) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.tensor_maps import TileMap
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
 
-__all__ = ["flat_planes", "plane_pixels"]
+__all__ = ["flat_planes", "plane_map", "plane_pixels"]
+
+ROW_BYTES = 128
 
 
 def flat_planes(work: ConvWork) -> ConvWork | None:
@@ -48,3 +52,20 @@ def plane_pixels(operand: Operand, batch: int, size: Size3) -> int | None:
     if pixels % chunk or channel % chunk or (batch > 1 and image % chunk):
         return None
     return pixels
+
+
+def plane_map(
+    operand: Operand, batch: int, channels: int, pixels: int, box_channels: int
+) -> TileMap:
+    """Boxes of 128 bytes of each of so many channels, of one image. Float32 becomes TF32."""
+    image, _, channel, *_ = operand.strides
+    itemsize = operand.dtype.itemsize
+    strides = channel, image if batch > 1 else channel
+    return TileMap(
+        operand.dtype,
+        (pixels, channels, batch),
+        tuple(stride * itemsize for stride in strides),
+        swizzle=ROW_BYTES,
+        rounds=operand.dtype is DType.FLOAT32,
+        box=(ROW_BYTES // itemsize, box_channels, 1),
+    )
