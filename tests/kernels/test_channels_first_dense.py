@@ -40,6 +40,9 @@ LAYERS: dict[str, Conv] = {
     "strided": Conv(2, 64, 64, (9, 11), (3, 3), 2, 1),
     "1d": Conv(2, 48, 64, (157,), (3,), 1, ((2, 0),)),
     "3d": Conv(1, 32, 32, (3, 6, 7), (3, 3, 3), 1, 1),
+    "rows_of_chunks": Conv(1, 64, 64, (15, 56), (3, 3), 1, 1),
+    "wide_rows_of_chunks": Conv(1, 32, 72, (5, 304), (3, 3), 1, 1),
+    "3d_rows_of_chunks": Conv(1, 32, 32, (3, 9, 16), (3, 3, 3), 1, 1),
     "up": Conv(2, 40, 72, (12, 32), (3, 2), (3, 2)),
     "3d_up_whole": Conv(2, 24, 64, (4, 6, 16), (2, 2, 2), 2),
     "3d_up": Conv(1, 64, 48, (4, 6, 6), (2, 2, 2), 2),
@@ -140,7 +143,7 @@ def test_weight(seed: int, case: Case, way: str, dtype: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("name", ["whole_chunks", "odd_planes", "pointwise"])
+@pytest.mark.parametrize("name", ["whole_chunks", "odd_planes", "rows_of_chunks", "pointwise"])
 def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: str) -> None:
     for case, families in (
         *((conv_bwd_data(name, LAYERS[name]), SETS[way]) for way in ("gather_128x64", "halo")),

@@ -147,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   barriers.w_full = barriers.x_empty + 8 * args.stages;
   const int w_barriers = args.slots == 0 ? args.chunks : args.slots;
   barriers.w_empty = barriers.w_full + 8 * w_barriers;
+  const u32 staging = (barriers.w_empty + 8 * w_barriers + 15) & ~15u;  // where results go by chunks
   if (warp == kLoaders) {
     for (int i = lane; i < args.stages; i += 32) {
       make_barrier(barriers.x_full + 8 * i, 1);
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         hold_sums(sum);
         release();
         if (now.steps == 0) clear_sums(sum);
-        put_results<T>(results, sum);
+        put_results<T>(results, sum, staging + warp * kHaloStaging);
       }
       first = x_place;
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from math import gcd, prod
+from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import (
@@ -238,9 +238,18 @@ class HopperHalo:
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
         if stores_planes(work):
-            # Rows of a tile, with their halo, start and end as pairs do.
-            even = tile.row_pixels % 2 == size[2] % 2 == tile.extent[2] % 2 == 0
-            args.planes = gcd(2, pixels_beside(work)) if even else 1
+            # Rows of a tile start and end as groups do, in the result and with their halo.
+            args.planes = next(
+                group
+                for group in ((8, 2, 1) if tile.staged else (2, 1))
+                if group == 1
+                or not (
+                    pixels_beside(work) % group
+                    or tile.extent[2] % group
+                    or size[2] % group
+                    or tile.row_pixels % 2
+                )
+            )
         args.x_size[:] = [axis.x_size for axis in axes]
         for name in ("kernel", "stride", "dilation", "pad"):
             getattr(args, name)[:] = getattr(work, name)

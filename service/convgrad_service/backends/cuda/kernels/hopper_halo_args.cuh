@@ -60,7 +60,7 @@ struct HopperHaloArgs {
   int activation;
   int plain;        // the result is the sum itself
   int wide_stores;  // the result's channels are side by side in whole, aligned groups of four
-  int planes;       // its positions are, alone (1) or in whole, aligned pairs (2); else 0
+  int planes;       // its positions are, in whole, aligned groups of 8, 2 or 1; else 0
   // The convolution itself, for sums that are taken again.
   int x_size[3];
   int kernel[3];

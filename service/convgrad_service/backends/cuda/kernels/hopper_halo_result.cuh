@@ -4,7 +4,7 @@
 
 #include "accesses.cuh"
 #include "epilogue.cuh"
-#include "hopper_halo_args.cuh"
+#include "hopper_halo_planes.cuh"
 
 namespace convgrad {
 
@@ -137,55 +137,16 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
              bias == nullptr ? nullptr : bias + to.channel + row, args.activation));
 }
 
-// Results whose positions lie side by side and whose channels lie apart: a lane's two neighbouring
-// columns together where rows and planes have even numbers of them, else one by one. Whether all are
-// numbers.
+// All of a warpgroup's results; the sums are used up. `staging` is the warp's own, for chunks alone.
 template <class T, int kFragments>
-__device__ __forceinline__ bool put_planes(const HaloResults& to,
-                                           const float (&sum)[kFragments][4]) {
-  const HopperHaloArgs& args = to.args;
-  const int lane = threadIdx.x & 31, row = lane / 4, left = args.out_channels - to.channel;
-  const bool low_there = row < left, high_there = row + 8 < left;
-  T* const y = static_cast<T*>(args.y) + to.at + row * args.y_stride[2];
-  T* const y_high = y + 8 * args.y_stride[2];
-  u32 odd[2] = {};  // that do not wait for one another
-#pragma unroll
-  for (int j = 0; j < kFragments; ++j) {
-    const u32 low = narrow_two<T>(sum[j][0], sum[j][1]);
-    const u32 high = narrow_two<T>(sum[j][2], sum[j][3]);
-    const int column = j * 8 + lane % 4 * 2;
-    int h, w;
-    const bool there = to.position(column, h, w);
-    const int at = to.offset(h, w);
-    if (args.planes > 1) {
-      store_if(there && low_there, y + at, low);
-      store_if(there && high_there, y_high + at, high);
-      mark_odd_if<T>(there && low_there, odd[0], low);
-      mark_odd_if<T>(there && high_there, odd[1], high);
-      continue;
-    }
-    const bool next_there = to.position(column + 1, h, w);
-    const int next = to.offset(h, w);
-    store_if(there && low_there, y + at, static_cast<unsigned short>(low));
-    store_if(next_there && low_there, y + next, static_cast<unsigned short>(low >> 16));
-    store_if(there && high_there, y_high + at, static_cast<unsigned short>(high));
-    store_if(next_there && high_there, y_high + next, static_cast<unsigned short>(high >> 16));
-    // One of the two may lie outside, where what is not a number means nothing: that costs time.
-    mark_odd_if<T>((there || next_there) && low_there, odd[0], low);
-    mark_odd_if<T>((there || next_there) && high_there, odd[1], high);
-  }
-  return !__any_sync(0xffffffff, (odd[0] | odd[1]) != 0);
-}
-
-// All of a warpgroup's results; the sums are used up.
-template <class T, int kFragments>
-__device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragments][4]) {
+__device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragments][4],
+                                            u32 staging) {
   const HopperHaloArgs& args = to.args;
   if (!to.some()) return;
   const int lane = threadIdx.x & 31, quarter = lane & 3;
   const bool plain = args.plain && (args.wide_stores || args.planes);
   if (args.plain && args.planes) {
-    if (put_planes<T>(to, sum)) return;
+    if (args.planes == 8 ? put_chunks<T>(to, sum, staging) : put_pairs<T>(to, sum)) return;
     __syncwarp();
   } else if (plain) {
     // Of a column, a lane stores four channels.

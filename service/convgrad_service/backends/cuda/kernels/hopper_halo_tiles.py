@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal
 
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis
@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
     halo_of,
     tables_of,
 )
+from convgrad_service.backends.cuda.kernels.hopper_plan import pixels_beside, stores_planes
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Size3
@@ -29,6 +30,8 @@ COLUMNS = (64, 112, 144, 176, 208, 240)
 GROUPS = 2
 """Warpgroups that multiply."""
 ROW_BYTES = 2 * CHUNK
+# Of positions that are stored together; and of all warps' results on their way, aligned.
+GROUP, STAGING_BYTES = 8, 8 * 16 * (64 * 2 + 16) + 16
 MOST_BOX, MOST_STEP = 256, 8
 LEAST_WIDTH = 7
 MOST_STAGES = 16
@@ -48,11 +51,13 @@ Split = Literal["columns", "channels"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a tile is cut from: the source's and the result's channels, and the axes."""
+    """What a tile is cut from: the source's and the result's channels, and the axes; and whether
+    results wait in shared memory for those that lie beside them."""
 
     channels: tuple[int, int]
     batch: int
     axes: tuple[Axis, ...]
+    staged: bool = False
 
     @property
     def extents(self) -> Size3:
@@ -92,6 +97,10 @@ class HaloTile:
     @property
     def twice(self) -> bool:
         return self.problem.twice
+
+    @property
+    def staged(self) -> bool:
+        return self.problem.staged
 
     @property
     def tiles(self) -> Size3:
@@ -149,11 +158,12 @@ class HaloTile:
         columns = self.columns * GROUPS // self.blocks
         last = max(tap.pixel for tap in self.tables.taps) + columns
         past = last * ROW_BYTES - self.stage_bytes
+        staging = STAGING_BYTES if self.staged else 0
         return (
             TABLE_BYTES
             + ALIGNMENT
             + self.stages * self.stage_bytes
-            + max(self.weight_bytes + barriers, past)
+            + max(self.weight_bytes + barriers + staging, past)
         )
 
     @property
@@ -230,7 +240,10 @@ def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tupl
     channels = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         channels = channels[::-1]
-    return _tiles(Problem(channels, work.batch, tuple(axes)), device)
+    chunks = stores_planes(work) and pixels_beside(work) == GROUP == gcd(
+        axes[2].phases[0].count, GROUP
+    )
+    return _tiles(Problem(channels, work.batch, tuple(axes), chunks), device)
 
 
 @lru_cache(maxsize=256)
