@@ -36,6 +36,19 @@ POOLS = {
     "strips_wide": Pool(1, 2, (5, 90), 3, 2, 1),
     "strips_of_planes": Pool(1, 4, (3, 9, 8), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
     "other_padding": Pool(1, 16, (19, 21), 3, 2, 0),
+    # windows of stride 1, whole planes or tiles
+    "lines_28": Pool(1, 16, (28, 27), 3, 1, 1),
+    "lines_20": Pool(2, 32, (17, 20), 5, 1, 2),
+    "lines_7": Pool(3, 16, (7, 5), 3, 1, 1),
+    "lines_14_of_planes": Pool(1, 16, (2, 13, 14), (1, 3, 3), 1, (0, 1, 1)),
+    "lines_tiles": Pool(1, 16, (30, 53), 3, 1, 1),
+    "lines_tiles_5": Pool(1, 16, (43, 25), 5, 1, (2, 1)),
+    "lines_tiles_2": Pool(1, 16, (29, 31), 2, 1, 1),
+    # cubic windows of stride 1, stacks of planes
+    "stacks": Pool(2, 64, (5, 9, 11), 3, 1, 1),
+    "stacks_of_8": Pool(1, 32, (8, 7, 28), 3, 1, 1),
+    "stacks_with_halo": Pool(1, 34, (11, 6, 5), 3, 1, 1),
+    "stacks_of_1": Pool(1, 32, (1, 5, 4), 3, 1, 1),
     # vectors of channels
     "channels_16": Pool(2, 16, (9, 11), 3, 2, 1),
     "channels_24_dilated": Pool(1, 24, (12, 11), 3, 1, 0, 2),
@@ -49,6 +62,9 @@ TAKEN = {  # by what, channels first and last
     "strips_stride_2": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_wide": ("pool_strips_through_channels_last", "pool_strips"),
     "strips_of_planes": ("pool_strips_through_channels_last", "pool_strips"),
+    "lines_28": ("pool_line_words_through_channels_last", "pool_line_words"),
+    "lines_tiles_5": ("pool_line_words_through_channels_last", "pool_line_words"),
+    "stacks": ("pool_stacks_through_channels_last", "pool_stacks"),
     "other_padding": ("pool_lines_through_channels_last", "pool_lines"),
 }
 
@@ -59,7 +75,7 @@ def _compare(backend: Backend, seed: int, case: Case, dtype: str, *, odd: bool) 
     tensors = draw(case, rng, DTYPES[dtype], integers)
     if odd:
         for value in (np.nan, np.nan, np.inf, -np.inf, -0.0):
-            places = rng.integers(tensors["input"].size, size=3)
+            places = rng.integers(tensors["input"].size, size=3 + tensors["input"].size // 40)
             tensors["input"].flat[places] = value
     wanted = expected(case.operation, tensors, case.params)
     for layout in with_layouts(case.ndim, grouped=False)[-2:]:

@@ -11,6 +11,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows
+from convgrad_service.backends.cuda.kernels.pool_line_words import Shape
 from convgrad_service.backends.cuda.kernels.pool_lines import Box
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
@@ -100,11 +101,13 @@ def test_depthwise_layers_take_one_launch(layer: dict[str, Any], dtype: DType) -
 def test_pool_layers_take_a_fast_kernel(layer: dict[str, Any], dtype: DType, last: bool) -> None:
     plan = plan_for(pool_of(layer, dtype, last), H200, FAMILIES)
     kernel, through, _ = plan.kernel.partition("_through_channels_last")
-    assert kernel in ("pool_cells", "pool_cell_rows", "pool_lines", "pool_strips")
-    # Overlapping windows that do not lie flat, or have a stride, are copied around.
     overlap = layer["kernel_size"] != layer["stride"]
-    flat = layer["ndim"] == 2 and layer["stride"] == [1, 1]
-    assert bool(through) == (not last and overlap and not flat)
+    if overlap:
+        assert kernel in ("pool_strips", "pool_line_words", "pool_stacks")
+    else:
+        assert kernel in ("pool_cells", "pool_cell_rows")
+    # Overlapping windows are copied around.
+    assert bool(through) == (not last and overlap)
     check_launch(plan, 4 if through else 1)
 
 
@@ -137,6 +140,12 @@ def test_a_tile_has_all_windows_that_touch_it(
 ) -> None:
     """Brute force: the windows over a tile, and the positions under those windows, fit the box."""
     box = Box.tiled(kernel, stride, depth)
+    if stride == depth == 1:
+        check_tiles(Shape.tiled(kernel, 2), kernel, stride, pad)
+    check_tiles(box, kernel, stride, pad)
+
+
+def check_tiles(box: Box | Shape, kernel: int, stride: int, pad: int) -> None:
     for own in range(0, 4 * box.tile, box.tile):
         first = own // stride + -(-(pad - kernel + 1) // stride)
         start = first * stride - pad

@@ -36,7 +36,9 @@ from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, Max
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
+from convgrad_service.backends.cuda.kernels.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
 from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
@@ -109,7 +111,11 @@ FAMILIES = Families(
         PoolCellRows(),
         PoolCells(),
         PoolStrips(),
+        PoolLineWords(),
+        PoolStacks(),
         PoolThroughChannelsLast(PoolStrips(), COPIES),
+        PoolThroughChannelsLast(PoolLineWords(), COPIES),
+        PoolThroughChannelsLast(PoolStacks(), COPIES),
         PoolThroughChannelsLast(PoolLines(), COPIES),
         PoolLines(),
         MaxPoolBackward(),

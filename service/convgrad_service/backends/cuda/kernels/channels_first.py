@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
-from convgrad_service.backends.cuda.kernels.pool_lines import lies_flat
+from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines, lies_flat
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family, Work, choose
 from convgrad_service.plans.cuda_program import Fragment, Instance, Step, Workspace
@@ -176,9 +176,8 @@ class FusedThroughChannelsLast(ThroughChannelsLast[FusedWork]):
 class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
     """A pooling's gradient from its input.
 
-    Flat windows of stride 1 are left as they lie, of which ``pool_lines.cu`` reads whole rows: on
-    one H200 their copies took as long as they saved, where windows with a stride, or with a depth,
-    took up to half the time.
+    ``pool_lines.cu`` reads rows of channels-first planes once where windows are flat and have
+    stride 1: around it no copies save anything.
     """
 
     def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
@@ -187,7 +186,7 @@ class PoolThroughChannelsLast(ThroughChannelsLast[PoolWork]):
             return "the indices are given"
         if work.x.channels_last:
             return AS_THEY_ARE
-        if lies_flat(work):
+        if isinstance(self._inner, PoolLines) and lies_flat(work):
             return "flat windows of stride 1 take no longer as they lie"
         return self._inner.why_not(_last_pool(work, _pooled(work)), device)
 

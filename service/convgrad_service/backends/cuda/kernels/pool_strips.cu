@@ -1,27 +1,28 @@
-// The gradient of max pooling from its input, where square windows overlap: 16-bit types, channels
-// last, two channels a thread. The host's side is pool_strips.py.
+// The gradient of max pooling from its input, where square windows overlap: channels last, a word
+// of them a thread. The host's side is pool_strips.py.
 //
-// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. With the keys of pool_keys.cuh
-// the maximum over a window is that of its columns' maxima, and its gradient goes back the same way:
-// to the column, then to the row.
+// grad_x[i] = sum of grad[o] over the windows o whose maximum is at i. The maximum over a window is
+// that of its rows' maxima, and its gradient goes back the same way: to the first row that has it,
+// then to the first position of that row (of several NaN, to the last). See words.cuh for how a
+// word is compared.
 //
 // A thread owns ROWS rows of a strip of the input and walks along W, from window to window; it holds
-// the last KERNEL columns, of all rows that the windows reach which touch its own: their keys, the
-// columns' maxima for each row of windows, and the gradients that those have got. When the walk has
-// left a column its gradients go to its rows. Neighbouring threads hold neighbouring channels: every
-// access is 4 bytes a thread, and the next columns are on their way while one is worked on.
-// Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for an
-// even number of channels side by side, padding PAD on the sides before, strips that start at a
-// multiple of STRIDE and, halos included, have fewer than 4,096 columns, and an image's extent below
-// 2^31 elements. Deterministic, no atomics, sums in float32.
-#include "accesses.cuh"
-#include "tensor_core.cuh"
+// the keys of the last KERNEL columns, of all rows that the windows reach which touch its own, and
+// the sums of its own. Neighbouring threads hold neighbouring channels: every access is 4 bytes a
+// thread, and the next columns are on their way while one is worked on. Warps of a block have tiles
+// of rows above one another, whose common rows the L1 cache holds.
+// Block: 128 threads; shared memory: none. Grid: ceil(threads / 128). Relies on its launcher for
+// channels side by side in whole words, padding PAD on the sides before, strips that start at a
+// multiple of STRIDE, and an image's extent below 2^31 bytes. Deterministic, no atomics, sums in
+// float32.
+#include "pool_words.cuh"
 
 using namespace convgrad;
 
 namespace {
 
 using T = ELEMENT;
+constexpr int kPer = kPerWord<T>, kBytes = sizeof(T);
 
 constexpr int kFirstWindow = -((KERNEL - 1 - PAD) / STRIDE);
 constexpr int kLastWindow = (ROWS - 1 + PAD) / STRIDE;
@@ -29,9 +30,7 @@ constexpr int kWindows = kLastWindow - kFirstWindow + 1;
 constexpr int kFirstRow = kFirstWindow * STRIDE - PAD;
 constexpr int kReached = (kWindows - 1) * STRIDE + KERNEL;  // rows
 constexpr int kOwn = -kFirstRow;                            // the first own row among them
-constexpr int kColumnBits = 12;
-constexpr int kNone = -0x7fffffff - 1;  // below every key
-static_assert(ROWS % STRIDE == 0 && kReached <= 16, "positions have 16 bits");
+static_assert(ROWS % STRIDE == 0 && kReached < 32, "rows are bits of a word");
 
 struct StripArgs {
   const void* x;
@@ -41,7 +40,7 @@ struct StripArgs {
   i64 grad_stride[5];
   i64 grad_x_stride[5];
   i64 threads;
-  int pairs;  // of channels
+  int words;  // of channels
   int x_size[3];
   int y_size[3];
   int tiles;   // along H
@@ -49,62 +48,51 @@ struct StripArgs {
   int strip;   // columns
 };
 
-// Both keys of two neighbouring channels. A key is the value, made an integer of the same order,
-// above the position, such that of equal values the first has the larger key; NaN is above every
-// number, and of several the last is the largest; -0 and +0 are equal.
-__device__ __forceinline__ u32 nans_of(u32 two) {
-  constexpr u32 kBeyondInfinity = sizeof(T) == 2 ? NAN_STEP : 0;
-  return ((two & 0x7fff7fff) + kBeyondInfinity) & 0x80008000;
-}
-__device__ __forceinline__ void keys_of(u32 two, int position, int (&keys)[2]) {
-  const u32 negative = two >> 15 & 0x00010001;
-  const u32 ordered = (two & 0x7fff7fff) ^ negative * 0xffff;
-  const u32 code = 0xffff - position;
-  keys[0] = static_cast<int>((ordered << 16) + (negative << 16) + code);
-  keys[1] = static_cast<int>(((ordered + (negative & 0xffff0000)) & 0xffff0000) + code);
-}
-__device__ __forceinline__ void mark_nans(u32 nans, int position, int (&keys)[2]) {
-  if (nans & 0x8000) keys[0] = 0x7fff0000 + position;
-  if (nans & 0x80000000) keys[1] = 0x7fff0000 + position;
-}
-
-struct Column {
-  int keys[ROWS][2];
-  int most[kWindows][2];
-  float given[kWindows][2];
-};
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128, BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, blocks_here(BLOCKS))
     pool_strips(const __grid_constant__ StripArgs args) {
   i64 index = static_cast<i64>(blockIdx.x) * 128 + threadIdx.x;
   if (index >= args.threads) return;
-  i64 pair, strip, tile, d;
-  index = divide(index, args.pairs, pair);
-  index = divide(index, args.strips, strip);
+  i64 word, strip, tile, d;
+  index = divide(index, args.words, word);
   index = divide(index, args.tiles, tile);
+  index = divide(index, args.strips, strip);
   const i64 n = divide(index, args.x_size[0], d);
 
   const int h0 = static_cast<int>(tile) * ROWS, w0 = static_cast<int>(strip) * args.strip;
   const int w1 = min(w0 + args.strip, args.x_size[2]);
   const int p0 = h0 / STRIDE + kFirstWindow, q0 = w0 / STRIDE + kFirstWindow;
   const int q1 = (w1 - 1 + PAD) / STRIDE;
-  const int x_row = static_cast<int>(args.x_stride[3]), x_step = static_cast<int>(args.x_stride[4]);
-  const int grad_row = static_cast<int>(args.grad_stride[3]);
-  const int grad_step = static_cast<int>(args.grad_stride[4]);
+  const int one = make_one(args.words);
+  // In bytes.
+  const int x_row = static_cast<int>(args.x_stride[3] * kBytes);
+  const int x_step = static_cast<int>(args.x_stride[4] * kBytes);
+  const int grad_row = static_cast<int>(args.grad_stride[3] * kBytes);
+  const int grad_step = static_cast<int>(args.grad_stride[4] * kBytes);
+  const int out_row = static_cast<int>(args.grad_x_stride[3] * kBytes);
+  const int out_step = static_cast<int>(args.grad_x_stride[4] * kBytes);
   // Of the first row that is reached, and the first row of windows; may be outside.
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + d * args.x_stride[2] +
-                     pair * 2 + static_cast<i64>(h0 + kFirstRow) * x_row;
-  const T* const grad = static_cast<const T*>(args.grad) + n * args.grad_stride[0] +
-                        d * args.grad_stride[2] + pair * 2 + static_cast<i64>(p0) * grad_row;
-  T* const grad_x = static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] +
-                    d * args.grad_x_stride[2] + pair * 2 + h0 * args.grad_x_stride[3];
-  // Rows that are there, of those reached, and of windows.
-  const int x_low = -(h0 + kFirstRow), x_high = args.x_size[1] + x_low;
-  const int y_low = -p0, y_high = args.y_size[1] + y_low;
+  const char* const x =
+      reinterpret_cast<const char*>(static_cast<const T*>(args.x) + n * args.x_stride[0] +
+                                    d * args.x_stride[2] + word * kPer) +
+      static_cast<i64>(h0 + kFirstRow) * x_row;
+  const char* const grad =
+      reinterpret_cast<const char*>(static_cast<const T*>(args.grad) + n * args.grad_stride[0] +
+                                    d * args.grad_stride[2] + word * kPer) +
+      static_cast<i64>(p0) * grad_row;
+  char* const grad_x =
+      reinterpret_cast<char*>(static_cast<T*>(args.grad_x) + n * args.grad_x_stride[0] +
+                              d * args.grad_x_stride[2] + word * kPer) +
+      static_cast<i64>(h0) * out_row;
+  // Rows that are there, of those reached, of windows, and of the own.
+  const int top = h0 + kFirstRow;
+  const u32 x_rows = bits_between(-top, min(args.x_size[1] - top, kReached));
+  const u32 y_rows = bits_between(-p0, min(args.y_size[1] - p0, kWindows));
+  const u32 own_rows = bits_between(0, min(args.x_size[1] - h0, ROWS));
 
-  Column columns[KERNEL];
+  u32 keys[KERNEL][kReached];
+  float sums[KERNEL][ROWS][kPer] = {};
   u32 coming[STRIDE][kReached], gradients[kWindows];
   const auto fetch = [&](int first, int count) {
 #pragma unroll
@@ -112,78 +100,20 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
       if (i >= count) continue;
       const int w = first + i;
       const bool there = w >= 0 && w < args.x_size[2];
-      const T* from = x + static_cast<i64>(w) * x_step;
-#pragma unroll
-      for (int r = 0; r < kReached; ++r) {
-        load_if(there && r >= x_low && r < x_high, from, coming[i][r]);
-        from += x_row;
-      }
+      fetch_rows(there ? x_rows : 0, x + static_cast<i64>(w) * x_step, x_row, one, coming[i]);
     }
   };
   const auto fetch_gradients = [&](int q) {
     const bool there = q >= 0 && q < args.y_size[2];
-    const T* from = grad + static_cast<i64>(q) * grad_step;
-#pragma unroll
-    for (int p = 0; p < kWindows; ++p) {
-      load_if(there && p >= y_low && p < y_high, from, gradients[p]);
-      from += grad_row;
-    }
+    fetch_rows(there ? y_rows : 0, grad + static_cast<i64>(q) * grad_step, grad_row, one, gradients);
   };
   // What came becomes a column.
-  const auto take = [&](Column& column, int w, const u32 (&words)[kReached]) {
-    const bool there = w >= 0 && w < args.x_size[2];
-    const int place = w - (q0 * STRIDE - PAD);
-    int keys[kReached][2];
-    u32 nans = 0;
-#pragma unroll
-    for (int r = 0; r < kReached; ++r) {
-      keys_of(words[r], (r << kColumnBits) + place, keys[r]);
-      nans |= nans_of(words[r]);
-    }
-    if (nans != 0) {
-#pragma unroll
-      for (int r = 0; r < kReached; ++r) {
-        mark_nans(nans_of(words[r]), (r << kColumnBits) + place, keys[r]);
-      }
-    }
-    if (!there || x_low > 0 || x_high < kReached) {
-#pragma unroll
-      for (int r = 0; r < kReached; ++r) {
-        if (!there || r < x_low || r >= x_high) keys[r][0] = keys[r][1] = kNone;
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int p = 0; p < kWindows; ++p) {
-        int most = keys[p * STRIDE][c];
-#pragma unroll
-        for (int r = 1; r < KERNEL; ++r) most = max(most, keys[p * STRIDE + r][c]);
-        column.most[p][c] = most;
-        column.given[p][c] = 0;
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) column.keys[r][c] = keys[kOwn + r][c];
-    }
+  const auto take = [&](u32 (&column)[kReached], int w, const u32 (&words)[kReached]) {
+    keys_of_rows<T>(w >= 0 && w < args.x_size[2] ? x_rows : 0, words, column);
   };
-  const auto leave = [&](const Column& column, int w) {
-    const bool owned = w >= w0 && w < w1;
-    T* to = grad_x + static_cast<i64>(w) * args.grad_x_stride[4];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      float sums[2] = {};
-#pragma unroll
-      for (int p = 0; p < kWindows; ++p) {
-        const int tap = kOwn + r - p * STRIDE;
-        if (tap < 0 || tap >= KERNEL) continue;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (column.keys[r][c] == column.most[p][c]) sums[c] += column.given[p][c];
-        }
-      }
-      store_if(owned && h0 + r < args.x_size[1], to, narrow_two<T>(sums[0], sums[1]));
-      to += args.grad_x_stride[3];
-    }
+  const auto leave = [&](const float (&column)[ROWS][kPer], int w) {
+    const u32 rows = w >= w0 && w < w1 ? own_rows : 0;
+    store_rows<T>(rows, grad_x + static_cast<i64>(w) * out_step, out_row, one, column);
   };
 
   // The columns that the first window shares with one before it.
@@ -193,11 +123,12 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
     fetch(first + start, min(STRIDE, KERNEL - STRIDE - start));
 #pragma unroll
     for (int i = 0; i < STRIDE; ++i) {
-      if (start + i < KERNEL - STRIDE) take(columns[start + i], first + start + i, coming[i]);
+      if (start + i < KERNEL - STRIDE) take(keys[start + i], first + start + i, coming[i]);
     }
   }
   fetch(first + KERNEL - STRIDE, STRIDE);
   fetch_gradients(q0);
+  Unneeded unneeded;
   for (int q = q0; q <= q1;) {
     // As many steps as it takes until columns have their places again.
 #pragma unroll
@@ -208,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
 #pragma unroll
       for (int i = 0; i < STRIDE; ++i) {
         const int j = KERNEL - STRIDE + i;
-        take(columns[(base + j) % KERNEL], w + j, coming[i]);
+        take(keys[(base + j) % KERNEL], w + j, coming[i]);
       }
       u32 here[kWindows];
 #pragma unroll
@@ -217,27 +148,47 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS)
         fetch(w + KERNEL, STRIDE);
         fetch_gradients(q + 1);
       }
+      u32 most[kReached];  // of each row
+#pragma unroll
+      for (int r = 0; r < kReached; ++r) {
+        most[r] = keys[(base + KERNEL - 1) % KERNEL][r];
+#pragma unroll
+        for (int j = KERNEL - 2; j >= 0; --j) {
+          most[r] = larger<kPer>(keys[(base + j) % KERNEL][r], most[r]);
+        }
+        // Of several NaN the last is the greatest.
+        most[r] = rank_nan<kPer>(most[r], kReached - 1 - r);
+      }
+      // Each window's gradient to a row, then a row's to its positions.
+      float rows[ROWS][kPer];
 #pragma unroll
       for (int p = 0; p < kWindows; ++p) {
-        const float value[2] = {widen(T{static_cast<unsigned short>(here[p] & 0xffff)}),
-                                widen(T{static_cast<unsigned short>(here[p] >> 16)})};
+        u32 of[KERNEL];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          int most = columns[base % KERNEL].most[p][c];
-#pragma unroll
-          for (int j = 1; j < KERNEL; ++j) {
-            most = max(most, columns[(base + j) % KERNEL].most[p][c]);
-          }
-#pragma unroll
-          for (int j = 0; j < KERNEL; ++j) {
-            Column& column = columns[(base + j) % KERNEL];
-            if (column.most[p][c] == most) column.given[p][c] += value[c];
-          }
-        }
+        for (int r = 0; r < KERNEL; ++r) of[r] = most[p * STRIDE + r];
+        float rest[kPer];
+        widen_word<T>(here[p], rest);
+        route<kPer>(of, 0, KERNEL, rest, unneeded, [&](int tap, int c, bool taken, float value) {
+          const int row = p * STRIDE + tap - kOwn;
+          if (row < 0 || row >= ROWS) return;
+          add_taken(p == 0 || tap + STRIDE >= KERNEL, taken, value, rows[row][c]);
+        });
       }
 #pragma unroll
-      for (int i = 0; i < STRIDE; ++i) leave(columns[(base + i) % KERNEL], w + i);
+      for (int r = 0; r < ROWS; ++r) {
+        u32 of[KERNEL];
+#pragma unroll
+        for (int j = 0; j < KERNEL; ++j) {
+          of[j] = rank_nan<kPer>(keys[(base + j) % KERNEL][kOwn + r], KERNEL - 1 - j);
+        }
+        route<kPer>(of, 0, KERNEL, rows[r], unneeded, [&](int tap, int c, bool taken, float value) {
+          add_taken(tap >= KERNEL - STRIDE, taken, value, sums[(base + tap) % KERNEL][r][c]);
+        });
+      }
+#pragma unroll
+      for (int i = 0; i < STRIDE; ++i) leave(sums[(base + i) % KERNEL], w + i);
       ++q;
     }
   }
+  unneeded.use();
 }

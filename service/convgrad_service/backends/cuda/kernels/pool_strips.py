@@ -1,9 +1,9 @@
-"""Max pooling's gradient from its input, windows that overlap, two channels a thread."""
+"""Max pooling's gradient from its input, windows that overlap, a word of channels a thread."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
@@ -14,12 +14,10 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import Operand, PoolWork
 
-__all__ = ["PoolStrips", "Window"]
+__all__ = ["DTYPES", "PoolStrips", "Window", "in_words", "per_word"]
 
 BLOCK = 128
-MOST_COLUMNS = 4096
-# Added to a magnitude, what makes those beyond infinity, and no other, a negative number.
-NAN_STEP = {DType.FLOAT16: "0x03ff03ff", DType.BFLOAT16: "0x007f007f"}
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,12 @@ class Window:
     blocks: int
 
 
-WINDOWS = (Window(3, 2, 1, 4, 4),)
+# By the channels of a word. More rows share more of what they read, and two channels' take more
+# registers.
+WINDOWS: Mapping[int, tuple[Window, ...]] = {
+    2: (Window(3, 2, 1, rows=4, blocks=5),),
+    1: (Window(3, 2, 1, rows=8, blocks=4),),
+}
 
 
 class StripArgs(ctypes.Structure):
@@ -44,7 +47,7 @@ class StripArgs(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
         *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
         ("threads", ctypes.c_int64),
-        ("pairs", ctypes.c_int32),
+        ("words", ctypes.c_int32),
         ("x_size", ctypes.c_int32 * 3),
         ("y_size", ctypes.c_int32 * 3),
         *((name, ctypes.c_int32) for name in ("tiles", "strips", "strip")),
@@ -52,11 +55,11 @@ class StripArgs(ctypes.Structure):
 
 
 class PoolStrips:
-    """bwd from the input, 16 bits, channels last, the windows of ``WINDOWS``."""
+    """bwd from the input, channels last, the windows of ``WINDOWS``."""
 
     name = "pool_strips"
 
-    def __init__(self, windows: tuple[Window, ...] = WINDOWS) -> None:
+    def __init__(self, windows: Mapping[int, tuple[Window, ...]] = WINDOWS) -> None:
         """Other windows where others are tried."""
         self._windows = windows
 
@@ -64,7 +67,7 @@ class PoolStrips:
         """See `Family.why_not`."""
         if work.source is None:
             return "the indices are given"
-        if work.dtype not in NAN_STEP:
+        if work.dtype not in DTYPES:
             return f"{work.dtype}"
         if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
             return "dilated"
@@ -72,10 +75,10 @@ class PoolStrips:
             return (
                 f"no instance for kernel {work.kernel}, stride {work.stride} and padding {work.pad}"
             )
-        if not all(_in_pairs(work, operand) for operand in (work.source, work.x, work.y)):
-            return "the channels do not lie side by side in pairs"
-        if image_elements(work) >= 2**31:
-            return "an image of more than 2^31 elements"
+        if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
+            return "the channels do not lie side by side in whole words"
+        if image_elements(work) * work.dtype.itemsize >= 2**31:
+            return "an image of more than 2^31 bytes"
         if self._threads(work, device) > MAX_BLOCKS * BLOCK:
             return "more blocks than one grid holds"
         return None
@@ -89,7 +92,10 @@ class PoolStrips:
         for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
             n, _, *rest = operand.strides
             getattr(args, f"{field}_stride")[:] = (n, *rest)
-        args.threads, args.pairs = self._threads(work, device), work.channels // 2
+        args.threads, args.words = (
+            self._threads(work, device),
+            work.channels // per_word(work.dtype),
+        )
         args.x_size[:], args.y_size[:] = work.input, work.output
         args.tiles = ceil_div(work.input[1], window.rows)
         args.strip = _strip(work, window, device)
@@ -104,12 +110,16 @@ class PoolStrips:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(dtype, window) for dtype in NAN_STEP for window in self._windows]
+        return [
+            _instance(dtype, window)
+            for dtype in DTYPES
+            for window in self._windows[per_word(dtype)]
+        ]
 
     def _window(self, work: PoolWork) -> Window | None:
         kernel, stride, pad = work.kernel, work.stride, work.pad
         flat = kernel[0] == stride[0] == 1 and pad[0] == 0 and work.input[0] == work.output[0]
-        for window in self._windows:
+        for window in self._windows[per_word(work.dtype)]:
             asked = (window.kernel,) * 2, (window.stride,) * 2, (window.pad,) * 2
             if flat and asked == (kernel[1:], stride[1:], pad[1:]):
                 return window
@@ -126,7 +136,7 @@ class PoolStrips:
 def _lines(work: PoolWork, window: Window) -> int:
     """Threads of one strip."""
     tiles = ceil_div(work.input[1], window.rows)
-    return work.batch * work.input[0] * tiles * (work.channels // 2)
+    return work.batch * work.input[0] * tiles * (work.channels // per_word(work.dtype))
 
 
 def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
@@ -141,9 +151,7 @@ def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
         # A strip's first columns and its start, in columns.
         return waves * (columns + 2 * (window.kernel - window.stride) + 4)
 
-    least = ceil_div(width, MOST_COLUMNS - 4 * window.kernel)
-    most = max(least, width // 4)
-    best = min(range(least, most + 1), key=expected)
+    best = min(range(1, max(1, width // 4) + 1), key=expected)
     return _columns(width, best, window)
 
 
@@ -152,14 +160,21 @@ def _columns(width: int, strips: int, window: Window) -> int:
     return ceil_div(ceil_div(width, strips), window.stride) * window.stride
 
 
-def _in_pairs(work: PoolWork, operand: Operand) -> bool:
+def per_word(dtype: DType) -> int:
+    """Channels of four bytes."""
+    return 4 // dtype.itemsize
+
+
+def in_words(work: PoolWork, operand: Operand) -> bool:
+    """Whether the channels of a position are whole words of memory, side by side."""
     n, _, c, *rest = operand.strides
+    per = per_word(work.dtype)
     extents = (work.batch, *work.input)
     return (
         c == 1
-        and work.channels % 2 == 0
+        and work.channels % per == 0
         and all(
-            stride % 2 == 0
+            stride % per == 0
             for stride, extent in zip((n, *rest), extents, strict=True)
             if extent > 1
         )
@@ -169,7 +184,6 @@ def _in_pairs(work: PoolWork, operand: Operand) -> bool:
 def _instance(dtype: DType, window: Window) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
-        "NAN_STEP": NAN_STEP[dtype],
         "KERNEL": window.kernel,
         "STRIDE": window.stride,
         "PAD": window.pad,
