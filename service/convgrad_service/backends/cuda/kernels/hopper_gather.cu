@@ -9,14 +9,16 @@
 // tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels.
 // One warp looks ahead where tiles lie and which taps they meet; taps that no pixel of a tile meets
 // are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
-// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels.
-// They meet in a ring of STAGES steps. SHARING blocks with pixels of their own share weights, and copy
+// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels; or
+// with ALTERNATE two have every other tile to themselves, so that one stores while the other
+// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with pixels of their own share weights, and copy
 // a part each to all. Or else SPLIT of them take a part of one tile's steps each, and a part of its
 // rows when they add these up: then a cluster has one tile, and all reductions of a phase are cut in
 // the same places, whatever taps they leave out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
-// results on their way; two barriers a stage, and two for each of four tiles with what is told of them.
+// results on their way; two barriers a stage, two for each of four tiles with what is told of them,
+// and one for each of two warpgroups that take turns.
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
 // (ACROSS 1), 16-bit types alone. Needs sm_90a.
@@ -24,234 +26,15 @@
 // outside the source enter as zeros, which times an infinity is NaN: results that are not finite are
 // summed again over the positions inside.
 // Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets.
+#include "hopper_gather_copies.cuh"
+#include "hopper_parts.cuh"
 #include "hopper_planes.cuh"
 
 using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
-constexpr int kRowBytes = 128, kDepth = kRowBytes / static_cast<int>(sizeof(T));
-constexpr int kDeep = 32 / static_cast<int>(sizeof(T));  // of one product
-constexpr int kProducts = kDepth / kDeep;
-// Weights come in boxes of 64 rows, or columns: the last of an odd width is not all used.
-constexpr int kBoxColumns = 64, kBoxes = (BN + kBoxColumns - 1) / kBoxColumns;
-constexpr u32 kABytes = BM * kRowBytes, kBBytes = kBoxes * kBoxColumns * kRowBytes;
-constexpr u32 kStageBytes = kABytes + kBBytes;
-constexpr u32 kLoadedBytes = kABytes + (ACROSS ? kBBytes : BN * kRowBytes);
-constexpr int kRowsOf = BM / CONSUMERS;  // of a warpgroup
-constexpr int kParts = kRowsOf / 64, kFragments = BN / 8;
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
-// Of the weights across: how far apart boxes lie.
-constexpr int kBoxBytes = kDepth * kRowBytes;
-
-// Of a step's weights, what one block copies to all that share them: whole boxes, or of weights
-// across, where boxes do not come out even, a part of each.
-constexpr int kOwnChannels = BN / SHARING;
-constexpr bool kWholeBoxes = kBoxes % SHARING == 0;
-constexpr int kOwnBoxes = kWholeBoxes ? kBoxes / SHARING : kBoxes;
-constexpr int kOwnDepth = kWholeBoxes ? kDepth : kDepth / SHARING;
-
-static_assert(BM % (64 * CONSUMERS) == 0, "whole products for each");
-static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
-              "blocks of a cluster share operands, or a reduction");
-static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
-
-// Tiles that warps are told of ahead.
-constexpr int kTold = 4;
-struct Place {
-  u32 ring, staging, barriers;  // shared addresses
-  TileTold* told;
-  int row;   // of the block in its cluster: which pixels
-  int part;  // of the reduction
-
-  __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
-  // Barriers: a stage's operands are there, or have been read; likewise of what is told of a tile.
-  __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
-  __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
-  __device__ __forceinline__ u32 known(int i) const { return barriers + (2 * STAGES + i) * 8; }
-  __device__ __forceinline__ u32 heard(int i) const {
-    return barriers + (2 * STAGES + kTold + i) * 8;
-  }
-};
-
-// A block's (or a cluster's) places in the schedule: one of every turn, forwards and backwards by
-// turns, so that who had a long tile first gets a short one next.
-struct Turns {
-  int own, others, all;
-
-  __device__ __forceinline__ int count() const { return (all + others - 1) / others; }
-  __device__ __forceinline__ int place(int turn) const {
-    return turn * others + (turn & 1 ? others - 1 - own : own);
-  }
-};
-
-// A place in a ring of so many, and the parity of the phase that it is in.
-template <int kCount>
-struct Turning {
-  int at = 0;
-  u32 parity;
-
-  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step() {
-    if (++at == kCount) at = 0, parity ^= 1;
-  }
-};
-
-// One warp looks ahead at tiles, so that others need not wait for where they lie.
-__device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const Place& place,
-                                           const Turns& turns) {
-  Turning<kTold> turning(1);
-  const int chunks = (args.in_channels + kDepth - 1) / kDepth;
-  auto tell = [&](const TileTold& told) {
-    wait_for(place.heard(turning.at), turning.parity);
-    if ((threadIdx.x & 31) == 0) {
-      place.told[turning.at] = told;
-      arrive(place.known(turning.at));
-    }
-    turning.step();
-  };
-  TileTold told;
-#pragma unroll 1
-  for (int turn = 0; turn < turns.count(); ++turn) {
-    GatherTile tile;
-    if (!tile_at<BM * SHARING, BN>(args, turns.place(turn), turns.all, tile)) {
-      continue;
-    }
-    const GatherPhase& phase = phase_of(args, tile.phase);
-    const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
-    const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
-    const PixelAt own = pixel_at(phase, tile.first_pixel + place.row * BM);
-    told.phase = tile.phase, told.first_pixel = tile.first_pixel;
-    told.first_channel = tile.first_channel;
-    int steps = chunks;
-#pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      told.taps[d] = met_taps(args, phase, first, last, d);
-      told.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
-      steps *= __popc(told.taps[d]);
-    }
-    told.image = image(own, args.images_first);
-    told.steps = steps;
-    if constexpr (SPLIT > 1) {
-      const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
-      told.first_step = all * place.part / SPLIT, told.end_step = all * (place.part + 1) / SPLIT;
-      told.steps = kept_steps(phase, told);
-    }
-    tell(told);
-  }
-  told.steps = -1;
-  tell(told);
-}
-
-// Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
-// taps that are kept.
-template <class Copy>
-__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const TileTold& tile,
-                                              int channels, const Copy& copy) {
-#pragma unroll 1
-  for (int channel = 0; channel < channels; channel += kDepth) {
-#pragma unroll 1
-    for (int t = next_bit(tile.taps[0], -1); t < 32; t = next_bit(tile.taps[0], t)) {
-#pragma unroll 1
-      for (int r = next_bit(tile.taps[1], -1); r < 32; r = next_bit(tile.taps[1], r)) {
-#pragma unroll 1
-        for (int s = next_bit(tile.taps[2], -1); s < 32; s = next_bit(tile.taps[2], s)) {
-          if constexpr (SPLIT > 1) {
-            const GatherAxis* const axis = phase.axis;
-            const int tap = (t * axis[1].taps + r) * axis[2].taps + s;
-            const int taps = axis[0].taps * axis[1].taps * axis[2].taps;
-            const int step = channel / kDepth * taps + tap;
-            if (step < tile.first_step || step >= tile.end_step) continue;
-          }
-          copy(channel, t, r, s);
-        }
-      }
-    }
-  }
-}
-
-// One thread starts the copies of the pixels.
-__device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTold> turning(0);
-  Turning<STAGES> ring(1);
-  const int channels = args.in_channels, way = args.dims + (args.images_first ? 3 : 0);
-  const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
-#pragma unroll 1
-  for (;;) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold tile = place.told[turning.at];
-    arrive(place.heard(turning.at));
-    turning.step();
-    if (tile.steps < 0) return;
-    const GatherPhase& phase = phase_of(args, tile.phase);
-    const TensorMap& map = args.source[MAPS == 1 ? 0 : tile.phase];
-    const int d = tile.at[0], h = tile.at[1], w = tile.at[2], n = tile.image;
-    int by[3];
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) by[axis] = phase.axis[axis].x0 - phase.axis[axis].low;
-    for_each_step(phase, tile, channels, [&](int channel, int t, int r, int s) {
-      wait_for(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at);
-      arrive_expecting(barrier, kABytes);
-      const int dd = by[0] + t * x_tap[0], dh = by[1] + r * x_tap[1], dw = by[2] + s * x_tap[2];
-      // Of the slowest dimension there are no corners: what moves it is part of where it is.
-      switch (way) {
-        case 3: load_pixels<3>(to, map, barrier, {channel, w, n}, {dw}); break;
-        case 4: load_pixels<4>(to, map, barrier, {channel, w, h, n}, {dw, dh}); break;
-        case 5: load_pixels<5>(to, map, barrier, {channel, w, h, d, n}, {dw, dh, dd}); break;
-        case 6: load_pixels<3>(to, map, barrier, {channel, n, w + dw}, {0}); break;
-        case 7: load_pixels<4>(to, map, barrier, {channel, n, w, h + dh}, {0, dw}); break;
-        default: load_pixels<5>(to, map, barrier, {channel, n, w, h, d + dd}, {0, dw, dh});
-      }
-      ring.step();
-    });
-  }
-}
-
-// One thread starts the copies of this block's part of the weights, to all that share them.
-__device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTold> turning(0);
-  Turning<STAGES> ring(1);
-  const int channels = args.in_channels;
-  const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
-#pragma unroll 1
-  for (;;) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold tile = place.told[turning.at];
-    arrive(place.heard(turning.at));
-    turning.step();
-    if (tile.steps < 0) return;
-    const GatherPhase& phase = phase_of(args, tile.phase);
-    const int r0[3] = {phase.axis[0].r0, phase.axis[1].r0, phase.axis[2].r0};
-    for_each_step(phase, tile, channels, [&](int channel, int j0, int j1, int j2) {
-      wait_for(place.read(ring.at), ring.parity);
-      const u32 barrier = place.filled(ring.at), to = place.stage(ring.at) + kABytes;
-      arrive_expecting(barrier, kLoadedBytes - kABytes);
-      const int t = r0[0] + j0 * r_step[0], r = r0[1] + j1 * r_step[1], s = r0[2] + j2 * r_step[2];
-      auto load = [&](u32 there, const int (&at)[5]) {
-        if constexpr (SHARING > 1) {
-          load_tile_to<5>((1u << SHARING) - 1, there, args.weight, barrier, at, kKeepMost);
-        } else {
-          load_tile<5>(there, args.weight, barrier, at, kKeepMost);
-        }
-      };
-      if constexpr (ACROSS) {
-#pragma unroll
-        for (int i = 0; i < kOwnBoxes; ++i) {
-          const int box = kWholeBoxes ? place.row * kOwnBoxes + i : i;
-          const int own = kWholeBoxes ? 0 : place.row * kOwnDepth;
-          load(to + box * kBoxBytes + own * kRowBytes,
-               {tile.first_channel + box * kBoxColumns, s, r, t, channel + own});
-        }
-      } else {
-        const int own = place.row * kOwnChannels;
-        load(to + own * kRowBytes, {channel, s, r, t, tile.first_channel + own});
-      }
-      ring.step();
-    });
-  }
-}
 
 // Starts the products of one step.
 __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
@@ -269,17 +52,54 @@ __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4
   for (int i = 0; i < kProducts; ++i) one(i, i > 0 ? 1 : add);
 }
 
+// Warps of a warpgroup say that its products have read a stage.
+__device__ __forceinline__ void release(const Place& place, int stage) {
+  const int lane = threadIdx.x & 31;
+  if constexpr (SHARING > 1) {
+    if (lane < SHARING) arrive_at(place.read(stage), lane);
+  } else {
+    if (lane == 0) arrive(place.read(stage));
+  }
+}
+
+__device__ __forceinline__ void clear(float (&sum)[kParts][kFragments][4]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[part][j][e] = 0.0f;
+    }
+  }
+}
+
+#if !ALTERNATE
+// Starts the products of a tile's steps; the last are under way still. Its last stage.
+__device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES>& ring, int steps,
+                                              int first_row,
+                                              float (&sum)[kParts][kFragments][4]) {
+  if (steps == 0) clear(sum);
+  int before = 0;  // the stage whose products are under way
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    wait_for(place.filled(ring.at), ring.parity);
+    begin_products();
+    const u32 rows = place.stage(ring.at) + first_row * kRowBytes;
+    multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
+    commit_products();
+    wait_products<1>();
+    if (i > 0) release(place, before);
+    before = ring.at;
+    ring.step();
+  }
+  return before;
+}
+
+// All warpgroups multiply each tile together, some of its rows each.
 __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   Turning<kTold> turning(0);
   Turning<STAGES> ring(0);
-  auto release = [&](int which) {
-    if constexpr (SHARING > 1) {
-      if (lane < SHARING) arrive_at(place.read(which), lane);
-    } else {
-      if (lane == 0) arrive(place.read(which));
-    }
-  };
 #pragma unroll 1
   for (;;) {
     wait_for(place.known(turning.at), turning.parity);
@@ -292,36 +112,14 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     turning.step();
     if (steps < 0) break;
     float sum[kParts][kFragments][4];
-    if (steps == 0) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-        for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[part][j][e] = 0.0f;
-        }
-      }
-    }
-    int before = 0;  // the stage whose products are under way
-#pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
-      wait_for(place.filled(ring.at), ring.parity);
-      begin_products();
-      const u32 rows = place.stage(ring.at) + warpgroup * kRowsOf * kRowBytes;
-      multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
-      commit_products();
-      wait_products<1>();
-      if (i > 0) release(before);
-      before = ring.at;
-      ring.step();
-    }
+    const int last = multiply_steps(place, ring, steps, warpgroup * kRowsOf, sum);
     // Where its rows go is found while the last products run.
     const Results<T, kParts, kFragments> results(args, tile,
                                                  place.staging + warpgroup * kStagingBytes);
     wait_products<0>();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
-    if (steps > 0) release(before);
+    if (steps > 0) release(place, last);
     if constexpr (SPLIT > 1) {
       // The ring's place is theirs once no product reads it.
       wait_at(1, CONSUMERS * 128);
@@ -333,6 +131,79 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     }
   }
 }
+
+#else
+// Starts the products of a tile's steps and has the other warpgroup follow once it has started the
+// last; they are under way still. Its last stage.
+__device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAGES>& ring, int steps,
+                                                u32 others_turn,
+                                                float (&sum)[kParts][kFragments][4]) {
+  const int lane = threadIdx.x & 31;
+  if (steps == 0 && lane == 0) arrive(others_turn);
+  int before = 0;  // the stage whose products are under way
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    wait_for(place.filled(ring.at), ring.parity);
+    begin_products();
+    multiply_step(sum, place.stage(ring.at), place.stage(ring.at) + kABytes, 1);
+    commit_products();
+    if (i == steps - 1 && lane == 0) arrive(others_turn);
+    wait_products<1>();
+    if (i > 0) release(place, before);
+    before = ring.at;
+    ring.step();
+  }
+  return before;
+}
+
+// Two warpgroups have every other tile to themselves: one stores while the other multiplies, at the
+// full rate, for steps are long enough to have the next one's products started in time.
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  Turning<kTold> turning(0);
+  Turning<STAGES> ring(0);
+  Turning<1> turn(1 ^ warpgroup);
+  auto hear = [&](GatherTile& tile) {
+    wait_for(place.known(turning.at), turning.parity);
+    const TileTold& told = place.told[turning.at];
+    const int steps = told.steps;
+    tile = {told.phase, told.first_pixel + place.row * BM, told.first_channel};
+    __syncwarp();
+    if (lane == 0) arrive(place.heard(turning.at));
+    turning.step();
+    return steps;
+  };
+  // What the other warpgroup has, and then its own.
+  auto hear_two = [&](GatherTile& tile) {
+    const int others = hear(tile);
+    if (others < 0) return others;
+    ring.step_by(others);
+    return hear(tile);
+  };
+  GatherTile tile;
+  int steps = warpgroup == 0 ? hear(tile) : hear_two(tile);
+#pragma unroll 1
+  while (steps >= 0) {
+    // Cleared, while the other multiplies: a first product that ignores what they were would have them
+    // keep their registers from one tile to the next.
+    float sum[kParts][kFragments][4];
+    clear(sum);
+    wait_for(place.turn(warpgroup), turn.parity);
+    turn.step();
+    const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
+    // While they run: where its rows go, and what comes next.
+    const PartRows<T, kParts> rows(args, tile);
+    GatherTile next;
+    const int next_steps = hear_two(next);
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    if (steps > 0) release(place, last);
+    store_parts<T>(args, tile, rows, place.staging + warpgroup * kStagingBytes, sum);
+    tile = next, steps = next_steps;
+  }
+}
+#endif
 
 }  // namespace
 
@@ -348,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   place.staging = place.ring + STAGES * kStageBytes;
   place.barriers = place.staging + CONSUMERS * kStagingBytes;
   char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
-  place.told = reinterpret_cast<TileTold*>(after + (2 * STAGES + 2 * kTold) * 8);
+  place.told = reinterpret_cast<TileTold*>(after + kBarriers * 8);
   const int rank = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) : 0;
   place.row = rank % SHARING, place.part = rank / SHARING;
   const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
@@ -357,11 +228,14 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 2);
-      make_barrier(place.read(i), SHARING * CONSUMERS * 4);
+      make_barrier(place.read(i), SHARING * kTogether * 4);
     }
     for (int i = 0; i < kTold; ++i) {
       make_barrier(place.known(i), 1);
       make_barrier(place.heard(i), 2 + CONSUMERS * 4);
+    }
+    if constexpr (ALTERNATE) {
+      for (int i = 0; i < CONSUMERS; ++i) make_barrier(place.turn(i), 4);
     }
     publish_barriers();
   }

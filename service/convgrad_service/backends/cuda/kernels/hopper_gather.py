@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     Schedule,
     choose_schedule,
     expected_s,
+    is_plain,
     may_split,
     may_start_with_images,
     pixels_beside,
@@ -159,6 +160,8 @@ class HopperGather:
             schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
         if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
             schedule = replace(schedule, tile=replace(schedule.tile, split=1))
+        if schedule.tile.alternate and not is_plain(work):
+            schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
         stages = tile.stages(device)
         maps = next(each for each in MAPS if each >= len(phases))
@@ -243,7 +246,7 @@ class HopperGather:
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
-            for planes in ((False, True) if tile.split == 1 else (False,))
+            for planes in ((False, True) if tile.split == 1 and not tile.alternate else (False,))
         ]
 
 

@@ -14,6 +14,7 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.kernels.dense_axes import Axis
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.hopper_maps import Combined, combined
@@ -27,6 +28,7 @@ __all__ = [
     "candidates",
     "choose_schedule",
     "expected_s",
+    "is_plain",
     "kept_taps",
     "may_start_with_images",
     "pixels_beside",
@@ -92,6 +94,15 @@ def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
 def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
     """Whether each tile can have a cluster of its own."""
     return count_tiles(work, axes, tile) <= tile.clusters(device)
+
+
+def is_plain(work: ConvWork) -> bool:
+    """Whether results are the sums themselves, in whole, aligned chunks of channels."""
+    backward = work.direction == "bwd_data"
+    size = work.input if backward else work.output
+    written = work.in_channels if backward else work.out_channels
+    result = gather_sides(work)[1]
+    return work.epilogue_free and in_whole_chunks(result, (work.batch, 1, written, *size), 2)
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
@@ -176,7 +187,10 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for along in axis.phases
         for j in range(along.taps)
     )
+    plain = is_plain(work)
     for tile in tiles_of(work.dtype):
+        if tile.alternate and not plain:
+            continue
         if tile.n - written >= 64 and tile.n > 64:
             continue
         if tile.split > 1:
@@ -206,9 +220,17 @@ def expected_s(
     workers = tile.clusters(device)
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
-    times = np.ceil(counts / tile.split) * tile.step_s + tile.tile_s(work.result_dtype.itemsize)
-    if len(times) > MOST_COUNTED:
+    across = backward and work.dtype.itemsize == 2
+    products = np.ceil(counts / tile.split) * tile.step_s(across)
+    beside = tile.tile_s(work.result_dtype.itemsize)
+    if len(counts) > MOST_COUNTED:
+        times = products if tile.alternate else products + beside
         return float(times.sum() / workers + times.max() / 2)
-    turn, place = np.divmod(np.arange(len(times)), workers)
+    turn, place = np.divmod(np.arange(len(counts)), workers)
     worker = np.where(turn % 2, workers - 1 - place, place)
-    return float(np.bincount(worker, weights=times).max())
+    if not tile.alternate:
+        return float(np.bincount(worker, weights=products + beside).max())
+    # Products follow one another, and what each warpgroup does beside them its own.
+    together = float(np.bincount(worker, weights=products).max()) + beside
+    alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
+    return max(together, alone)

@@ -171,15 +171,19 @@ struct Results {
         __syncwarp();
         write_rows(patch, sum[part], j * kOfBuffer);
         __syncwarp();
-        if (first_channel + j * kRowOf + column >= args.out_channels) continue;
-        if (j * kRowOf + column >= kFragments * 8) continue;
+        // All of it is read before any is stored: a store keeps its registers for long.
+        const bool inside = first_channel + j * kRowOf + column < args.out_channels &&
+                            j * kRowOf + column < kFragments * 8;
+        u32 all[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = i * 4 + lane / 8;
-          u32 words[4];
-          load_words(words, patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
-          const uint4 chunk = {words[0], words[1], words[2], words[3]};
-          store_if(to[i] >= 0, y + to[i] + j * kRowOf, chunk);
+          load_words(all[i], patch + row * 128 + (lane % 8 ^ (row & 7)) * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint4 chunk = {all[i][0], all[i][1], all[i][2], all[i][3]};
+          store_if(inside && to[i] >= 0, y + to[i] + j * kRowOf, chunk);
         }
       }
     }

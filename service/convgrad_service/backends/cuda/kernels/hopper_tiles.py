@@ -27,19 +27,23 @@ WARPGROUP = 128
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
 TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 8e-6
 SHARED = 0.995
+# The same of warpgroups that take turns: power bounds products that go on under stores.
+TURNS_FLOPS, TURNS_L2_BYTES_S, TURNS_TILE_S = 800e12, 11.3e12, 0.9e-6
 # Of a tile in float32.
 MOST_SUMS = 128 * 256
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
 """By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
 # By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
+MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
     """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
     weights (``sharing`` of them, with pixels of their own), or that ``split`` one tile's reduction
-    among them.
+    among them. Warpgroups that ``alternate`` have every other tile to themselves: one stores plain
+    results while the other multiplies.
     """
 
     m: int
@@ -47,11 +51,13 @@ class HopperTile:
     warpgroups: int = 2
     sharing: int = 1
     split: int = 1
+    alternate: bool = False
 
     def __str__(self) -> str:
         sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
         split = f"_k{self.split}" if self.split > 1 else ""
-        return f"{self.m}x{self.n}w{self.warpgroups}{sharing}{split}"
+        way = "a" if self.alternate else f"w{self.warpgroups}"
+        return f"{self.m}x{self.n}{way}{sharing}{split}"
 
     @property
     def cluster(self) -> int:
@@ -63,18 +69,22 @@ class HopperTile:
         """Of a cluster."""
         return self.m * self.sharing
 
-    @property
-    def step_s(self) -> float:
+    def step_s(self, across: bool) -> float:
         """Of a step: products, or copies from the L2 cache, of which a multiprocessor gets no more
-        where others are idle."""
-        products = self.m * self.n * ROW_BYTES / FLOPS
+        where others are idle. Weights ``across`` come in whole boxes."""
+        flops, l2_bytes_s = (
+            (TURNS_FLOPS, TURNS_L2_BYTES_S) if self.alternate else (FLOPS, L2_BYTES_S)
+        )
+        products = self.m * self.n * ROW_BYTES / flops
         shared = SHARED if self.sharing > 1 else 1.0
-        return max(products, self.stage_bytes / L2_BYTES_S) * MULTIPROCESSORS * shared
+        loaded = self.stage_bytes if across else (self.m + self.n) * ROW_BYTES
+        return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
     def tile_s(self, itemsize: int) -> float:
         """Of a tile, beside its steps."""
         joined = JOIN_S if self.split > 1 else 0
-        return TILE_S + self.m * self.n * itemsize * BYTE_S + joined
+        fixed = TURNS_TILE_S if self.alternate else TILE_S
+        return fixed + self.m * self.n * itemsize * BYTE_S + joined
 
     @property
     def threads(self) -> int:
@@ -102,13 +112,16 @@ class HopperTile:
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES
+        turns = self.warpgroups * BARRIER_BYTES if self.alternate else 0
+        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES + turns
 
     def defines(
         self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
     ) -> dict[str, object]:
         """What hopper_gather.cu expects."""
         producer, consumer = REGISTERS[self.warpgroups]
+        if self.alternate and self.m * self.n > MOST_SUMS_OF_FEW:
+            producer, consumer = REGISTERS_OF_MANY
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "ACROSS": int(across),
@@ -116,6 +129,7 @@ class HopperTile:
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.warpgroups,
+            "ALTERNATE": int(self.alternate),
             "CLUSTER": self.cluster,
             "SHARING": self.sharing,
             "SPLIT": self.split,
@@ -136,6 +150,10 @@ TILES = (
     HopperTile(256, 64),
     HopperTile(128, 64),
     *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 4, 8)),
+    *(
+        HopperTile(m, n, alternate=True)
+        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64))
+    ),
 )
 """Others lost everywhere: see HOPPER.md."""
 

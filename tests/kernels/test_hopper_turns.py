@@ -1,0 +1,92 @@
+"""Hopper's dense kernel where warpgroups take turns at tiles: many tiles a block, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Instance
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.arrays import DTYPES, draw, normals, rng_for
+from tests.cases import Case, conv_bwd_data, conv_fwd
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+from tests.oracle import expected
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+LAYERS = {
+    "resnet": Conv(6, 72, 136, (14, 14), (3, 3), 1, 1),
+    "strided": Conv(5, 64, 64, (23, 21), (3, 3), 2, 1),
+    "stride_beyond_kernel": Conv(4, 64, 72, (19, 20), (1, 2), (2, 3)),
+    "3d_strided": Conv(2, 64, 64, (7, 10, 11), (3, 3, 3), 2, 1),
+}
+CASES = [make(name, conv) for name, conv in LAYERS.items() for make in (conv_fwd, conv_bwd_data)]
+TILES = {
+    "bfloat16": HopperTile(192, 128, alternate=True),
+    "float16": HopperTile(128, 64, sharing=2, alternate=True),
+    "float32": HopperTile(128, 160, alternate=True),
+}
+TF32 = 2.0**-10  # what rounding the factors costs
+
+
+class OnFew:
+    """The family on a device of two multiprocessors, so that each has many tiles."""
+
+    name = "hopper_gather"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._family = HopperGather(True, schedule)
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        return self._family.why_not(work, device)
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        return self._family.launches(work, replace(device, multiprocessors=2))
+
+    def instances(self) -> Iterable[Instance]:
+        return self._family.instances()
+
+
+def _backend(schedule: Schedule) -> EmulatedBackend:
+    family = OnFew(schedule)
+    return EmulatedBackend(replace(FAMILIES, fwd=[family], bwd_data=[family]))
+
+
+@pytest.mark.parametrize(("dtype", "images_first"), list(product(TILES, (False, True))))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_tiles_by_turns(seed: int, case: Case, dtype: str, images_first: bool) -> None:
+    backend = _backend(Schedule(TILES[dtype], images_first, 2))
+    high = dtype == "float32"
+    gate = "bounded" if high else "exact"
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    if high:
+        case = case.with_params("high", precision="high")
+    found = answers(backend, case, tensors, "NHWC" if case.ndim == 2 else "NDHWC")
+    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}", TF32 if high else 0.0)
+
+
+@pytest.mark.parametrize("name", ["resnet", "3d_strided"])
+def test_what_is_not_finite_is_summed_again(seed: int, name: str) -> None:
+    backend = _backend(Schedule(HopperTile(256, 64, alternate=True)))
+    for case in (case for case in CASES if case.name == name):
+        rng = rng_for(seed, case.id)
+        tensors = draw(case, rng, DTYPES["float16"], normals)
+        for tensor in tensors.values():
+            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
+                tensor.flat[rng.integers(tensor.size)] = value
+            # Where padding meets it.
+            tensor.flat[0] = np.inf
+        wanted = expected(case.operation, tensors, case.params)
+        found = answers(backend, case, tensors, "NHWC" if case.ndim == 2 else "NDHWC")
+        check(found, wanted, "bounded", f"seed {seed}, {case.id}")
