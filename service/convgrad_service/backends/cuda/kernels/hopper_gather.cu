@@ -160,17 +160,19 @@ __device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAG
 // full rate, for steps are long enough to have the next one's products started in time.
 __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  Turning<kTold> turning(0);
   Turning<STAGES> ring(0);
-  Turning<1> turn(1 ^ warpgroup);
+  // The tiles that it has heard of: by their number they are told of in four places, and its turn is
+  // every other one.
+  u32 heard = 0;
   auto hear = [&](GatherTile& tile) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold& told = place.told[turning.at];
+    const u32 at = heard % kTold;
+    wait_for(place.known(at), heard / kTold & 1);
+    const TileTold& told = place.told[at];
     const int steps = told.steps;
     tile = {told.phase, told.first_pixel + place.row * BM, told.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.heard(turning.at));
-    turning.step();
+    if (lane == 0) arrive(place.heard(at));
+    ++heard;
     return steps;
   };
   // What the other warpgroup has, and then its own.
@@ -188,8 +190,7 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     // keep their registers from one tile to the next.
     float sum[kParts][kFragments][4];
     clear(sum);
-    wait_for(place.turn(warpgroup), turn.parity);
-    turn.step();
+    wait_for(place.turn(warpgroup), ((heard - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
     // While they run: where its rows go, and what comes next.
     const PartRows<T, kParts> rows(args, tile);
