@@ -76,6 +76,15 @@ def test_tiles_by_turns(seed: int, case: Case, dtype: str, images_first: bool) -
     check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}", TF32 if high else 0.0)
 
 
+def test_narrow_tiles(seed: int) -> None:
+    backend = _backend(Schedule(HopperTile(256, 32, alternate=True)))
+    for make in (conv_fwd, conv_bwd_data):
+        case = make("narrow", Conv(4, 32, 36, (19, 18), (3, 3), 1, 1))
+        tensors, wanted = drawn(seed, case, "float32", "bounded")
+        found = answers(backend, case.with_params("high", precision="high"), tensors, "NHWC")
+        check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
+
+
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
 def test_what_is_not_finite_is_summed_again(seed: int, name: str) -> None:
     backend = _backend(Schedule(HopperTile(256, 64, alternate=True)))

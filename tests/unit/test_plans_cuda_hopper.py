@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -22,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     kept_taps,
     may_start_with_images,
 )
-from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES
+from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile, tiles_of
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_program import Launch
 from convgrad_service.plans.cuda_works import ConvWork, Direction
@@ -69,6 +70,8 @@ def test_the_choice_of_the_family_ignores_how_many_images_there_are() -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_blocks_fit_the_device(tile: object, direction: Direction) -> None:
     work = work_of(direction, channels=(256, 320), stride=2)
+    if tile not in tiles_of(work.dtype):
+        work = replace(work, dtype=DType.FLOAT32, precision="high")
     launch = launch_of(work, Schedule(tile))  # type: ignore[arg-type]
     assert launch.shared_bytes <= H200.shared_bytes_per_block
     assert launch.grid[0] <= H200.multiprocessors
@@ -158,3 +161,33 @@ def test_steps_leave_images_where_they_are() -> None:
     plain = launch_of(work, Schedule(TILES[0]))
     asked = launch_of(work, Schedule(TILES[0], images_first=True))
     assert plain.arguments.packed == asked.arguments.packed  # type: ignore[attr-defined]
+
+
+def test_warpgroups_take_turns_at_plain_results_alone() -> None:
+    turns = Schedule(HopperTile(192, 128, alternate=True))
+    for layout, taken in (("NHWC", 1), ("NCHW", 0)):
+        work = work_of("bwd_data", layout=layout)
+        launch = launch_of(work, turns)
+        assert dict(launch.instance.defines)["ALTERNATE"] == str(taken)
+        axes = axes_of(work)
+        assert any(one.tile.alternate for one in candidates(work, axes, H200)) == bool(taken)
+
+
+def test_what_is_beside_products_is_expected_under_the_others() -> None:
+    work = work_of("bwd_data", batch=64, channels=(256, 256), size=56)
+    turns, together = (
+        expected_s(work, axes_of(work), H200, Schedule(HopperTile(128, 128, alternate=alternate)))
+        for alternate in (True, False)
+    )
+    assert turns < together
+
+
+def test_narrow_layers_are_hoppers_in_tf32() -> None:
+    family = HopperGather()
+    assert family.why_not(work_of("fwd", channels=(32, 32)), H200) is not None
+    assert (
+        family.why_not(
+            work_of("fwd", channels=(32, 32), dtype=DType.FLOAT32, precision="high"), H200
+        )
+        is None
+    )

@@ -36,6 +36,8 @@ __all__ = ["HopperGather"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 # With fewer on either side most of a tile or of a step would be empty.
 LEAST_CHANNELS = 48
+# In TF32 a row of shared memory is 32 channels, and there is a tile as narrow for plain results.
+LEAST_CHANNELS_TF32 = 32
 # Results with an epilogue, and those with channels in no whole chunks, are stored more slowly
 # than by dense_gather: with sums of so many products it is worth it (measured on an H200).
 LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
@@ -123,7 +125,7 @@ class HopperGather:
         if work.groups != 1:
             return f"{work.groups} groups"
         read, written = _channels(work)
-        if not self._everything and min(read, written) < LEAST_CHANNELS:
+        if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
         least = _least_terms(work, written)
         if not self._everything and read * work.taps < least:
@@ -248,6 +250,11 @@ class HopperGather:
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
             for planes in ((False, True) if tile.split == 1 and not tile.alternate else (False,))
         ]
+
+
+def _least_channels(work: ConvWork) -> int:
+    narrow = work.dtype is DType.FLOAT32 and is_plain(work)
+    return LEAST_CHANNELS_TF32 if narrow else LEAST_CHANNELS
 
 
 def _least_terms(work: ConvWork, written: int) -> int:

@@ -152,12 +152,15 @@ TILES = (
     *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 4, 8)),
     *(
         HopperTile(m, n, alternate=True)
-        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64))
+        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
 )
 """Others lost everywhere: see HOPPER.md."""
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
-    """Those whose sums leave the registers that results of this type take."""
-    return tuple(tile for tile in TILES if dtype.itemsize == 2 or tile.m * tile.n <= MOST_SUMS)
+    """Those whose sums leave the registers that results of this type take, and narrow ones where a
+    row of shared memory is as few channels."""
+    if dtype.itemsize == 2:
+        return tuple(tile for tile in TILES if tile.n >= BOX_ROWS)
+    return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)
