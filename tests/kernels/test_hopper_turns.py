@@ -1,14 +1,18 @@
-"""Hopper's dense kernel where warpgroups take turns at tiles: many tiles a block, on the CPU."""
+"""Hopper's dense kernel where warpgroups take turns at tiles: many tiles a block, on the CPU and on
+a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
@@ -23,7 +27,12 @@ from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn
 from tests.oracle import expected
 
-pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+PLACES = [
+    pytest.param(EmulatedBackend, marks=emulated, id="emulated"),
+    pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+]
+Place = Callable[..., Backend]
 
 LAYERS = {
     "resnet": Conv(6, 72, 136, (14, 14), (3, 3), 1, 1),
@@ -58,15 +67,18 @@ class OnFew:
         return self._family.instances()
 
 
-def _backend(schedule: Schedule) -> EmulatedBackend:
+def _backend(place: Place, schedule: Schedule) -> Backend:
     family = OnFew(schedule)
-    return EmulatedBackend(replace(FAMILIES, fwd=[family], bwd_data=[family]))
+    return place(families=replace(FAMILIES, fwd=[family], bwd_data=[family]))
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("dtype", "images_first"), list(product(TILES, (False, True))))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_tiles_by_turns(seed: int, case: Case, dtype: str, images_first: bool) -> None:
-    backend = _backend(Schedule(TILES[dtype], images_first, 2))
+def test_tiles_by_turns(
+    place: Place, seed: int, case: Case, dtype: str, images_first: bool
+) -> None:
+    backend = _backend(place, Schedule(TILES[dtype], images_first, 2))
     high = dtype == "float32"
     gate = "bounded" if high else "exact"
     tensors, wanted = drawn(seed, case, dtype, gate)
@@ -76,8 +88,9 @@ def test_tiles_by_turns(seed: int, case: Case, dtype: str, images_first: bool) -
     check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}", TF32 if high else 0.0)
 
 
-def test_narrow_tiles(seed: int) -> None:
-    backend = _backend(Schedule(HopperTile(256, 32, alternate=True)))
+@pytest.mark.parametrize("place", PLACES)
+def test_narrow_tiles(place: Place, seed: int) -> None:
+    backend = _backend(place, Schedule(HopperTile(256, 32, alternate=True)))
     for make in (conv_fwd, conv_bwd_data):
         case = make("narrow", Conv(4, 32, 36, (19, 18), (3, 3), 1, 1))
         tensors, wanted = drawn(seed, case, "float32", "bounded")
@@ -85,9 +98,10 @@ def test_narrow_tiles(seed: int) -> None:
         check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
-def test_what_is_not_finite_is_summed_again(seed: int, name: str) -> None:
-    backend = _backend(Schedule(HopperTile(256, 64, alternate=True)))
+def test_what_is_not_finite_is_summed_again(place: Place, seed: int, name: str) -> None:
+    backend = _backend(place, Schedule(HopperTile(256, 64, alternate=True)))
     for case in (case for case in CASES if case.name == name):
         rng = rng_for(seed, case.id)
         tensors = draw(case, rng, DTYPES["float16"], normals)
