@@ -28,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
@@ -59,6 +60,7 @@ DEPTHWISE = (
     ConvThroughChannelsLast(DepthwiseMma(), COPIES),
 )
 DEPTHWISE_WEIGHT = (
+    HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
     ConvThroughChannelsLast(DepthwiseWeight(), COPIES),

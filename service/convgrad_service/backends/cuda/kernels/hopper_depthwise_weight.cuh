@@ -1,0 +1,181 @@
+// What hopper_depthwise_weight.cu is made of: its argument, where things lie in shared memory, which
+// stages a block takes, the copying, exact results.
+#pragma once
+
+#include "epilogue.cuh"
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+
+namespace convgrad {
+
+struct HopperDepthwiseWeightArgs {
+  TensorMap x_map;     // a stage's rows of one column parity
+  TensorMap tail_map;  // the rows below them
+  TensorMap y_map;
+  const void* x;           // the input
+  const void* y;           // grad_output
+  void* w;                 // grad_weight
+  const void* accumulate;  // like w, or null
+  float* partials;         // [tile of channels][block][tap][channel]
+  unsigned* arrived;       // one for each tile, 0 before and after
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 y_stride[3];
+  i64 w_stride[3];  // C R S
+  i64 accumulate_stride[3];
+  double alpha;
+  double beta;
+  int batch;
+  int channels;
+  int x_size[2];
+  int y_size[2];
+  int pad[2];
+  int pairs;       // of units of 8 columns of y, side by side in a stage
+  int across;      // parts of a row, of so many pairs
+  int down;        // stages of an image's part
+  int stages;      // of all images
+  int stage_rows;  // of y
+  int x_columns;   // of a stage, of one parity
+  int slots;       // of the ring
+  int x_bytes;     // of a stage's rows of one parity, rounded up to kAlign
+  int tail_bytes;
+  int slot_bytes;
+  int blocks;       // of a tile of channels
+  int last_blocks;  // of the last one
+};
+
+using T = ELEMENT;
+using R = RESULT;
+
+constexpr int kTaps = KERNEL * KERNEL;
+constexpr int kTail = KERNEL - STRIDE;      // rows of x that the last stage has besides
+constexpr int kRowBytes = CHANNELS * 2;     // of a pixel in shared memory
+constexpr int kPairBytes = 16 * kRowBytes;  // twice what a swizzle repeats after
+constexpr u32 kSwizzle = kRowBytes == 128 ? 0x70 : 0x30;
+constexpr int kAlign = 1024;
+constexpr int kMostSlots = 16;
+constexpr int kMultiplying = WARPS * 32, kThreads = kMultiplying + 128;
+
+// The stages of a block: neighbours, from one image to the next.
+struct Stages {
+  int tile, block, blocks, begin, end;
+
+  __device__ __forceinline__ explicit Stages(const HopperDepthwiseWeightArgs& args) {
+    const int tiles = (args.channels + CHANNELS - 1) / CHANNELS;
+    tile = min(static_cast<int>(blockIdx.x) / args.blocks, tiles - 1);
+    block = blockIdx.x - tile * args.blocks;
+    blocks = tile == tiles - 1 ? args.last_blocks : args.blocks;
+    begin = static_cast<i64>(args.stages) * block / blocks;
+    end = static_cast<i64>(args.stages) * (block + 1) / blocks;
+  }
+};
+
+struct StageAt {
+  int n, part, row, rows;  // image, part of its rows, first row of y, how many
+  bool first, last;        // of the block's in this image
+};
+
+__device__ __forceinline__ StageAt stage_at(const HopperDepthwiseWeightArgs& args,
+                                            const Stages& stages, int index) {
+  const int column = index / args.down, n = column / args.across;
+  const int row = (index - column * args.down) * args.stage_rows;
+  const int rows = min(args.stage_rows, args.y_size[0] - row);
+  return {n,    column - n * args.across,
+          row,  rows,
+          index == stages.begin || row == 0, index + 1 == stages.end || row + rows == args.y_size[0]};
+}
+
+// One thread brings a block's stages into the ring, whose barriers are at `full` and behind them.
+__device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& args,
+                                            const Stages& stages, u32 ring, u32 full) {
+  const u32 empty = full + kMostSlots * 8;
+  const int c = stages.tile * CHANNELS;
+  const int pixels = STRIDE * args.stage_rows * args.x_columns * STRIDE + args.stage_rows * args.pairs * 16;
+  int slot = 0;
+  u32 parity = 1;
+  for (int index = stages.begin; index < stages.end; ++index) {
+    const StageAt at = stage_at(args, stages, index);
+    const u32 to = ring + slot * args.slot_bytes, barrier = full + slot * 8;
+    const int column = at.part * args.pairs * 16, top = at.row * STRIDE - args.pad[0];
+    wait_for(empty + slot * 8, parity);
+    arrive_expecting(barrier,
+                     (pixels + (at.last ? STRIDE * kTail * args.x_columns : 0)) * kRowBytes);
+#pragma unroll
+    for (int odd = 0; odd < STRIDE; ++odd) {
+      const int left = column * STRIDE - args.pad[1] + odd;
+      load_tile<4>(to + odd * args.x_bytes, args.x_map, barrier, {c, left, top, at.n});
+      if (at.last) {
+        load_tile<4>(to + STRIDE * args.x_bytes + odd * args.tail_bytes, args.tail_map, barrier,
+                     {c, left, top + at.rows * STRIDE, at.n});
+      }
+    }
+    load_tile<4>(to + STRIDE * (args.x_bytes + args.tail_bytes), args.y_map, barrier,
+                 {c, column, at.row, at.n});
+    if (++slot == args.slots) slot = 0, parity ^= 1;
+  }
+}
+
+// A tap's sum over the stages of a block, from the pairs that exist.
+__device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const Stages& stages,
+                                    int c, int r, int s) {
+  const T* const x = static_cast<const T*>(args.x) + c;
+  const T* const y = static_cast<const T*>(args.y) + c;
+  float sum = 0;
+  for (int index = stages.begin; index < stages.end; ++index) {
+    const StageAt at = stage_at(args, stages, index);
+    const int left = at.part * args.pairs * 16;
+    for (int p = at.row; p < at.row + at.rows; ++p) {
+      for (int q = left; q < min(left + args.pairs * 16, args.y_size[1]); ++q) {
+        const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
+        if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
+        sum += widen(x[at.n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
+               widen(y[at.n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+      }
+    }
+  }
+  return sum;
+}
+
+// The gradient of a tap.
+__device__ __forceinline__ void put(const HopperDepthwiseWeightArgs& args, int c, int tap,
+                                    float sum) {
+  if (c >= args.channels) return;
+  const int r = tap / KERNEL, s = tap % KERNEL;
+  const R* accumulate = static_cast<const R*>(args.accumulate);
+  if (accumulate != nullptr) {
+    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
+                  s * args.accumulate_stride[2];
+  }
+  const R* const no_bias = nullptr;
+  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
+                         accumulate, no_bias, kNone);
+  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
+      narrow<R>(sum);
+}
+
+// What the tile's blocks have summed, [tap][channel] one block after another, by all of one that multiply:
+// every share-th by one thread, then the shares; in an order that depends on their number alone.
+__device__ __forceinline__ void put_tile(const HopperDepthwiseWeightArgs& args,
+                                         const Stages& stages, const float* partials,
+                                         float* shares) {
+  constexpr int quads = kTaps * CHANNELS / 4;
+  constexpr int count = quads >= kMultiplying ? 1 : kMultiplying / quads;
+  for (int i = threadIdx.x; i < quads * count; i += kMultiplying) {
+    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
+    float sum[4] = {};
+#pragma unroll 12
+    for (int other = i / quads; other < stages.blocks; other += count) {
+      const float4 part = __ldcg(from + static_cast<i64>(other) * quads);
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) shares[i * 4 + k] = sum[k];
+  }
+  wait_at(1, kMultiplying);
+  for (int i = threadIdx.x; i < kTaps * CHANNELS; i += kMultiplying) {
+    float sum = 0;
+    for (int share = 0; share < count; ++share) sum += shares[share * quads * 4 + i];
+    put(args, stages.tile * CHANNELS + i % CHANNELS, i / CHANNELS, sum);
+  }
+}
+
+}  // namespace convgrad

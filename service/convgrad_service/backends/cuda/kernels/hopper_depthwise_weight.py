@@ -1,0 +1,323 @@
+"""The gradient of a depthwise convolution's weight on Hopper: ``hopper_depthwise_weight.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
+    Plane,
+    fill_operands,
+    plane_of,
+    why_not_counted,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda_program import (
+    ZEROS,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["HOPPER_WEIGHT_TILES", "HopperDepthwiseWeight", "HopperWeightTile"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+PAIR_COLUMNS = 16
+ALIGN_BYTES = 1024
+MOST_SLOTS, LEAST_SLOTS = 16, 4
+MOST_ROWS = 256  # of a box
+MOST_INDEX = 2**31 - 1
+# What a block of a tile takes beside its channels, in channels.
+TILE_START = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HopperWeightTile:
+    """Kernel and stride, how often a warp has 16 columns, the warps that multiply, a block's
+    channels, and the rows of y in a stage, 0 for as many as leave LEAST_SLOTS stages."""
+
+    kernel: int
+    stride: int
+    pairs: int
+    warps: int
+    channels: int = 64
+    stage_rows: int = 0
+
+    @property
+    def most_pairs(self) -> int:
+        """Of a stage, side by side."""
+        return self.pairs * (self.warps // (self.channels // 8))
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a pixel in shared memory."""
+        return self.channels * 2
+
+    @property
+    def sums_bytes(self) -> int:
+        return self.warps * self.kernel**2 * 8 * 4
+
+
+HOPPER_WEIGHT_TILES = (
+    HopperWeightTile(3, 1, 2, 16),
+    HopperWeightTile(3, 2, 1, 16),
+    HopperWeightTile(5, 1, 1, 16),
+    HopperWeightTile(7, 1, 4, 8),
+)
+
+
+class HopperDepthwiseWeightArgs(ctypes.Structure):
+    """See ``hopper_depthwise_weight.cuh``."""
+
+    _fields_ = (
+        *((name, MapField) for name in ("x_map", "tail_map", "y_map")),
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("pairs", "across", "down", "stages", "stage_rows", "x_columns", "slots"),
+                *("x_bytes", "tail_bytes", "slot_bytes", "blocks", "last_blocks"),
+            )
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Of a row, ``across`` parts of ``pairs`` times 16 columns; ``rows`` rows of y."""
+
+    tile: HopperWeightTile
+    pairs: int
+    across: int
+    rows: int
+
+    @property
+    def x_columns(self) -> int:
+        """Of one parity."""
+        return self.pairs * PAIR_COLUMNS + (self.tile.kernel - 1) // self.tile.stride
+
+    @property
+    def x_rows(self) -> int:
+        return self.tile.stride * self.rows
+
+    @property
+    def tail_rows(self) -> int:
+        return self.tile.kernel - self.tile.stride
+
+    def row_bytes(self, rows: int) -> int:
+        """Of so many rows of x of one parity."""
+        return _aligned(rows * self.x_columns * self.tile.row_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        y = self.rows * self.pairs * PAIR_COLUMNS * self.tile.row_bytes
+        x = self.row_bytes(self.x_rows) + self.row_bytes(self.tail_rows)
+        return self.tile.stride * x + _aligned(y)
+
+    def slots(self, device: CudaDevice) -> int:
+        """Of a ring, beside what aligns it, the sums and the barriers."""
+        free = device.shared_bytes_per_block - ALIGN_BYTES - self.tile.sums_bytes - 512
+        return min(MOST_SLOTS, free // self.slot_bytes)
+
+
+class HopperDepthwiseWeight:
+    """bwd_weight of 16-bit types, one channel a group, channels last."""
+
+    name = "hopper_depthwise_weight"
+
+    def __init__(self, tiles: tuple[HopperWeightTile, ...] = HOPPER_WEIGHT_TILES) -> None:
+        self._tiles = tiles
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"needs Hopper; this is {device.architecture}"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype}"
+        reason = why_not_plane(work)
+        if reason is not None:
+            return reason
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        tile = self._tile(plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        stage = _stage(plane, tile, device)
+        if stage.slots(device) < 2:
+            return "no two stages in shared memory"
+        if _stages(plane, stage) > MOST_INDEX:
+            return "more than 2^31 stages"
+        for one in _maps(work, plane, stage).values():
+            reason = one[1].why_not()
+            if reason is not None:
+                return reason
+        return why_not_counted(ceil_div(work.groups, tile.channels))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(plane)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return self.fragment(work, device, plane, tile)
+
+    def fragment(
+        self, work: ConvWork, device: CudaDevice, plane: Plane, tile: HopperWeightTile
+    ) -> Fragment:
+        """With this tile."""
+        stage = _stage(plane, tile, device)
+        tiles = ceil_div(work.groups, tile.channels)
+        count = _stages(plane, stage)
+        slots = stage.slots(device)
+        blocks, last_blocks = _blocks(work.groups, tile.channels, count, device)
+
+        args = HopperDepthwiseWeightArgs()
+        fill_operands(args, work, plane, work.x, work.y)
+        args.channels = work.groups
+        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        args.pairs, args.across = stage.pairs, stage.across
+        args.down = ceil_div(plane.output[0], stage.rows)
+        args.stages, args.stage_rows = count, stage.rows
+        args.x_columns, args.slots = stage.x_columns, slots
+        args.x_bytes = stage.row_bytes(stage.x_rows)
+        args.tail_bytes = stage.row_bytes(stage.tail_rows)
+        args.slot_bytes = stage.slot_bytes
+        args.blocks, args.last_blocks = blocks, last_blocks
+        grid = (tiles - 1) * blocks + last_blocks
+        partials = None
+        workspace: tuple[Workspace, ...] = ()
+        if max(blocks, last_blocks) > 1:
+            partials = f"{work.prefix}partials"
+            workspace = (Workspace(partials, grid * tile.kernel**2 * tile.channels * 4),)
+        launch = Launch(
+            _instance(work.dtype, work.result_dtype, tile),
+            (grid, 1, 1),
+            (32 * (tile.warps + 4), 1, 1),
+            pack_maps(
+                args,
+                _maps(work, plane, stage),
+                x=work.x,
+                y=work.y,
+                w=work.w,
+                accumulate=work.accumulate,
+                partials=partials,
+                arrived=ZEROS,
+            ),
+            ALIGN_BYTES + slots * stage.slot_bytes + tile.sums_bytes,
+        )
+        return Fragment(self.name, (launch,), workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, result, tile)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for result in (dtype, DType.FLOAT32)
+        ]
+
+    def _tile(self, plane: Plane) -> HopperWeightTile | None:
+        if plane.axes[1] is None:
+            return None
+        for tile in self._tiles:
+            if (tile.kernel, tile.kernel, tile.stride) == (*plane.kernel, plane.stride):
+                return tile
+        return None
+
+
+def _aligned(size_bytes: int) -> int:
+    return ceil_div(size_bytes, ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _stage(plane: Plane, tile: HopperWeightTile, device: CudaDevice) -> Stage:
+    """The longest that leaves LEAST_SLOTS of them, an image's rows in equal ones."""
+    pairs = ceil_div(plane.output[1], PAIR_COLUMNS)
+    across = ceil_div(pairs, tile.most_pairs)
+    pairs = ceil_div(pairs, across)
+    rows = plane.output[0]
+    best = Stage(tile, pairs, across, 1)
+    if tile.stage_rows:
+        return Stage(tile, pairs, across, min(rows, tile.stage_rows))
+    for down in range(rows, 0, -1):
+        stage = Stage(tile, pairs, across, ceil_div(rows, down))
+        if stage.x_rows > MOST_ROWS or stage.slots(device) < LEAST_SLOTS:
+            break
+        best = stage
+    return best
+
+
+def _stages(plane: Plane, stage: Stage) -> int:
+    return plane.batch * stage.across * ceil_div(plane.output[0], stage.rows)
+
+
+def _blocks(channels: int, of_tile: int, stages: int, device: CudaDevice) -> tuple[int, int]:
+    """Of a tile of channels, and of the last one, which may have fewer: all run at once, and take
+    about as long."""
+    tiles = ceil_div(channels, of_tile)
+    rest = channels - (tiles - 1) * of_tile
+    if tiles > device.multiprocessors:
+        return 1, 1
+    full, last = of_tile + TILE_START, rest + TILE_START
+    last_blocks = max(1, device.multiprocessors * last // ((tiles - 1) * full + last))
+    if tiles == 1:
+        return min(stages, last_blocks), min(stages, last_blocks)
+    blocks = max(1, (device.multiprocessors - last_blocks) // (tiles - 1))
+    return min(stages, blocks), min(stages, last_blocks)
+
+
+def _maps(
+    work: ConvWork, plane: Plane, stage: Stage
+) -> dict[str, tuple[Operand | str, TileMap]]:
+    """Boxes of x, with every second column where the stride is 2, and of y."""
+    tile = stage.tile
+    columns = (stage.x_columns - 1) * tile.stride + 1
+    steps = (1, tile.stride, 1, 1)
+
+    def of(
+        operand: Operand, size: tuple[int, int], steps: tuple[int, ...], columns: int, rows: int
+    ) -> tuple[Operand | str, TileMap]:
+        item = operand.dtype.itemsize
+        image, row, pixel = plane.strides(operand)
+        return operand, TileMap(
+            operand.dtype,
+            (work.groups, size[1], size[0], plane.batch),
+            (pixel * item, row * item, image * item),
+            swizzle=tile.row_bytes,
+            steps=steps,
+            box=(tile.channels, columns, rows, 1),
+        )
+
+    y_columns = stage.pairs * PAIR_COLUMNS
+    return {
+        "x_map": of(work.x, plane.input, steps, columns, stage.x_rows),
+        "tail_map": of(work.x, plane.input, steps, columns, stage.tail_rows),
+        "y_map": of(work.y, plane.output, (1, 1, 1, 1), y_columns, stage.rows),
+    }
+
+
+def _instance(dtype: DType, result: DType, tile: HopperWeightTile) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "RESULT": CUDA_TYPES[result],
+        "KERNEL": tile.kernel,
+        "STRIDE": tile.stride,
+        "PAIRS": tile.pairs,
+        "WARPS": tile.warps,
+        "CHANNELS": tile.channels,
+    }
+    return Instance.of("hopper_depthwise_weight.cu", defines, HOPPER)

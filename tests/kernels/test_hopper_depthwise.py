@@ -1,0 +1,72 @@
+"""Depthwise kernels of Hopper's own, run on the CPU: columns and rows at every corner of a stage.
+
+On a GPU these kernels meet the tests of the `backend` fixture and the random layers of their class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
+from tests.arrays import rng_for
+from tests.cases import FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+from tests.kernels.test_cuda_depthwise import layer
+from tests.oracle import expected
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+OPERATION = "grouped_conv_bwd_weight"
+LAYERS: dict[str, Conv] = {
+    "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),
+    "two_tiles_of_channels": layer(2, 96, (5, 9), (3, 3), 1, 1),
+    "channels_72": layer(1, 72, (6, 34), (3, 3), 1, 1),
+    "wide": layer(1, 64, (3, 150), (3, 3), 1, 1),
+    "many_images": layer(20, 64, (7, 7), (3, 3), 1, 1),
+    "no_padding": layer(1, 40, (6, 20), (3, 3)),
+    "padding_beyond_the_kernel": layer(2, 8, (5, 6), (3, 3), 1, 4),
+    "stride_2": layer(2, 16, (12, 19), (3, 3), 2, 1),
+    "stride_2_uneven_padding": layer(2, 96, (11, 40), (3, 3), 2, ((0, 1), (2, 0))),
+    "kernel_5": layer(3, 24, (8, 19), (5, 5), 1, 2),
+    "kernel_7": layer(2, 64, (7, 14), (7, 7), 1, 3),
+    "kernel_7_wide": layer(1, 16, (9, 70), (7, 7), 1, 3),
+}
+CASES = [FROM_CONV[OPERATION](name, conv) for name, conv in LAYERS.items()]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=[HopperDepthwiseWeight()]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, "NHWC")
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name in ("no_padding", "stride_2", "kernel_5")],
+    ids=lambda case: case.id,
+)
+def test_infinities_stay_with_their_taps(
+    emulated: EmulatedBackend, seed: int, case: Case, value: float
+) -> None:
+    rng = rng_for(seed, case.id)
+    tensors, _ = drawn(seed, case, "bfloat16", "bounded")
+    for name in set(tensors) - {"bias"}:
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[int(rng.integers(tensors[name].size))] = value
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    wanted = expected(case.operation, wide, case.params)
+    check(answers(emulated, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")
