@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_depthwise import HopperDepthwise
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from tests.arrays import rng_for
 from tests.cases import FROM_CONV, Case
@@ -22,7 +23,6 @@ from tests.oracle import expected
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
-OPERATION = "grouped_conv_bwd_weight"
 LAYERS: dict[str, Conv] = {
     "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),
     "two_tiles_of_channels": layer(2, 96, (5, 9), (3, 3), 1, 1),
@@ -37,12 +37,22 @@ LAYERS: dict[str, Conv] = {
     "kernel_7": layer(2, 64, (7, 14), (7, 7), 1, 3),
     "kernel_7_wide": layer(1, 16, (9, 70), (7, 7), 1, 3),
 }
-CASES = [FROM_CONV[OPERATION](name, conv) for name, conv in LAYERS.items()]
+CASES = [
+    FROM_CONV[operation](name, conv)
+    for name, conv in LAYERS.items()
+    for operation in ("conv_bwd_data", "grouped_conv_bwd_weight")
+]
 
 
 @pytest.fixture(scope="module")
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=[HopperDepthwiseWeight()]))
+    families = replace(
+        FAMILIES,
+        fwd=[HopperDepthwise()],
+        bwd_data=[HopperDepthwise()],
+        bwd_weight=[HopperDepthwiseWeight()],
+    )
+    return EmulatedBackend(families)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

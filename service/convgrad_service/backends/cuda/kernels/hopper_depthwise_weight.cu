@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     u32 y[PAIRS][kMet][2];
     int slot = 0, since = 0;
     u32 parity = 0;
-    for (int index = stages.begin; index < stages.end; ++index) {
+  #pragma unroll 1
+  for (int index = stages.begin; index < stages.end; ++index) {
       const StageAt at = stage_at(args, stages, index);
       const int own = min(each, min(args.pairs, all_pairs - at.part * args.pairs) - first);
       const u32 stage = ring + slot * args.slot_bytes;

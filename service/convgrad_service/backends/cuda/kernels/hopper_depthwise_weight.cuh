@@ -64,8 +64,9 @@ struct Stages {
     tile = min(static_cast<int>(blockIdx.x) / args.blocks, tiles - 1);
     block = blockIdx.x - tile * args.blocks;
     blocks = tile == tiles - 1 ? args.last_blocks : args.blocks;
-    begin = static_cast<i64>(args.stages) * block / blocks;
-    end = static_cast<i64>(args.stages) * (block + 1) / blocks;
+    const int each = args.stages / blocks, more = args.stages - each * blocks;
+    begin = block * each + min(block, more);
+    end = begin + each + (block < more ? 1 : 0);
   }
 };
 
@@ -92,6 +93,7 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& arg
   const int pixels = STRIDE * args.stage_rows * args.x_columns * STRIDE + args.stage_rows * args.pairs * 16;
   int slot = 0;
   u32 parity = 1;
+#pragma unroll 1
   for (int index = stages.begin; index < stages.end; ++index) {
     const StageAt at = stage_at(args, stages, index);
     const u32 to = ring + slot * args.slot_bytes, barrier = full + slot * 8;
@@ -120,6 +122,7 @@ __device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const
   const T* const x = static_cast<const T*>(args.x) + c;
   const T* const y = static_cast<const T*>(args.y) + c;
   float sum = 0;
+#pragma unroll 1
   for (int index = stages.begin; index < stages.end; ++index) {
     const StageAt at = stage_at(args, stages, index);
     const int left = at.part * args.pairs * 16;

@@ -120,13 +120,13 @@ class Stage:
 
     def row_bytes(self, rows: int) -> int:
         """Of so many rows of x of one parity."""
-        return _aligned(rows * self.x_columns * self.tile.row_bytes)
+        return aligned(rows * self.x_columns * self.tile.row_bytes)
 
     @property
     def slot_bytes(self) -> int:
         y = self.rows * self.pairs * PAIR_COLUMNS * self.tile.row_bytes
         x = self.row_bytes(self.x_rows) + self.row_bytes(self.tail_rows)
-        return self.tile.stride * x + _aligned(y)
+        return self.tile.stride * x + aligned(y)
 
     def slots(self, device: CudaDevice) -> int:
         """Of a ring, beside what aligns it, the sums and the barriers."""
@@ -184,7 +184,7 @@ class HopperDepthwiseWeight:
         tiles = ceil_div(work.groups, tile.channels)
         count = _stages(plane, stage)
         slots = stage.slots(device)
-        blocks, last_blocks = _blocks(work.groups, tile.channels, count, device)
+        blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device)
 
         args = HopperDepthwiseWeightArgs()
         fill_operands(args, work, plane, work.x, work.y)
@@ -240,7 +240,7 @@ class HopperDepthwiseWeight:
         return None
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
     return ceil_div(size_bytes, ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -265,7 +265,7 @@ def _stages(plane: Plane, stage: Stage) -> int:
     return plane.batch * stage.across * ceil_div(plane.output[0], stage.rows)
 
 
-def _blocks(channels: int, of_tile: int, stages: int, device: CudaDevice) -> tuple[int, int]:
+def blocks_of_tiles(channels: int, of_tile: int, stages: int, device: CudaDevice) -> tuple[int, int]:
     """Of a tile of channels, and of the last one, which may have fewer: all run at once, and take
     about as long."""
     tiles = ceil_div(channels, of_tile)
