@@ -167,9 +167,7 @@ class HopperDepthwise:
         tile = None if plane is None else self._tile(plane)
         if plane is None or tile is None:
             raise ValueError("no instance")
-        return Fragment(
-            f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),)
-        )
+        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
 
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: HopperDepthwiseTile
@@ -238,9 +236,7 @@ def _lowest(work: ConvWork, plane: Plane, tile: HopperDepthwiseTile) -> tuple[in
     return down, right
 
 
-def _stage(
-    work: ConvWork, plane: Plane, tile: HopperDepthwiseTile, device: CudaDevice
-) -> Stage:
+def _stage(work: ConvWork, plane: Plane, tile: HopperDepthwiseTile, device: CudaDevice) -> Stage:
     """The longest that leaves LEAST_SLOTS of them, an image's rows in equal ones."""
     rows, columns = (ceil_div(extent, tile.stride) for extent in _sizes(work, plane)[1])
     pairs = ceil_div(columns, PAIR_COLUMNS)

@@ -265,7 +265,9 @@ def _stages(plane: Plane, stage: Stage) -> int:
     return plane.batch * stage.across * ceil_div(plane.output[0], stage.rows)
 
 
-def blocks_of_tiles(channels: int, of_tile: int, stages: int, device: CudaDevice) -> tuple[int, int]:
+def blocks_of_tiles(
+    channels: int, of_tile: int, stages: int, device: CudaDevice
+) -> tuple[int, int]:
     """Of a tile of channels, and of the last one, which may have fewer: all run at once, and take
     about as long."""
     tiles = ceil_div(channels, of_tile)
@@ -280,9 +282,7 @@ def blocks_of_tiles(channels: int, of_tile: int, stages: int, device: CudaDevice
     return min(stages, blocks), min(stages, last_blocks)
 
 
-def _maps(
-    work: ConvWork, plane: Plane, stage: Stage
-) -> dict[str, tuple[Operand | str, TileMap]]:
+def _maps(work: ConvWork, plane: Plane, stage: Stage) -> dict[str, tuple[Operand | str, TileMap]]:
     """Boxes of x, with every second column where the stride is 2, and of y."""
     tile = stage.tile
     columns = (stage.x_columns - 1) * tile.stride + 1
