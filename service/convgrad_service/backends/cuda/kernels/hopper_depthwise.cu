@@ -28,6 +28,9 @@ constexpr int kStarted = 65536 / kThreads / 8 * 8, kLeft = 24;
 // Of a thread that multiplies; those that copy leave theirs to it.
 constexpr int kRegisters = (kStarted * (WARPS / 4 + 1) - kLeft) / (WARPS / 4) / 8 * 8;
 
+// Whether registers suffice to load a step ahead.
+constexpr bool kAhead = KERNEL < 5 || WARPS == 8;
+
 // Where a matrix's row lies: 16 bytes of 8 channels, which a swizzle has moved within a pixel.
 __device__ __forceinline__ u32 swizzled(u32 offset, u32 chunk) {
   return (offset | chunk) ^ (offset >> 3 & kSwizzle);
@@ -35,9 +38,10 @@ __device__ __forceinline__ u32 swizzled(u32 offset, u32 chunk) {
 
 using Sums = float[STRIDE][STRIDE][4];
 
-// What a warp multiplies: 8 channels, and of a stage's 16 columns `most` from `first` on.
+// What a warp multiplies: 8 channels, of a stage's 16 columns `most` from `first` on, and where
+// stages are whole images one of so many parts of the rows.
 struct Warp {
-  int octet, first, most;
+  int octet, first, most, team, teams;
 };
 
 // A warp's part of a block's stages; whether this lane has had results that are not finite.
@@ -87,43 +91,63 @@ __device__ __forceinline__ bool multiply_stages(const HopperDepthwiseArgs& args,
   }
   const int all_pairs = ((args.y_size[1] + STRIDE - 1) / STRIDE + 15) / 16;
 
+  const int team_rows = (args.stage_rows + of.teams - 1) / of.teams;
+
   Sums sums[PAIRS][kMet];
   int slot = 0, result = 0;
   u32 parity = 0, result_parity = 1, odd = 0;
+  // Where this lane's rows of a step's matrices lie.
+  const auto places = [&](u32 (&from)[kQuads], u32 stage, int step) {
+    const u32 x_row = step < 0 ? args.x_bytes + (step + kHead) * x_pitch : step * x_pitch;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      from[quad] = stage + swizzled(from_x[quad] + x_row, chunk);
+    }
+  };
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     const int own = min(each, min(args.pairs, all_pairs - at.part * args.pairs) - first);
     const u32 stage = ring + slot * args.slot_bytes;
     char* const to = results + result * args.result_bytes;
-    if (at.first) {
+    const bool starts = of.teams > 1 || at.first(stages);
+    if (starts) {
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
 #pragma unroll
         for (int i = 0; i < kMet * STRIDE * STRIDE * 4; ++i) (&sums[pair][0][0][0][0])[i] = 0;
       }
     }
+    const int begin = of.team * team_rows, end = min(at.rows(args), begin + team_rows);
+    const int head = begin < end && starts ? begin - kHead : begin;
+    u32 from[kQuads], x[kQuads][4];
+    places(from, stage, head);
     wait_for(barriers.stored(result), result_parity);
     wait_for(barriers.full(slot), parity);
+    if (kAhead && begin < end) {
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) load_matrices(x[quad], from[quad]);
+    }
 #pragma unroll 1
-    for (int step = at.first ? -kHead : 0; step < at.rows; ++step) {
-      const u32 x_row = step < 0 ? args.x_bytes + (step + kHead) * x_pitch : step * x_pitch;
+    for (int step = head; step < end; ++step) {
       const int row = at.row + args.lowest[0] + kHead + step;
       const bool exists = static_cast<u32>(row) < static_cast<u32>(args.x_size[0]);
-      u32 from[kQuads];
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        from[quad] = stage + swizzled(from_x[quad] + x_row, chunk);
-      }
+      u32 next[kQuads];
+      places(next, stage, min(step + 1, end - 1));
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         if (pair >= own) break;
-        if (exists) {
-          u32 x[kQuads][4];
+        // What comes next is on its way while the tensor cores work.
+        u32 ahead[kQuads][4];
+        const bool more = pair + 1 < PAIRS && pair + 1 < own;
 #pragma unroll
-          for (int quad = 0; quad < kQuads; ++quad) {
+        for (int quad = 0; quad < kQuads; ++quad) {
+          if (kAhead) {
+            load_matrices(ahead[quad], more ? from[quad] + (pair + 1) * kPairBytes : next[quad]);
+          } else {
             load_matrices(x[quad], from[quad] + pair * kPairBytes);
           }
+        }
+        if (exists) {
 #pragma unroll
           for (int quad = 0; quad < kQuads; ++quad) {
             const int right = 2 * quad;
@@ -147,7 +171,7 @@ __device__ __forceinline__ bool multiply_stages(const HopperDepthwiseArgs& args,
             }
           }
         }
-        if (step >= 0) {
+        if (step >= begin) {
           u32 finished[STRIDE][STRIDE][2];
 #pragma unroll
           for (int a = 0; a < STRIDE; ++a) {
@@ -182,7 +206,14 @@ __device__ __forceinline__ bool multiply_stages(const HopperDepthwiseArgs& args,
                 open + 1 < kMet ? (&sums[pair][min(open + 1, kMet - 1)][0][0][0])[i] : 0;
           }
         }
+#pragma unroll
+        for (int quad = 0; quad < kQuads && kAhead; ++quad) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) x[quad][k] = ahead[quad][k];
+        }
       }
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) from[quad] = next[quad];
     }
     publish_shared();
     __syncwarp();
@@ -210,13 +241,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int octets = min(args.channels - stages.tile * CHANNELS, CHANNELS) / 8;
   const int most_parts = WARPS / octets, each = (args.pairs + most_parts - 1) / most_parts;
   const int parts = (args.pairs + each - 1) / each;
+  const int teams = args.down == 1 ? most_parts / parts : 1, warps = octets * parts * teams;
   if (thread == 0) {
     for (int i = 0; i < args.slots; ++i) {
       make_barrier(barriers.full(i), 1);
-      make_barrier(barriers.empty(i), octets * parts);
+      make_barrier(barriers.empty(i), warps);
     }
     for (int i = 0; i < kResults; ++i) {
-      make_barrier(barriers.written(i), octets * parts);
+      make_barrier(barriers.written(i), warps);
       make_barrier(barriers.stored(i), 1);
     }
     publish_barriers();
@@ -235,8 +267,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   take_registers<kRegisters>();
-  if (warp < octets * parts) {
-    const Warp own = {warp % octets, warp / octets * each, each};
+  if (warp < warps) {
+    const Warp own = {warp % octets, warp / octets % parts * each, each, warp / octets / parts,
+                      teams};
     if (multiply_stages(args, stages, own, ring, results, barriers)) any_odd = 1;
   }
   wait_at(1, kMultiplying + 32);

@@ -65,19 +65,31 @@ struct Stages {
   }
 };
 
+// One of them, and the way to the next.
 struct StageAt {
-  int n, part, row, rows;  // image, part of its rows, first row of y / STRIDE, how many
-  bool first;              // of the block's in this image
-};
+  int index, n, part, row;  // of all; image, part of its rows, first row of y / STRIDE
+  int all;                  // such rows
 
-__device__ __forceinline__ StageAt stage_at(const HopperDepthwiseArgs& args, const Stages& stages,
-                                            int index) {
-  const int column = index / args.down, n = column / args.across;
-  const int row = (index - column * args.down) * args.stage_rows;
-  const int all = (args.y_size[0] + STRIDE - 1) / STRIDE;
-  return {n, column - n * args.across, row, min(args.stage_rows, all - row),
-          index == stages.begin || row == 0};
-}
+  __device__ __forceinline__ StageAt(const HopperDepthwiseArgs& args, int index)
+      : index(index), all((args.y_size[0] + STRIDE - 1) / STRIDE) {
+    const int column = index / args.down;
+    n = column / args.across, part = column - n * args.across;
+    row = (index - column * args.down) * args.stage_rows;
+  }
+  __device__ __forceinline__ void next(const HopperDepthwiseArgs& args) {
+    ++index, row += args.stage_rows;
+    if (row < all) return;
+    row = 0;
+    if (++part == args.across) part = 0, ++n;
+  }
+  __device__ __forceinline__ int rows(const HopperDepthwiseArgs& args) const {
+    return min(args.stage_rows, all - row);
+  }
+  // Whether it is a block's first in this image.
+  __device__ __forceinline__ bool first(const Stages& stages) const {
+    return index == stages.begin || row == 0;
+  }
+};
 
 // The rings' barriers.
 struct Barriers {
@@ -101,13 +113,13 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseArgs& args, con
   int slot = 0;
   u32 parity = 1;
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     const u32 to = ring + slot * args.slot_bytes, full = barriers.full(slot);
     const int left = at.part * args.pairs * 16 + args.lowest[1], top = at.row + args.lowest[0];
+    const bool first = at.first(stages);
     wait_for(barriers.empty(slot), parity);
-    arrive_expecting(full, (args.stage_rows + (at.first ? kHead : 0)) * args.x_columns * kRowBytes);
-    if (at.first) load_tile<4>(to + args.x_bytes, args.head_map, full, {c, left, top, at.n});
+    arrive_expecting(full, (args.stage_rows + (first ? kHead : 0)) * args.x_columns * kRowBytes);
+    if (first) load_tile<4>(to + args.x_bytes, args.head_map, full, {c, left, top, at.n});
     load_tile<4>(to, args.x_map, full, {c, left, top + kHead, at.n});
     if (++slot == args.slots) slot = 0, parity ^= 1;
   }
@@ -119,15 +131,14 @@ __device__ __forceinline__ void store_stages(const HopperDepthwiseArgs& args, co
   int result = 0, before = kResults - 1;
   u32 parity = 0;
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     wait_for(barriers.written(result), parity);
     store_tile<4>(args.y_map, results + result * args.result_bytes,
                   {stages.tile * CHANNELS, at.part * args.pairs * 16 * STRIDE, at.row * STRIDE,
                    at.n});
     commit_stores();
     wait_stores_read<1>();
-    if (index > stages.begin) arrive(barriers.stored(before));
+    if (at.index > stages.begin) arrive(barriers.stored(before));
     before = result;
     if (++result == kResults) result = 0, parity ^= 1;
   }
@@ -163,11 +174,10 @@ __device__ __forceinline__ void mend(const HopperDepthwiseArgs& args, const Stag
   const int first_channel = stages.tile * CHANNELS;
   const int channels = min(args.channels - first_channel, CHANNELS);
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     const int left = at.part * args.pairs * 16 * STRIDE, top = at.row * STRIDE;
     const int columns = min(args.pairs * 16 * STRIDE, args.y_size[1] - left);
-    const int rows = min(at.rows * STRIDE, args.y_size[0] - top);
+    const int rows = min(at.rows(args) * STRIDE, args.y_size[0] - top);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * columns * channels; i += kMultiplying) {
       const int pixel = i / channels, c = first_channel + i - pixel * channels;

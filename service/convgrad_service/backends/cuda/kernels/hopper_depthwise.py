@@ -47,6 +47,7 @@ class HopperDepthwiseTile:
     warps: int
     channels: int = 64
     stage_rows: int = 0
+    start: int = 64
 
     @property
     def most_pairs(self) -> int:
@@ -176,7 +177,7 @@ class HopperDepthwise:
         stage = _stage(work, plane, tile, device)
         count, slots = _stages(work, plane, stage), stage.slots(device)
         tiles = ceil_div(work.groups, tile.channels)
-        blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device)
+        blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device, tile.start)
         source, result = gather_sides(work)
 
         args = HopperDepthwiseArgs()

@@ -33,6 +33,8 @@ constexpr int kTailSteps = (kTail + STRIDE - 1) / STRIDE;
 // Of a thread that multiplies; those that copy leave theirs to it.
 constexpr int kStarted = 65536 / kThreads / 8 * 8, kLeft = 24;
 constexpr int kRegisters = (kStarted * (WARPS / 4 + 1) - kLeft) / (WARPS / 4) / 8 * 8;
+// Whether registers suffice to load a step ahead.
+constexpr bool kAhead = KERNEL < 5 || WARPS == 8;
 constexpr int kFlush = 64;  // products, of 16 terms each
 
 // Where a matrix's row lies: 16 bytes of 8 channels, which a swizzle has moved within a pixel.
@@ -58,10 +60,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int octets = min(args.channels - stages.tile * CHANNELS, CHANNELS) / 8;
   const int most_parts = WARPS / octets, each = (args.pairs + most_parts - 1) / most_parts;
   const int parts = (args.pairs + each - 1) / each;
+  // Then, where stages are whole images, parts of the rows.
+  const int teams = args.down == 1 ? most_parts / parts : 1, warps = octets * parts * teams;
   if (thread == 0) {
     for (int i = 0; i < args.slots; ++i) {
       make_barrier(full + i * 8, 1);
-      make_barrier(empty + i * 8, octets * parts);
+      make_barrier(empty + i * 8, warps);
     }
     publish_barriers();
   }
@@ -74,8 +78,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   take_registers<kRegisters>();
-  if (warp < octets * parts) {
-    const int first = warp / octets * each;
+  if (warp < warps) {
+    const int first = warp / octets % parts * each, team = warp / octets / parts;
+    const int team_rows = (args.stage_rows + teams - 1) / teams;
     const u32 chunk = warp % octets * 16;
     const u32 x_pitch = args.x_columns * kRowBytes, y_pitch = args.pairs * kPairBytes;
     // Of a quad's matrices, this lane says a row of one: two shifts, then those 8 columns further on.
@@ -99,73 +104,112 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     u32 y[PAIRS][kMet][2];
     int slot = 0, since = 0;
     u32 parity = 0;
-  #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-      const StageAt at = stage_at(args, stages, index);
+    // Where this lane's rows of a step's matrices lie.
+    const auto places = [&](u32 (&from)[STRIDE][kQuads], u32 stage, int step, int rows) {
+      const bool below = step >= rows;
+      const u32 x_row = (below ? step - rows : step) * STRIDE * x_pitch;
+#pragma unroll
+      for (int i = 0; i < STRIDE; ++i) {
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          u32 at_row = (below ? from_tail[quad] : from_x[quad]) + x_row + i * x_pitch;
+          if (i == 0 && quad == kQuads - 1 && odd) at_row = from_y + min(step, rows - 1) * y_pitch;
+          from[i][quad] = stage + swizzled(at_row, chunk);
+        }
+      }
+    };
+#pragma unroll 1
+    for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
       const int own = min(each, min(args.pairs, all_pairs - at.part * args.pairs) - first);
+      const int rows = at.rows(args);
+      // Rows of y, and those of x that meet them.
+      const int begin = team * team_rows, y_end = min(rows, begin + team_rows);
+      const bool ends = teams > 1 || at.last(args, stages);
+      const int end = begin < y_end ? y_end + (ends ? kTailSteps : 0) : begin;
       const u32 stage = ring + slot * args.slot_bytes;
-      if (at.first) {
+      if (teams > 1 || at.first(stages)) {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; ++pair) {
 #pragma unroll
           for (int i = 0; i < kMet; ++i) y[pair][i][0] = y[pair][i][1] = 0;
         }
       }
+      int h = (at.row + begin) * STRIDE - args.pad[0];
+      u32 from[STRIDE][kQuads], x[STRIDE][kQuads][4];
+      places(from, stage, begin, rows);
       wait_for(full + slot * 8, parity);
-      const int steps = at.rows + (at.last ? kTailSteps : 0);
-      int h = at.row * STRIDE - args.pad[0];
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step, h += STRIDE) {
-        const bool in_tail = step >= at.rows;
-        const u32 x_row = (in_tail ? step - at.rows : step) * STRIDE * x_pitch;
-        u32 from[STRIDE][kQuads];
+      if (kAhead && begin < end) {
 #pragma unroll
         for (int i = 0; i < STRIDE; ++i) {
 #pragma unroll
           for (int quad = 0; quad < kQuads; ++quad) {
-            u32 at_row = (in_tail ? from_tail[quad] : from_x[quad]) + x_row + i * x_pitch;
-            if (i == 0 && quad == kQuads - 1 && odd) {
-              at_row = from_y + (in_tail ? 0 : step) * y_pitch;
-            }
-            from[i][quad] = stage + swizzled(at_row, chunk);
+            load_matrices_transposed(x[i][quad], from[i][quad]);
           }
         }
+      }
+#pragma unroll 1
+      for (int step = begin; step < end; ++step, h += STRIDE) {
+        const bool in_tail = step >= y_end;
+        u32 next[STRIDE][kQuads];
+        places(next, stage, min(step + 1, end - 1), rows);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; ++pair) {
           if (pair >= own) break;
-          u32 x[kQuads][4];
-          load_matrices_transposed(x[kQuads - 1], from[0][kQuads - 1] + pair * kPairBytes);
+          // What comes next is on its way while the tensor cores work.
+          u32 ahead[STRIDE][kQuads][4];
+          const bool more = pair + 1 < PAIRS && pair + 1 < own;
+#pragma unroll
+          for (int i = 0; i < STRIDE; ++i) {
+#pragma unroll
+            for (int quad = 0; quad < kQuads; ++quad) {
+              if (kAhead) {
+                load_matrices_transposed(
+                    ahead[i][quad],
+                    more ? from[i][quad] + (pair + 1) * kPairBytes : next[i][quad]);
+              } else {
+                load_matrices_transposed(x[i][quad], from[i][quad] + pair * kPairBytes);
+              }
+            }
+          }
 #pragma unroll
           for (int i = kMet - 1; i > 0; --i) {
             y[pair][i][0] = y[pair][i - 1][0], y[pair][i][1] = y[pair][i - 1][1];
           }
-          y[pair][0][0] = in_tail ? 0 : x[kQuads - 1][1];
-          y[pair][0][1] = in_tail ? 0 : x[kQuads - 1][3];
+          y[pair][0][0] = in_tail ? 0 : x[0][kQuads - 1][1];
+          y[pair][0][1] = in_tail ? 0 : x[0][kQuads - 1][3];
 #pragma unroll
           for (int i = 0; i < STRIDE; ++i) {
             if (static_cast<u32>(h + i) >= static_cast<u32>(args.x_size[0])) continue;
             if (kTail % STRIDE > 0 && i >= kTail % STRIDE && in_tail) continue;
 #pragma unroll
             for (int quad = 0; quad < kQuads; ++quad) {
-              if (i == 0 && quad == kQuads - 1) continue;
-              load_matrices_transposed(x[quad], from[i][quad] + pair * kPairBytes);
-            }
 #pragma unroll
-            for (int r = i; r < KERNEL; r += STRIDE) {
-#pragma unroll
-              for (int quad = 0; quad < kQuads; ++quad) {
+              for (int r = i; r < KERNEL; r += STRIDE) {
                 const u32(&met)[2] = y[pair][(r - i) / STRIDE];
-                mma<T>(products[r][quad], x[quad], met[0], met[1]);
+                mma<T>(products[r][quad], x[i][quad], met[0], met[1]);
               }
             }
           }
+#pragma unroll
+          for (int i = 0; i < STRIDE; ++i) {
+#pragma unroll
+            for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+              for (int k = 0; k < 4 && kAhead; ++k) x[i][quad][k] = ahead[i][quad][k];
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < STRIDE; ++i) {
+#pragma unroll
+          for (int quad = 0; quad < kQuads; ++quad) from[i][quad] = next[i][quad];
         }
       }
       __syncwarp();
       if (lane == 0) arrive(empty + slot * 8);
       if (++slot == args.slots) slot = 0, parity ^= 1;
-      since += steps * PAIRS;
-      if (since < kFlush && index + 1 < stages.end) continue;
+      since += (end - begin) * PAIRS;
+      if (since < kFlush && at.index + 1 < stages.end) continue;
       since = 0;
 #pragma unroll
       for (int r = 0; r < KERNEL; ++r) {
@@ -193,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tap = i / CHANNELS, channel = i % CHANNELS, c = stages.tile * CHANNELS + channel;
     float sum = 0;
     if (c < args.channels) {
-      for (int part = 0; part < parts; ++part) {
+      for (int part = 0; part < parts * teams; ++part) {
         sum += sums[((part * octets + channel / 8) * kTaps + tap) * 8 + channel % 8];
       }
       if (!is_finite(sum)) sum = exact(args, stages, c, tap / KERNEL, tap % KERNEL);

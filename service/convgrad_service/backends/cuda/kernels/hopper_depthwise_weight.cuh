@@ -70,20 +70,35 @@ struct Stages {
   }
 };
 
+// One of them, and the way to the next.
 struct StageAt {
-  int n, part, row, rows;  // image, part of its rows, first row of y, how many
-  bool first, last;        // of the block's in this image
-};
+  int index, n, part, row;  // of all; image, part of its rows, first row of y
 
-__device__ __forceinline__ StageAt stage_at(const HopperDepthwiseWeightArgs& args,
-                                            const Stages& stages, int index) {
-  const int column = index / args.down, n = column / args.across;
-  const int row = (index - column * args.down) * args.stage_rows;
-  const int rows = min(args.stage_rows, args.y_size[0] - row);
-  return {n,    column - n * args.across,
-          row,  rows,
-          index == stages.begin || row == 0, index + 1 == stages.end || row + rows == args.y_size[0]};
-}
+  __device__ __forceinline__ StageAt(const HopperDepthwiseWeightArgs& args, int index)
+      : index(index) {
+    const int column = index / args.down;
+    n = column / args.across, part = column - n * args.across;
+    row = (index - column * args.down) * args.stage_rows;
+  }
+  __device__ __forceinline__ void next(const HopperDepthwiseWeightArgs& args) {
+    ++index, row += args.stage_rows;
+    if (row < args.y_size[0]) return;
+    row = 0;
+    if (++part == args.across) part = 0, ++n;
+  }
+  // Of y.
+  __device__ __forceinline__ int rows(const HopperDepthwiseWeightArgs& args) const {
+    return min(args.stage_rows, args.y_size[0] - row);
+  }
+  // Whether it is a block's first, or last, in this image.
+  __device__ __forceinline__ bool first(const Stages& stages) const {
+    return index == stages.begin || row == 0;
+  }
+  __device__ __forceinline__ bool last(const HopperDepthwiseWeightArgs& args,
+                                       const Stages& stages) const {
+    return index + 1 == stages.end || row + args.stage_rows >= args.y_size[0];
+  }
+};
 
 // One thread brings a block's stages into the ring, whose barriers are at `full` and behind them.
 __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& args,
@@ -94,20 +109,20 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& arg
   int slot = 0;
   u32 parity = 1;
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     const u32 to = ring + slot * args.slot_bytes, barrier = full + slot * 8;
     const int column = at.part * args.pairs * 16, top = at.row * STRIDE - args.pad[0];
+    const bool last = at.last(args, stages);
     wait_for(empty + slot * 8, parity);
     arrive_expecting(barrier,
-                     (pixels + (at.last ? STRIDE * kTail * args.x_columns : 0)) * kRowBytes);
+                     (pixels + (last ? STRIDE * kTail * args.x_columns : 0)) * kRowBytes);
 #pragma unroll
     for (int odd = 0; odd < STRIDE; ++odd) {
       const int left = column * STRIDE - args.pad[1] + odd;
       load_tile<4>(to + odd * args.x_bytes, args.x_map, barrier, {c, left, top, at.n});
-      if (at.last) {
+      if (last) {
         load_tile<4>(to + STRIDE * args.x_bytes + odd * args.tail_bytes, args.tail_map, barrier,
-                     {c, left, top + at.rows * STRIDE, at.n});
+                     {c, left, top + at.rows(args) * STRIDE, at.n});
       }
     }
     load_tile<4>(to + STRIDE * (args.x_bytes + args.tail_bytes), args.y_map, barrier,
@@ -123,10 +138,9 @@ __device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const
   const T* const y = static_cast<const T*>(args.y) + c;
   float sum = 0;
 #pragma unroll 1
-  for (int index = stages.begin; index < stages.end; ++index) {
-    const StageAt at = stage_at(args, stages, index);
+  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
     const int left = at.part * args.pairs * 16;
-    for (int p = at.row; p < at.row + at.rows; ++p) {
+    for (int p = at.row; p < at.row + at.rows(args); ++p) {
       for (int q = left; q < min(left + args.pairs * 16, args.y_size[1]); ++q) {
         const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
         if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;

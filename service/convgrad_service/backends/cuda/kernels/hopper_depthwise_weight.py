@@ -35,8 +35,6 @@ ALIGN_BYTES = 1024
 MOST_SLOTS, LEAST_SLOTS = 16, 4
 MOST_ROWS = 256  # of a box
 MOST_INDEX = 2**31 - 1
-# What a block of a tile takes beside its channels, in channels.
-TILE_START = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,7 @@ class HopperWeightTile:
     warps: int
     channels: int = 64
     stage_rows: int = 0
+    start: int = 64
 
     @property
     def most_pairs(self) -> int:
@@ -184,7 +183,7 @@ class HopperDepthwiseWeight:
         tiles = ceil_div(work.groups, tile.channels)
         count = _stages(plane, stage)
         slots = stage.slots(device)
-        blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device)
+        blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device, tile.start)
 
         args = HopperDepthwiseWeightArgs()
         fill_operands(args, work, plane, work.x, work.y)
@@ -266,15 +265,15 @@ def _stages(plane: Plane, stage: Stage) -> int:
 
 
 def blocks_of_tiles(
-    channels: int, of_tile: int, stages: int, device: CudaDevice
+    channels: int, of_tile: int, stages: int, device: CudaDevice, start: int
 ) -> tuple[int, int]:
     """Of a tile of channels, and of the last one, which may have fewer: all run at once, and take
-    about as long."""
+    about as long. ``start`` is what a stage takes beside its channels, in channels."""
     tiles = ceil_div(channels, of_tile)
     rest = channels - (tiles - 1) * of_tile
     if tiles > device.multiprocessors:
         return 1, 1
-    full, last = of_tile + TILE_START, rest + TILE_START
+    full, last = of_tile + start, rest + start
     last_blocks = max(1, device.multiprocessors * last // ((tiles - 1) * full + last))
     if tiles == 1:
         return min(stages, last_blocks), min(stages, last_blocks)
