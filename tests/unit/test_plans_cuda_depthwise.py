@@ -143,7 +143,7 @@ def test_what_hopper_takes() -> None:
 @pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])
 @pytest.mark.parametrize("stages", [1, 5, 128, 3584])
 def test_blocks_of_tiles_run_at_once(channels: int, stages: int) -> None:
-    blocks, last = blocks_of_tiles(channels, 64, stages, H200)
+    blocks, last = blocks_of_tiles(channels, 64, stages, H200, 64)
     tiles = -(-channels // 64)
     assert 1 <= last <= stages
     assert 1 <= blocks <= stages

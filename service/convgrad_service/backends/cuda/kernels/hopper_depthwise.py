@@ -48,6 +48,7 @@ class HopperDepthwiseTile:
     channels: int = 64
     stage_rows: int = 0
     start: int = 64
+    fetch: int = 256
 
     @property
     def most_pairs(self) -> int:
@@ -275,6 +276,7 @@ def _maps(work: ConvWork, plane: Plane, stage: Stage) -> dict[str, tuple[Operand
             (pixel * item, row * item, image * item),
             swizzle=tile.row_bytes,
             box=(tile.channels, columns, rows, 1),
+            l2_bytes=tile.fetch,
         )
 
     columns = stage.pairs * PAIR_COLUMNS * tile.stride

@@ -9,8 +9,7 @@
 // is wanted, one in eight; but operands are what ldmatrix makes of pixels as they lie, so nothing is
 // turned around, and what a row of x was loaded as serves KERNEL rows of taps.
 // Block: a tile of CHANNELS channels and a run of stages: `stage_rows` rows of y, `pairs` times 16
-// columns wide, from one image into the next. One thread copies them (TMA, boxes of 64 channels,
-// columns of each parity by themselves where the stride is 2), WARPS warps multiply: each has 8
+// columns wide, from one image into the next. One thread copies them (TMA, boxes of 64 channels), WARPS warps multiply: each has 8
 // channels and up to PAIRS times 16 columns, walks down x, and keeps the rows of y that meet it.
 // Grid: `blocks` for each tile, `last_blocks` for the last, which may have fewer channels.
 // Dynamic shared memory: 1,024 bytes to align it by, a ring of `slots` stages, the warps' sums.
@@ -90,11 +89,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const int s = min(2 * quad + odd, KERNEL - 1);
-      const u32 within = (pixel + s / STRIDE) * kRowBytes;
-      from_x[quad] = within + s % STRIDE * args.x_bytes;
-      from_tail[quad] = within + STRIDE * args.x_bytes + s % STRIDE * args.tail_bytes;
+      from_x[quad] = (pixel * STRIDE + s) * kRowBytes;
+      from_tail[quad] = from_x[quad] + args.x_bytes;
     }
-    const u32 from_y = STRIDE * (args.x_bytes + args.tail_bytes) + pixel * kRowBytes;
+    const u32 from_y = args.x_bytes + args.tail_bytes + pixel * kRowBytes;
     const bool diagonal = lane % 4 == lane / 8;  // holds a channel of x times the same of y
     const bool second = lane / 4 % 2 != 0;
     float* const own_sums = sums + warp * kTaps * 8 + lane / 4;
@@ -104,6 +102,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     u32 y[PAIRS][kMet][2];
     int slot = 0, since = 0;
     u32 parity = 0;
+    const u32 last_apart = odd ? kPairBytes : STRIDE * kPairBytes;
+    const auto apart = [&](int i, int quad) {
+      return i == 0 && quad == kQuads - 1 ? last_apart : STRIDE * kPairBytes;
+    };
     // Where this lane's rows of a step's matrices lie.
     const auto places = [&](u32 (&from)[STRIDE][kQuads], u32 stage, int step, int rows) {
       const bool below = step >= rows;
@@ -165,9 +167,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               if (kAhead) {
                 load_matrices_transposed(
                     ahead[i][quad],
-                    more ? from[i][quad] + (pair + 1) * kPairBytes : next[i][quad]);
+                    more ? from[i][quad] + (pair + 1) * apart(i, quad) : next[i][quad]);
               } else {
-                load_matrices_transposed(x[i][quad], from[i][quad] + pair * kPairBytes);
+                load_matrices_transposed(x[i][quad], from[i][quad] + pair * apart(i, quad));
               }
             }
           }

@@ -9,7 +9,7 @@
 namespace convgrad {
 
 struct HopperDepthwiseWeightArgs {
-  TensorMap x_map;     // a stage's rows of one column parity
+  TensorMap x_map;     // a stage's rows
   TensorMap tail_map;  // the rows below them
   TensorMap y_map;
   const void* x;           // the input
@@ -34,9 +34,9 @@ struct HopperDepthwiseWeightArgs {
   int down;        // stages of an image's part
   int stages;      // of all images
   int stage_rows;  // of y
-  int x_columns;   // of a stage, of one parity
+  int x_columns;   // of a stage
   int slots;       // of the ring
-  int x_bytes;     // of a stage's rows of one parity, rounded up to kAlign
+  int x_bytes;     // of a stage's rows, rounded up to kAlign
   int tail_bytes;
   int slot_bytes;
   int blocks;       // of a tile of channels
@@ -105,7 +105,7 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& arg
                                             const Stages& stages, u32 ring, u32 full) {
   const u32 empty = full + kMostSlots * 8;
   const int c = stages.tile * CHANNELS;
-  const int pixels = STRIDE * args.stage_rows * args.x_columns * STRIDE + args.stage_rows * args.pairs * 16;
+  const int pixels = args.stage_rows * (STRIDE * args.x_columns + args.pairs * 16);
   int slot = 0;
   u32 parity = 1;
 #pragma unroll 1
@@ -115,17 +115,14 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& arg
     const bool last = at.last(args, stages);
     wait_for(empty + slot * 8, parity);
     arrive_expecting(barrier,
-                     (pixels + (last ? STRIDE * kTail * args.x_columns : 0)) * kRowBytes);
-#pragma unroll
-    for (int odd = 0; odd < STRIDE; ++odd) {
-      const int left = column * STRIDE - args.pad[1] + odd;
-      load_tile<4>(to + odd * args.x_bytes, args.x_map, barrier, {c, left, top, at.n});
-      if (last) {
-        load_tile<4>(to + STRIDE * args.x_bytes + odd * args.tail_bytes, args.tail_map, barrier,
-                     {c, left, top + at.rows(args) * STRIDE, at.n});
-      }
+                     (pixels + (last ? kTail * args.x_columns : 0)) * kRowBytes);
+    const int left = column * STRIDE - args.pad[1];
+    load_tile<4>(to, args.x_map, barrier, {c, left, top, at.n});
+    if (last) {
+      load_tile<4>(to + args.x_bytes, args.tail_map, barrier,
+                   {c, left, top + at.rows(args) * STRIDE, at.n});
     }
-    load_tile<4>(to + STRIDE * (args.x_bytes + args.tail_bytes), args.y_map, barrier,
+    load_tile<4>(to + args.x_bytes + args.tail_bytes, args.y_map, barrier,
                  {c, column, at.row, at.n});
     if (++slot == args.slots) slot = 0, parity ^= 1;
   }
@@ -175,14 +172,24 @@ __device__ __forceinline__ void put_tile(const HopperDepthwiseWeightArgs& args,
                                          const Stages& stages, const float* partials,
                                          float* shares) {
   constexpr int quads = kTaps * CHANNELS / 4;
+  constexpr int kTogether = 16;  // loads under way
   constexpr int count = quads >= kMultiplying ? 1 : kMultiplying / quads;
   for (int i = threadIdx.x; i < quads * count; i += kMultiplying) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
     float sum[4] = {};
-#pragma unroll 12
-    for (int other = i / quads; other < stages.blocks; other += count) {
-      const float4 part = __ldcg(from + static_cast<i64>(other) * quads);
-      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    for (int other = i / quads; other < stages.blocks; other += count * kTogether) {
+      float4 part[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        part[k] = {0, 0, 0, 0};
+        if (other + k * count < stages.blocks) {
+          part[k] = __ldcg(from + static_cast<i64>(other + k * count) * quads);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        sum[0] += part[k].x, sum[1] += part[k].y, sum[2] += part[k].z, sum[3] += part[k].w;
+      }
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) shares[i * 4 + k] = sum[k];

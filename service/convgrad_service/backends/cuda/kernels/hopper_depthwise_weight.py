@@ -49,6 +49,7 @@ class HopperWeightTile:
     channels: int = 64
     stage_rows: int = 0
     start: int = 64
+    fetch: int = 256
 
     @property
     def most_pairs(self) -> int:
@@ -106,8 +107,7 @@ class Stage:
 
     @property
     def x_columns(self) -> int:
-        """Of one parity."""
-        return self.pairs * PAIR_COLUMNS + (self.tile.kernel - 1) // self.tile.stride
+        return (self.pairs * PAIR_COLUMNS - 1) * self.tile.stride + self.tile.kernel
 
     @property
     def x_rows(self) -> int:
@@ -118,14 +118,14 @@ class Stage:
         return self.tile.kernel - self.tile.stride
 
     def row_bytes(self, rows: int) -> int:
-        """Of so many rows of x of one parity."""
+        """Of so many rows of x."""
         return aligned(rows * self.x_columns * self.tile.row_bytes)
 
     @property
     def slot_bytes(self) -> int:
         y = self.rows * self.pairs * PAIR_COLUMNS * self.tile.row_bytes
         x = self.row_bytes(self.x_rows) + self.row_bytes(self.tail_rows)
-        return self.tile.stride * x + aligned(y)
+        return x + aligned(y)
 
     def slots(self, device: CudaDevice) -> int:
         """Of a ring, beside what aligns it, the sums and the barriers."""
@@ -282,13 +282,10 @@ def blocks_of_tiles(
 
 
 def _maps(work: ConvWork, plane: Plane, stage: Stage) -> dict[str, tuple[Operand | str, TileMap]]:
-    """Boxes of x, with every second column where the stride is 2, and of y."""
     tile = stage.tile
-    columns = (stage.x_columns - 1) * tile.stride + 1
-    steps = (1, tile.stride, 1, 1)
 
     def of(
-        operand: Operand, size: tuple[int, int], steps: tuple[int, ...], columns: int, rows: int
+        operand: Operand, size: tuple[int, int], columns: int, rows: int
     ) -> tuple[Operand | str, TileMap]:
         item = operand.dtype.itemsize
         image, row, pixel = plane.strides(operand)
@@ -297,15 +294,15 @@ def _maps(work: ConvWork, plane: Plane, stage: Stage) -> dict[str, tuple[Operand
             (work.groups, size[1], size[0], plane.batch),
             (pixel * item, row * item, image * item),
             swizzle=tile.row_bytes,
-            steps=steps,
             box=(tile.channels, columns, rows, 1),
+            l2_bytes=tile.fetch,
         )
 
     y_columns = stage.pairs * PAIR_COLUMNS
     return {
-        "x_map": of(work.x, plane.input, steps, columns, stage.x_rows),
-        "tail_map": of(work.x, plane.input, steps, columns, stage.tail_rows),
-        "y_map": of(work.y, plane.output, (1, 1, 1, 1), y_columns, stage.rows),
+        "x_map": of(work.x, plane.input, stage.x_columns, stage.x_rows),
+        "tail_map": of(work.x, plane.input, stage.x_columns, stage.tail_rows),
+        "y_map": of(work.y, plane.output, y_columns, stage.rows),
     }
 
 
