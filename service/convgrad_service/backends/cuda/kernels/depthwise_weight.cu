@@ -8,13 +8,15 @@
 // kernels of more rows are cut into groups of so many.
 // Grid: (blocks * channel tiles, 1, groups of kernel rows).
 // Shared memory: STAGES rows of x and y a warp, then in their place the strips' sums, added up in
-// order; the last block of a channel tile to arrive adds the blocks' partial sums up, in order.
+// order; the last block of a channel tile to arrive adds the blocks' partial sums up, in an order
+// that depends on their number alone.
 // Deterministic.
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements; `arrived` being 0, and partials with more than one block.
 // Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
 // since 0 * Inf is NaN.
 #include "depthwise_args.cuh"
+#include "partial_sums.cuh"
 
 using namespace convgrad;
 
@@ -241,14 +243,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   __syncthreads();
   if (!last) return;
   __threadfence();
+  // Every share-th by one thread, then the shares.
+  constexpr int quads = kPart / 4, shares = WARPS * 32 >= quads ? WARPS * 32 / quads : 1;
+  for (int i = thread; i < quads * shares; i += threads) {
+    reinterpret_cast<float4*>(units_sums)[i] = sum_of_every(
+        reinterpret_cast<const float4*>(partials) + i % quads, i / quads, shares, blocks, quads);
+  }
+  __syncthreads();
   for (int i = thread; i < kPart; i += threads) {
     const int tap = i / kChannels, channel = i % kChannels;
     const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
     S sum = 0;
-#pragma unroll 16
-    for (int other = 0; other < blocks; ++other) {
-      sum += __ldcg(partials + static_cast<i64>(other) * kPart + i);
-    }
+    for (int share = 0; share < shares; ++share) sum += units_sums[share * kPart + i];
     if (r < args.kernel_rows && first_channel + channel < args.channels) {
       put(args, first_channel + channel, r, s, sum);
     }

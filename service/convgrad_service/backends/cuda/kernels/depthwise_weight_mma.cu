@@ -23,6 +23,7 @@
 // Padding and diagonals that are not wanted meet elements that may be Inf; a sum that is not finite
 // is computed again from the pairs that exist.
 #include "depthwise_strips.cuh"
+#include "partial_sums.cuh"
 
 namespace convgrad {
 
@@ -344,14 +345,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int quads = part / 4, shares = max(1, kThreads / quads);
   for (int i = threadIdx.x; i < quads * shares; i += kThreads) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    float sum[4] = {};
-#pragma unroll 8
-    for (int other = i / quads; other < blocks; other += shares) {
-      const float4 part_sum = __ldcg(from + static_cast<i64>(other) * quads);
-      sum[0] += part_sum.x, sum[1] += part_sum.y, sum[2] += part_sum.z, sum[3] += part_sum.w;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) sums[i * 4 + k] = sum[k];
+    const float4 sum = sum_of_every(from, i / quads, shares, blocks, quads);
+    reinterpret_cast<float4*>(sums)[i] = sum;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < part; i += kThreads) {

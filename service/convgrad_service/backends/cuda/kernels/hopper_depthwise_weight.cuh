@@ -4,6 +4,7 @@
 
 #include "epilogue.cuh"
 #include "hopper.cuh"
+#include "partial_sums.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
@@ -172,27 +173,11 @@ __device__ __forceinline__ void put_tile(const HopperDepthwiseWeightArgs& args,
                                          const Stages& stages, const float* partials,
                                          float* shares) {
   constexpr int quads = kTaps * CHANNELS / 4;
-  constexpr int kTogether = 16;  // loads under way
   constexpr int count = quads >= kMultiplying ? 1 : kMultiplying / quads;
   for (int i = threadIdx.x; i < quads * count; i += kMultiplying) {
     const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
-    float sum[4] = {};
-    for (int other = i / quads; other < stages.blocks; other += count * kTogether) {
-      float4 part[kTogether];
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        part[k] = {0, 0, 0, 0};
-        if (other + k * count < stages.blocks) {
-          part[k] = __ldcg(from + static_cast<i64>(other + k * count) * quads);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        sum[0] += part[k].x, sum[1] += part[k].y, sum[2] += part[k].z, sum[3] += part[k].w;
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) shares[i * 4 + k] = sum[k];
+    reinterpret_cast<float4*>(shares)[i] =
+        sum_of_every(from, i / quads, count, stages.blocks, quads);
   }
   wait_at(1, kMultiplying);
   for (int i = threadIdx.x; i < kTaps * CHANNELS; i += kMultiplying) {
