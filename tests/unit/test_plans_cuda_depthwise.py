@@ -16,20 +16,18 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     rows_of_chunks,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.hopper_depthwise import HopperDepthwise
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
     HopperDepthwiseWeight,
     blocks_of_tiles,
 )
 from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_program import Launch
 from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 
 INSTANCES = {*DepthwiseMma().instances(), *DepthwiseWeightMma().instances()}
-HOPPER_INSTANCES = {*HopperDepthwise().instances(), *HopperDepthwiseWeight().instances()}
 OLDER = replace(H200, capability=(8, 0))
 
 
@@ -105,11 +103,10 @@ def test_one_launch_of_a_listed_instance(
     if multiplier == 1:
         problems.append(ConvBwdData(conv=conv, dtype=dtype, layout=layout))
     for problem in problems:
-        for device, instances in ((OLDER, INSTANCES), (H200, INSTANCES | HOPPER_INSTANCES)):
-            plan = plan_for(problem, device, FAMILIES)
-            (launch,) = (step for step in plan.steps if isinstance(step, Launch))
-            assert launch.instance in instances, plan.kernel
-            assert launch.shared_bytes <= device.shared_bytes_per_block
+        plan = plan_for(problem, H200, FAMILIES)
+        (launch,) = (step for step in plan.steps if isinstance(step, Launch))
+        assert launch.instance in INSTANCES, plan.kernel
+        assert launch.shared_bytes <= H200.shared_bytes_per_block
 
 
 @pytest.mark.parametrize(
@@ -128,23 +125,36 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
     assert passed_over[DepthwiseMma().name].startswith(reason)
 
 
-def test_what_hopper_takes() -> None:
-    conv, layout, dtype = shape((3, 3), size=(14, 30)), LAYOUTS["NHWC"], DType.BFLOAT16
-    name = HopperDepthwise().name
-    for problem in (
-        ConvFwd(conv=conv, dtype=dtype, layout=layout, bias=False),
-        ConvBwdData(conv=conv, dtype=dtype, layout=layout),
-    ):
-        assert plan_for(problem, H200, FAMILIES).kernel.startswith(name)
-    plan = plan_for(ConvFwd(conv=conv, dtype=dtype, layout=layout, bias=True), H200, FAMILIES)
-    assert dict(plan.passed_over)[name] == "a result that is not the sum itself"
+@pytest.mark.parametrize(
+    ("kernel", "stride", "batch", "device", "reason"),
+    [
+        (3, 2, 64, H200, None),
+        (3, 2, 64, OLDER, "needs Hopper; this is sm_80"),
+        (3, 1, 64, H200, "no instance for kernel (1, 3, 3) and stride (1, 1, 1)"),
+        (3, 2, 1, H200, "752640 elements; others are faster on few"),
+    ],
+)
+def test_what_hopper_takes(
+    kernel: int, stride: int, batch: int, device: CudaDevice, reason: str | None
+) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((kernel, kernel), stride, size=(112, 112), batch=batch),
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    plan = plan_for(problem, device, FAMILIES)
+    name = HopperDepthwiseWeight().name
+    assert dict(plan.passed_over).get(name) == reason
+    assert (plan.kernel == name) == (reason is None)
 
 
 @pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])
 @pytest.mark.parametrize("stages", [1, 5, 128, 3584])
 def test_blocks_of_tiles_run_at_once(channels: int, stages: int) -> None:
-    blocks, last = blocks_of_tiles(channels, 64, stages, H200, 64)
-    tiles = -(-channels // 64)
+    blocks, last = blocks_of_tiles(channels, 32, stages, H200)
+    tiles = -(-channels // 32)
     assert 1 <= last <= stages
     assert 1 <= blocks <= stages
     assert (tiles - 1) * blocks + last <= max(H200.multiprocessors, tiles)

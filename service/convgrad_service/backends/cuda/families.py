@@ -28,7 +28,6 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
-from convgrad_service.backends.cuda.kernels.hopper_depthwise import HopperDepthwise
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
@@ -55,7 +54,6 @@ __all__ = ["FAMILIES"]
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
 DEPTHWISE = (
-    HopperDepthwise(),
     Depthwise(),
     DepthwiseMma(),
     ConvThroughChannelsLast(Depthwise(), COPIES),
