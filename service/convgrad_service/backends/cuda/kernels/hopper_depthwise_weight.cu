@@ -4,18 +4,20 @@
 // w[c, r, s] = sum over (n, p, q) of
 //              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
 // then alpha and beta*accumulate, and one rounding. KERNEL rows and columns.
-// GEMM view, for 8 channels, one row of the kernel and two of its columns: M = 8 channels of x at the
-// one tap and at the other, N = 8 channels of y, K = 16 columns of y. Only what meets its own channel
-// is wanted, one in eight; but operands are what ldmatrix makes of pixels as they lie, so nothing is
-// turned around, and what a row of x was loaded as serves KERNEL rows of taps.
+// GEMM view, for 8 channels, one row of the kernel and two of its columns: M = 8 channels of x at
+// the one tap and at the other, N = 8 channels of y, K = 16 columns of y. Only what meets its own
+// channel is wanted, one in eight; but operands are what ldmatrix makes of pixels as they lie, so
+// nothing is turned around, and what a row of x was loaded as serves all its rows of taps.
 // Block: a tile of CHANNELS channels and a run of stages: `stage_rows` rows of y, `pairs` times 16
-// columns wide, from one image into the next. One thread copies them (TMA, boxes of 64 channels), WARPS warps multiply: each has 8
-// channels and up to PAIRS times 16 columns, walks down x, and keeps the rows of y that meet it.
+// columns wide, from one image into the next. One thread copies them (TMA), WARPS warps multiply:
+// each has 8 channels and up to PAIRS times 16 columns, walks down x, and keeps the rows of y that
+// meet it. Where stages are whole images, warps also share the rows.
 // Grid: `blocks` for each tile, `last_blocks` for the last, which may have fewer channels.
 // Dynamic shared memory: 1,024 bytes to align it by, a ring of `slots` stages, the warps' sums.
-// Deterministic: the last block of a tile to arrive adds the blocks' partial sums up, in order.
-// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0, and
-// partials with more than one block.
+// Deterministic: the last block of a tile to arrive adds the blocks' partial sums up, in an order
+// that depends on their number alone.
+// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
+// and partials with more than one block.
 // Zeros stand for what is outside; a sum that is not finite is computed again from the pairs that
 // exist. Tensor cores do not round but cut, so products are added up in float32 every kFlush.
 // Index limits: stages below 2^31, elements 64-bit.
@@ -82,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int team_rows = (args.stage_rows + teams - 1) / teams;
     const u32 chunk = warp % octets * 16;
     const u32 x_pitch = args.x_columns * kRowBytes, y_pitch = args.pairs * kPairBytes;
-    // Of a quad's matrices, this lane says a row of one: two shifts, then those 8 columns further on.
-    // The last quad has y in place of a shift.
+    // Of a quad's matrices, this lane says a row of one: two shifts, then those 8 columns further
+    // on. The last quad has y in place of a shift.
     const int pixel = first * 16 + lane / 16 * 8 + lane % 8, odd = lane / 8 % 2;
     u32 from_x[kQuads], from_tail[kQuads];
 #pragma unroll
@@ -115,7 +117,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad) {
           u32 at_row = (below ? from_tail[quad] : from_x[quad]) + x_row + i * x_pitch;
-          if (i == 0 && quad == kQuads - 1 && odd) at_row = from_y + min(step, rows - 1) * y_pitch;
+          if (i == 0 && quad == kQuads - 1 && odd) {
+            at_row = from_y + min(step, rows - 1) * y_pitch;
+          }
           from[i][quad] = stage + swizzled(at_row, chunk);
         }
       }

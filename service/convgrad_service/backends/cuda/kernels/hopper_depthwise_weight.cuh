@@ -1,5 +1,5 @@
-// What hopper_depthwise_weight.cu is made of: its argument, where things lie in shared memory, which
-// stages a block takes, the copying, exact results.
+// What hopper_depthwise_weight.cu is made of: its argument, which stages a block takes, the copies,
+// exact results.
 #pragma once
 
 #include "epilogue.cuh"
@@ -167,7 +167,7 @@ __device__ __forceinline__ void put(const HopperDepthwiseWeightArgs& args, int c
       narrow<R>(sum);
 }
 
-// What the tile's blocks have summed, [tap][channel] one block after another, by all of one that multiply:
+// What the tile's blocks have summed, [tap][channel] one after another, by all of one that multiply:
 // every share-th by one thread, then the shares; in an order that depends on their number alone.
 __device__ __forceinline__ void put_tile(const HopperDepthwiseWeightArgs& args,
                                          const Stages& stages, const float* partials,

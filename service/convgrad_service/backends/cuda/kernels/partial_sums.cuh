@@ -5,9 +5,9 @@
 
 namespace convgrad {
 
-// The sum, in order, of every `step`-th of `count` vectors that lie `apart` vectors apart, from number
-// `first` on. Loads are under way together, those of the last round too: the rest of an unrolled loop
-// waits for each before the next, 0.3 us at a time.
+// The sum, in order, of every `step`-th of `count` vectors that lie `apart` vectors apart, from
+// number `first` on. Loads are under way together, those of the last round too: the rest of an
+// unrolled loop waits for each before the next.
 __device__ __forceinline__ float4 sum_of_every(const float4* from, int first, int step, int count,
                                                i64 apart) {
   constexpr int kTogether = 12;
