@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -16,11 +17,13 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_program import Fragment
 from convgrad_service.plans.cuda_works import ConvWork
+from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import with_layouts
-from tests.kernels.test_grouped import gates, not_finite
+from tests.kernels.harness import answers, check, with_layouts
+from tests.kernels.test_grouped import ROUNDED, gates, not_finite
+from tests.oracle import expected
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
@@ -51,12 +54,16 @@ CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.ite
 # What stands in a cut: a tile, taps that share a box or not, what a cluster does.
 KINDS: dict[str, Callable[[Cut], bool]] = {
     "128x192": lambda cut: cut.cluster == 1,
+    "128x192_together": lambda cut: cut.cluster == 1 and cut.shared_taps == 1,
+    "128x192_shared_input_together": lambda cut: cut.cluster > 1 and cut.rows_first,
     "128x192_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "128x192_shared_input": lambda cut: cut.cluster > 1 and cut.rows_first and not cut.sums,
     "128x192_shared_grad": lambda cut: cut.cluster > 1 and not cut.rows_first and not cut.sums,
     "128x192_summed": lambda cut: cut.sums and cut.cluster == 4,
     "64x576_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "64x288": lambda cut: cut.cluster == 1,
+    "128x192_taps_together": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
+    "64x288_together": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "256x64": lambda cut: cut.cluster == 1,
 }
 # Each kind is compiled for the emulator, so few geometries meet many of them.
@@ -71,7 +78,13 @@ EMULATED += [
 EMULATED += [(name, "128x192", "float16") for name in ("plain", "3d_strided")]
 EMULATED += [
     (name, kind, "tf32")
-    for kind in ("128x192", "128x192_taps", "64x288")
+    for kind in (
+        "128x192",
+        "128x192_together",
+        "128x192_taps_together",
+        "128x192_summed",
+        "64x288",
+    )
     for name in (
         "plain",
         "channels_67_to_131",
@@ -83,6 +96,7 @@ EMULATED += [
     )
 ]
 NOT_FINITE = ("plain", "strided", "dilated", "padding_beyond", "channels_67_to_131", "3d")
+FAR_APART = ("plain", "many_tiles", "channels_36_to_20", "3d")
 EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups" not in case.name]
 
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
@@ -94,6 +108,7 @@ class OfKind(HopperWeight):
     def __init__(self, kind: str) -> None:
         super().__init__(least_channels=1, everywhere=True)
         self._tile, self._is = kind.split("_")[0], KINDS[kind]
+        self._together = kind.endswith("_together")
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         return super().why_not(work, device) or (
@@ -108,7 +123,8 @@ class OfKind(HopperWeight):
         # Few multiprocessors, so that blocks have several units.
         few = replace(device, multiprocessors=12)
         cuts = reachable(work, few)
-        return [cut for cut in cuts if cut.tile.name == self._tile and self._is(cut)]
+        of_tile = (cut for cut in cuts if cut.tile.name == self._tile)
+        return [cut for cut in of_tile if cut.together is self._together and self._is(cut)]
 
 
 def of_kind(kind: str) -> Families:
@@ -135,6 +151,37 @@ def test_emulated(seed: int, name: str, kind: str, dtype: str) -> None:
     gates(EmulatedBackend(of_kind(kind)), seed, CASES[name], dtype, layouts[-1:])
 
 
+def far_apart(backend: Backend, seed: int, name: str, layout: str | None) -> None:
+    """float32 of ``precision: high`` whose magnitudes no float16 holds: channels by powers of two,
+    and in every third channel of either tensor elements too."""
+    case = CASES[name].with_params("high", precision="high")
+    rng = rng_for(seed, case.id, "far_apart")
+    tensors = draw(case, rng, DTYPES["float32"], normals)
+    for sign, tensor in zip((1, -1), tensors.values(), strict=True):
+        channels = tensor.shape[1]
+        powers = np.zeros(tensor.shape, np.int32)
+        powers += (sign * (np.arange(channels) * 7 % 81 - 40)).reshape(-1, *[1] * case.ndim)
+        powers[:, ::3] -= rng.integers(0, 45, powers[:, ::3].shape, dtype=np.int32)
+        tensor[:] = np.ldexp(tensor, powers)
+        tensor[:, 1::6] *= rng.random(tensor[:, 1::6].shape) < 0.1
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(backend, case, tensors, layout)
+    check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}", ROUNDED)
+
+
+@pytest.mark.parametrize("name", FAR_APART)
+def test_far_apart(backend: Backend, seed: int, name: str) -> None:
+    far_apart(backend, seed, name, with_layouts(CASES[name].ndim, grouped=False)[-1])
+
+
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_together"])
+@pytest.mark.parametrize("name", FAR_APART)
+def test_emulated_far_apart(seed: int, name: str, kind: str) -> None:
+    layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
+    far_apart(EmulatedBackend(of_kind(kind)), seed, name, layout)
+
+
 @emulation
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
 @pytest.mark.parametrize("name", ["channels_36_to_20", "output_1"])
@@ -148,7 +195,7 @@ def test_emulated_as_planned(seed: int, name: str, dtype: str) -> None:
 
 
 @emulation
-@pytest.mark.parametrize("kind", ["128x192", "128x192_taps", "128x192_summed"])
+@pytest.mark.parametrize("kind", ["128x192", "128x192_taps", "128x192_summed", "128x192_together"])
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
@@ -156,7 +203,7 @@ def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
 
 
 @emulation
-@pytest.mark.parametrize("kind", ["128x192", "128x192_summed"])
+@pytest.mark.parametrize("kind", ["128x192", "128x192_summed", "128x192_together"])
 @pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
 def test_emulated_epilogues(seed: int, case: Case, kind: str) -> None:
     layouts = with_layouts(case.ndim, grouped=False)

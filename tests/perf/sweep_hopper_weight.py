@@ -20,7 +20,8 @@ from typing import Any
 
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight, reachable
-from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import Cut, expected_s
+from convgrad_service.backends.cuda.kernels.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import Cut
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import CudaPlan, Fragment, Instance
@@ -64,7 +65,7 @@ def candidates(work: ConvWork, device: CudaDevice, most: int) -> list[Cut]:
     """One of each kind, those expected to take least; the plan's own is the first."""
     kinds: dict[tuple[Any, ...], Cut] = {}
     for cut in sorted(reachable(work, device), key=lambda one: expected_s(one, device)):
-        kind = cut.tile, cut.shared_taps, cut.cluster, cut.rows_first, cut.sums
+        kind = cut.tile, cut.shared_taps, cut.cluster, cut.rows_first, cut.sums, cut.together
         kinds.setdefault(kind, cut)
     return list(kinds.values())[:most]
 

@@ -9,16 +9,16 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.hopper_weight_args import least_terms
+from convgrad_service.backends.cuda.kernels.hopper_weight_model import expected_s
 from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     LEAST_STAGES,
     PARTIAL_BYTES,
-    SPLIT_TILES,
-    TILES,
+    PIXELS,
     cuts,
-    expected_s,
 )
 from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Launch
+from convgrad_service.plans.cuda_program import ZEROS_BYTES, Launch
 from convgrad_service.plans.cuda_works import ConvWork
 from tests.unit.test_plans_cuda_dense import work_of
 
@@ -44,7 +44,7 @@ WORKS = {
         (work_of("bwd_weight", dtype=DType.FLOAT32), "float32 of highest"),
         (
             work_of("bwd_weight", dtype=DType.FLOAT32, precision="high", stride=2),
-            "share few copies",
+            "few products",
         ),
         (work_of("bwd_weight", size=40, kernel=1, pad=0, stride=9), "a stride of 9"),
         (work_of("bwd_weight", size=300, kernel=3, pad=128, dilation=128), "reach over 256"),
@@ -70,9 +70,10 @@ def test_every_pixel_is_counted_once_by_every_tile(name: str) -> None:
         assert 0 <= cut.whole <= cut.tiles
         rows = work.batch * work.output[0] * work.output[1]
         pixels = rows * (work.output[2] + cut.halo)
-        assert (cut.steps - 1) * cut.tile.pixels < pixels <= cut.steps * cut.tile.pixels
+        assert (cut.steps - 1) * PIXELS < pixels <= cut.steps * PIXELS
         # The kernel's bounds of each share.
-        bounds = [cut.steps * share // cut.shares for share in range(cut.shares + 1)]
+        each, more = divmod(cut.steps, cut.shares)
+        bounds = [each * share + min(share, more) for share in range(cut.shares + 1)]
         assert bounds[0] == 0
         assert bounds[-1] == cut.steps
         assert all(low < high for low, high in pairwise(bounds))
@@ -90,7 +91,7 @@ def test_what_is_asked_for_fits(name: str, dtype: DType) -> None:
         assert cut.stages(H200) >= LEAST_STAGES
         assert cut.shared_bytes(H200) <= H200.shared_bytes_per_block - 1024
         assert cut.shares == 1 or cut.partial_bytes <= PARTIAL_BYTES
-        assert cut.tile in (SPLIT_TILES if dtype is DType.FLOAT32 else TILES)
+        assert (cut.scaled_bytes > 0) is (dtype is DType.FLOAT32)
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -100,18 +101,59 @@ def test_partial_sums_have_a_place_and_a_second_kernel(name: str) -> None:
         fragment = HopperWeight().launches(work, H200, cut)
         kernels = [step.instance.entry for step in fragment.steps if isinstance(step, Launch)]
         partial = [space for space in fragment.workspace if space.name == "partials"]
-        assert ("hopper_weight_sum" in kernels) is bool(partial) is (cut.parted > 0)
+        assert bool(partial) is (cut.parted > 0)
+        assert ("hopper_weight_sum" in kernels) is (cut.parted > 0 and not cut.together)
         if partial:
             assert partial[0].size_bytes == cut.parted * cut.shares * cut.tile.sums * 4
 
 
-def test_an_epilogue_takes_the_second_kernel() -> None:
+def test_an_epilogue_takes_partial_sums() -> None:
     work = replace(WORKS["many"], alpha=0.5)
+    assert all(cut.whole == 0 for cut in cuts(work, H200, direct=False))
     fragment = HopperWeight().launches(work, H200)
-    assert [step.instance.entry for step in fragment.steps if isinstance(step, Launch)] == [
-        "hopper_weight",
-        "hopper_weight_sum",
-    ]
+    assert [space.name for space in fragment.workspace] == ["partials"]
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_blocks_that_add_up_together_have_one_unit_of_it_each_their_last(name: str) -> None:
+    for cut in cuts(WORKS[name], H200, direct=True):
+        if not cut.together:
+            continue
+        assert cut.parted * cut.shares <= cut.blocks(H200)
+        assert cut.whole % cut.blocks(H200) == 0
+        assert cut.shares <= 255
+        assert cut.parted * 4 <= ZEROS_BYTES
+        assert cut.tile.warpgroups * 4 % cut.slices == 0
+
+
+def test_float32_is_copied_to_float16_first() -> None:
+    work = work_of(
+        "bwd_weight",
+        channels=(256, 256),
+        size=56,
+        batch=64,
+        dtype=DType.FLOAT32,
+        precision="high",
+    )
+    fragment = HopperWeight().launches(work, H200)
+    kernels = [step.instance.entry for step in fragment.steps if isinstance(step, Launch)]
+    assert kernels == ["scaled_halves", "scaled_halves", "hopper_weight"]
+    sizes = {space.name: space.size_bytes for space in fragment.workspace}
+    assert sizes["input_halves"] == sizes["grad_output_halves"] == 64 * 56 * 56 * 256 * 2
+    assert sizes["peaks"] == 2 * 512 * 4
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("pad", "dilation"), [(0, 1), (1, 1), (6, 1), (4, 4), (2, 5)])
+def test_fewest_terms_of_a_sum(stride: int, pad: int, dilation: int) -> None:
+    work = work_of("bwd_weight", size=11, kernel=2, stride=stride, pad=pad, dilation=dilation)
+
+    def terms(tap: int) -> int:
+        meets = (out * stride + tap * dilation - pad for out in range(work.output[2]))
+        return sum(0 <= at < 11 for at in meets)
+
+    fewest = min(count for count in map(terms, range(2)) if count > 0)
+    assert least_terms(work) == work.batch * fewest**2
 
 
 def test_shares_asked_for_are_shares() -> None:
@@ -133,8 +175,6 @@ def test_registers_taken_are_registers_that_a_block_starts_with() -> None:
         if "WARPGROUPS" not in defines:
             continue
         multiply = int(defines["WARPGROUPS"])
-        both = instance.entry == "hopper_weight_split" and multiply == 2
-        others = 2 if both else 1
-        started = 65536 // ((multiply + others) * 128) // 8 * 8 * (multiply + others)
+        started = 65536 // ((multiply + 1) * 128) // 8 * 8 * (multiply + 1)
         taken = multiply * int(defines["CONSUMER_REGISTERS"])
-        assert taken + others * int(defines["PRODUCER_REGISTERS"]) <= started
+        assert taken + int(defines["PRODUCER_REGISTERS"]) <= started

@@ -21,7 +21,9 @@
 // Clusters of CLUSTER blocks: with neighbouring tiles and one share, of which each block copies a part
 // of the boxes that both need, to both; or (SUMS) with shares of one tile, a unit each, which they add
 // up through their shared memory (hopper_weight_cluster.cuh).
-// Sums of a whole tile become results here, the others partial sums for hopper_weight_sum.cu.
+// Sums of a whole tile become results here, the others partial sums. Where each block has at most one
+// of those, its last unit, a tile's blocks then add them up (`met`, hopper_weight_together.cuh), else
+// hopper_weight_sum.cu does.
 // Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
 // for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
 // Deterministic: one order of additions for each result and number of shares. Positions outside the
@@ -30,6 +32,8 @@
 // Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
 #include "hopper_weight_cluster.cuh"
 #include "hopper_weight_copies.cuh"
+#include "hopper_weight_together.cuh"
+#include "kept.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
@@ -46,6 +50,7 @@ constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
 constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
 constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
+constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
 // What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
 constexpr bool kSums = CLUSTER > 1 && SUMS, kCopies = CLUSTER > 1 && !SUMS;
 
@@ -58,24 +63,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
+  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
+  const int ahead = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
   const u32 padding = -shared_address(shared) & 1023;
   char* const base = reinterpret_cast<char*>(shared) + padding;
-  const u32 x_bytes = of.boxes * args.box_bytes, full = shared_address(barriers);
-  Ring ring = {shared_address(base), Layout::kXAt + x_bytes, full, full + kMostStages * 8,
-               args.stages};
-  if (thread == 0) {
-    for (int i = 0; i < args.stages; ++i) {
-      make_barrier(ring.filled(i), 1);
-      make_barrier(ring.emptied(i), WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
-    }
+  const u32 full = shared_address(barriers);
+  Ring ring = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
+               full + kMostStages * 8, args.stages};
+  if (thread < args.stages) {
+    make_barrier(ring.filled(thread), 1);
+    make_barrier(ring.emptied(thread), WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
     publish_barriers();
   }
-  __shared__ Box boxes[kSums ? kMostBoxes : 1];  // of the tile
-  if (kSums && thread < of.boxes) {
-    const int tiles = of.row_tiles * of.column_tiles;
-    const Place place = place_of(of, blockIdx.x / CLUSTER % tiles);
-    boxes[thread] = box_at(of, place.column * of.boxes + thread);
-  }
+  if (thread == WARPGROUPS * 128) prefetch_map(args.x_map), prefetch_map(args.y_map);
+  __shared__ Box boxes[2][kMostBoxes];  // of the tiles of this unit and of the one before
+  seem_to_use(ahead);
   if (CLUSTER > 1) {
     synchronize_cluster();
   } else {
@@ -91,30 +93,27 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const ClusterUnit unit = cluster_unit_at(of, index, steps, CLUSTER, block);
     return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
   };
-  const int first_unit = blockIdx.x / CLUSTER, unit_step = gridDim.x / CLUSTER;
-  if (warpgroup == WARPGROUPS) {
-    leave_registers<PRODUCER_REGISTERS>();
-    if (elected()) {
-      const int turn = warp % 4;
-      if (turn == 0) prefetch_map(args.x_map), prefetch_map(args.y_map);
-      const u32 bytes =
-          Layout::kXAt + of.boxes * ((kPixels + (PLANES ? 0 : args.halo)) * kRowBytes);
-      for (int index = first_unit; index < units; index += unit_step) {
-        copy_steps<Layout, kCopies ? CLUSTER : 1, kTurns>(args, unit_of(index), ring, turn, block,
-                                                          args.box_bytes, bytes, copied[turn]);
-      }
-    }
-    if (kSums) {
-      __syncwarp();
-      synchronize_cluster();
-    }
-  } else {
+  const int unit_step = gridDim.x / CLUSTER;
+  // In this order the code of what copies stands first, and is fetched sooner.
+  if (warpgroup < WARPGROUPS) {
     take_registers<CONSUMER_REGISTERS>();
     const bool shares_box = of.shared_taps > 1;
     const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
     const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
     const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
     const int own_row = SPREAD ? 0 : warpgroup * ROWS;
+    // Here and not among the units, or the compiler no longer sees that a warp's threads agree on
+    // the ring's stages, and its products wait for the registers of single threads.
+    auto last_unit = [&]() {
+      int last = kept_value(blockIdx.x) / CLUSTER;
+      while (last + unit_step < units) last += unit_step;
+      return unit_of(last);
+    };
+    const bool together = !kSums && args.met != nullptr;
+    if (together && thread == 0 && !last_unit().whole) {
+      begin_unit(args.met + (last_unit().tile - of.whole));
+    }
+    int turn = 0;
     float sum[ROWS][PRODUCTS][kFragments][4];
     auto hold = [&]() {
 #pragma unroll
@@ -132,7 +131,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         arrive_at(ring.emptied(last), lane);
       }
     };
-    for (int index = first_unit; index < units; index += unit_step) {
+    for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
       const Unit unit = unit_of(index);
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
@@ -181,18 +180,41 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       wait_products<0>();
       hold();
       release(last);
+      // Worked out again: the sums leave few registers.
+      const Unit done = unit_of(kept_value(index));
+      turn ^= 1;
+      if (thread < of.boxes) {
+        boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
+      }
+      // All of the block have read the ring, and the boxes of the unit before the last.
+      wait_at(1, WARPGROUPS * 128);
       if constexpr (kSums) {
-        // All of the block have read the ring.
-        wait_at(1, WARPGROUPS * 128);
         leave_sums(base, warpgroup, thread % 128, sum);
       } else {
-        put_sums<T>(args, unit, warpgroup, thread % 128, sum);
+        put_sums<T>(args, done, warpgroup, thread % 128, boxes[turn], sum);
       }
+    }
+    if (together && !last_unit().whole) {
+      add_together<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[turn],
+                                               reinterpret_cast<float4*>(base));
     }
     if constexpr (kSums) {
       synchronize_cluster();
-      const ClusterUnit unit = cluster_unit_at(of, first_unit, steps, CLUSTER, block);
-      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring.at, block, boxes);
+      const ClusterUnit unit = cluster_unit_at(of, blockIdx.x / CLUSTER, steps, CLUSTER, block);
+      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring.at, block, boxes[turn]);
+    }
+  } else {
+    leave_registers<PRODUCER_REGISTERS>();
+    if (elected()) {
+      const int turn = warp % 4;
+      for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
+        copy_steps<Layout, kCopies ? CLUSTER : 1, kTurns>(args, unit_of, index, ring, turn, block,
+                                                          args.box_bytes, copied[turn]);
+      }
+    }
+    if (kSums) {
+      __syncwarp();
+      synchronize_cluster();
     }
   }
   // No block ends while another may still arrive at its barriers, or read its sums.

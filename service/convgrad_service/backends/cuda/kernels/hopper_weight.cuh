@@ -3,7 +3,9 @@
 #pragma once
 
 #include "accesses.cuh"
+#include "divider.cuh"
 #include "epilogue.cuh"
+#include "scaled_halves.cuh"
 #include "tensor_core.cuh"
 
 namespace convgrad {
@@ -20,12 +22,14 @@ struct WeightResult {
   int out_channels;
   int kernel[3];
   int shared_taps;   // that a box of x serves
+  int along;         // groups of such taps in a row of the kernel
   int boxes;         // of x in a tile
   int row_tiles;
   int column_tiles;
   int rows_first;    // whether tiles run along rows first, not along columns
   int whole;         // tiles that one block each sums; the others are summed by `shares` blocks
   int shares;
+  int share_steps;   // steps of a share, or of a block's part of a cluster's, but for one more
   int warpgroups;    // of the tile, and the following too
   int rows;          // times 64, of one warpgroup
   int products;      // beside each other, of one warpgroup
@@ -33,7 +37,13 @@ struct WeightResult {
   int channels;      // of a box of x
   int spread;        // warpgroups part the columns, not the rows
   int pairs;         // neighbouring channels lie side by side and aligned in w
+  int eights;        // results are the sums, their channels side by side and aligned by eights
   int wide;          // w holds float32, whatever x and y do
+  Divider by_groups;    // of taps that share a box
+  Divider by_along;     // those of a row of taps
+  Divider by_kernel;    // kernel[1]
+  Divider by_row;       // tiles that run first
+  Divider by_parted;    // units of a share, of a cluster as one
 };
 
 // What is summed.
@@ -48,6 +58,11 @@ struct WeightSource {
   int stride[3];
   int dilation[3];
   int pad[3];
+  // Where float16 stands for float32 (scaled_halves.cuh): peaks and counts of x's channels, then of
+  // y's. x and y, above, are float32 then.
+  const u32* peaks;
+  float terms;  // the fewest of a sum, of those that have any
+  int unused;
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -57,10 +72,9 @@ struct Box {
 };
 
 __device__ __forceinline__ Box box_at(const WeightResult& of, int index) {
-  const int along = (of.kernel[2] + of.shared_taps - 1) / of.shared_taps;
-  const int groups = of.kernel[0] * of.kernel[1] * along;
-  const int chunk = index / groups, group = index - chunk * groups;
-  const int outer = group / along, t = outer / of.kernel[1];
+  const int along = of.along, groups = of.kernel[0] * of.kernel[1] * along;
+  const int chunk = divide(index, of.by_groups), group = index - chunk * groups;
+  const int outer = divide(group, of.by_along), t = divide(outer, of.by_kernel);
   const int c = chunk * of.channels;
   return {c, t, outer - t * of.kernel[1], (group - outer * along) * of.shared_taps,
           c < of.in_channels};
@@ -73,7 +87,7 @@ struct Place {
 
 __device__ __forceinline__ Place place_of(const WeightResult& of, int tile) {
   const int fast = of.rows_first ? of.row_tiles : of.column_tiles;
-  const int slow = tile / fast, rest = tile - slow * fast;
+  const int slow = divide(tile, of.by_row), rest = tile - slow * fast;
   return of.rows_first ? Place{rest, slow} : Place{slow, rest};
 }
 
@@ -135,6 +149,40 @@ __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const B
     }
   }
   return sum;
+}
+
+// A vector's sums again where they are not finite: two channels of the rows k and k + 8.
+template <class E>
+__device__ __noinline__ float4 defined_four(const WeightResult& of, const WeightSource& source,
+                                            int k, const Box& box, float4 sum) {
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    Box at = box;
+    at.c += i % 2;
+    const int row = k + i / 2 * 8;
+    const float was = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
+    if (is_finite(was) || at.c >= of.in_channels || row >= of.out_channels) continue;
+    const float again = defined_sum<E>(source, row, at);
+    (i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w) = again;
+  }
+  return sum;
+}
+
+// The same of sums of scaled channels, unscaled. `c` is even; peaks and counts of channels that there
+// are not are zeros, and what is found for rows that there are not is nobody's.
+__device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
+                                                int k, int c, const float4& sum) {
+  const u32* const x = source.peaks + c;
+  const int x_counts = counts_at(of.in_channels), y_counts = counts_at(of.out_channels);
+  const uint2 peaks = *reinterpret_cast<const uint2*>(x);
+  const uint2 lost = *reinterpret_cast<const uint2*>(x + x_counts);
+  const u32* const y = source.peaks + 2 * x_counts;
+  const int rows[2] = {min(k, of.out_channels - 1), min(k + 8, of.out_channels - 1)};
+  const Scaled first = {peaks.x, lost.x}, second = {peaks.y, lost.y};
+  const Scaled low = {y[rows[0]], y[rows[0] + y_counts]}, high = {y[rows[1]], y[rows[1] + y_counts]};
+  return make_float4(
+      unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
+      unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));
 }
 
 // Two neighbours, aligned to both.

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels import scaled_halves
 from convgrad_service.backends.cuda.kernels.channels_last import (
     Prepared,
     overlapping,
     prepare_activation,
 )
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.hopper_weight_args import (
+    WeightSumArgs,
+    arguments,
+    beside,
+    dims_of,
+    fill_result,
+    fill_source,
+)
+from convgrad_service.backends.cuda.kernels.hopper_weight_model import expected_s
 from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
-    SPLIT_TILES,
+    PIXELS,
+    ROWS,
     TILES,
     Cut,
     cuts,
-    expected_s,
     plane_pixels,
 )
 from convgrad_service.backends.cuda.kernels.planes import flat_planes, plane_map
-from convgrad_service.backends.cuda.kernels.tensor_maps import (
-    MapField,
-    PixelMap,
-    TileMap,
-    pack_maps,
-)
+from convgrad_service.backends.cuda.kernels.tensor_maps import PixelMap, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import (
+    ZEROS,
     Fragment,
     Instance,
     Launch,
+    Step,
     Workspace,
     ceil_div,
 )
@@ -49,8 +54,6 @@ RESULTS = (
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
-# Of float32: taps further apart make boxes too long, fewer channels rows too short.
-NEAR, FEW_CHANNELS = 4, 32
 # A step may count past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
@@ -59,65 +62,6 @@ MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
 # Of hopper_weight_sum.cu: threads, vectors of each, the most slices of a block, and the threads
 # that keep an H200 busy.
 SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
-
-# WeightResult of hopper_weight.cuh; a multiple of 8 bytes, as that is.
-RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_uint64) for name in ("w", "accumulate", "partials")),
-    ("w_stride", ctypes.c_int64 * 6),
-    ("alpha", ctypes.c_float),
-    ("beta", ctypes.c_float),
-    ("in_channels", ctypes.c_int32),
-    ("out_channels", ctypes.c_int32),
-    ("kernel", ctypes.c_int32 * 3),
-    *(
-        (name, ctypes.c_int32)
-        for name in (
-            "shared_taps",
-            "boxes",
-            "row_tiles",
-            "column_tiles",
-            "rows_first",
-            "whole",
-            "shares",
-            "warpgroups",
-            "rows",
-            "products",
-            "fragments",
-            "channels",
-            "spread",
-            "pairs",
-            "wide",
-        )
-    ),
-)
-
-
-# WeightSource of hopper_weight.cuh.
-SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
-    ("x", ctypes.c_uint64),
-    ("y", ctypes.c_uint64),
-    *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
-    ("batch", ctypes.c_int32),
-    *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-)
-
-
-class HopperWeightArgs(ctypes.Structure):
-    """See ``hopper_weight.cu``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("y_map", MapField),
-        *RESULT_FIELDS,
-        *SOURCE_FIELDS,
-        *((name, ctypes.c_int32) for name in ("dims", "halo", "box_bytes", "stages")),
-    )
-
-
-class WeightSumArgs(ctypes.Structure):
-    """See ``hopper_weight_sum.cu``."""
-
-    _fields_ = (*RESULT_FIELDS, *SOURCE_FIELDS, ("slices", ctypes.c_int32))
 
 
 class HopperWeight:
@@ -143,10 +87,10 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        planes = flat_planes(work)
-        if work.dtype is DType.FLOAT32 and not (planes or self._everywhere or _shares_well(work)):
-            return "float32 whose taps share few copies: dense_weight's products of TF32 are faster"
-        dims = _dims(work)
+        pays = flat_planes(work) or self._everywhere or _halves_pay(work)
+        if work.dtype is DType.FLOAT32 and not pays:
+            return "float32 of few products for its size: copies would cost more than they save"
+        dims = dims_of(work)
         for dim in range(3 - dims, 3):
             shift = (work.kernel[dim] - 1) * work.dilation[dim]
             if shift > MOST_SHIFT[dims]:
@@ -179,36 +123,50 @@ class HopperWeight:
                 (work.y, work.out_channels, work.output, "grad_output"),
             )
         )
-        x_map, y_map = _plane_maps(work, cut) if planes else _maps(work, cut, x.operand, y.operand)
-        args = _args(work, cut, x.operand, y.operand, device)
-        if planes:
-            args.halo = -work.output[2] % plane_pixels(work.dtype)
+        steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
+        workspace = [*x.workspace, *y.workspace]
+        multiplied, read, peaks = work, (x.operand, y.operand), None
+        if cut.scaled_bytes:
+            peaks = f"{work.prefix}peaks"
+            more, space = scaled_halves.copies_of(*read, work, peaks, device)
+            steps += more
+            workspace += space
+            multiplied = scaled_halves.copies(work)
+            read = multiplied.x, multiplied.y
+        x_map, y_map = _plane_maps(work, cut) if planes else _maps(multiplied, cut, *read)
         partials = f"{work.prefix}partials" if cut.parted else None
-        steps = [*overlapping((*x.steps, *y.steps), device)]
         steps.append(
             Launch(
                 cut.tile.instance(
-                    work.dtype, cut.cluster, sums=cut.sums, planes=planes is not None
+                    multiplied.dtype,
+                    cut.cluster,
+                    sums=cut.sums,
+                    planes=planes is not None,
+                    scaled=peaks is not None,
                 ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
                 pack_maps(
-                    args,
-                    {"x_map": (x.operand, x_map), "y_map": (y.operand, y_map)},
+                    arguments(
+                        multiplied, cut, x.operand, y.operand, device, planes=planes is not None
+                    ),
+                    {"x_map": (read[0], x_map), "y_map": (read[1], y_map)},
                     x=x.operand,
                     y=y.operand,
                     w=work.w,
                     accumulate=work.accumulate,
                     partials=partials,
+                    peaks=peaks,
+                    met=ZEROS if cut.together else None,
                 ),
                 cut.shared_bytes(device),
                 overlaps=bool(steps),
             )
         )
-        workspace = [*x.workspace, *y.workspace]
         if partials is not None:
             workspace.append(Workspace(partials, cut.partial_bytes))
-            steps.append(_sum(work, cut, x.operand, y.operand, partials))
+            if not cut.together:
+                steps.append(_sum(work, cut, x.operand, y.operand, partials, peaks))
         return Fragment(
             f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
@@ -232,25 +190,38 @@ class HopperWeight:
                 for tile in TILES
                 for cluster in (1, *tile.summing)
             ),
-            *(tile.instance(DType.FLOAT32) for tile in SPLIT_TILES),
+            *(
+                tile.instance(DType.FLOAT16, cluster, sums=sums, scaled=True)
+                for tile in TILES
+                for sums, clusters in ((False, (1, *tile.copying)), (True, tile.summing))
+                for cluster in clusters
+            ),
+            *scaled_halves.instances(),
+            _sum_instance(DType.FLOAT32, DType.FLOAT32, scaled=True),
             *(_sum_instance(dtype, result) for dtype, result in RESULTS),
         ]
 
 
-def _shares_well(work: ConvWork) -> bool:
-    """Whether a box of the input, split once, serves several taps."""
-    near = work.kernel[2] > 1 and work.stride[2] == 1 and work.dilation[2] <= NEAR
-    return near and work.in_channels > FEW_CHANNELS
+def _halves_pay(work: ConvWork) -> bool:
+    """Whether copies in float16 cost less than they save: what either takes on an H200, roughly."""
+    flops = 2 * work.pixels * work.in_channels * work.out_channels * prod(work.kernel)
+    copies_s = 18e-6 + scaled_halves.copied_bytes(work) / 3.6e12 + flops / 650e12
+    return copies_s < 15e-6 + flops / 135e12
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """The cuts that can be counted, and whose tensor maps the hardware takes."""
-    beside = 2 if work.result_dtype is DType.FLOAT32 else 8
-    direct = work.epilogue_free and _beside(work, beside)
+    count = 2 if work.result_dtype is DType.FLOAT32 else 8
+    direct = work.epilogue_free and beside(work, count)
     planes = flat_planes(work)
+    halves = scaled_halves.copies(work)
     for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
-        countable = cut.steps * cut.tile.pixels <= MAX_PIXELS and cut.parted <= MAX_GRID_Y
-        maps = _plane_maps(planes, cut) if planes else _maps(work, cut)
+        pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
+        if planes:
+            maps: tuple[PixelMap | TileMap, ...] = _plane_maps(planes, cut)
+        else:
+            maps = _maps(halves if cut.scaled_bytes else work, cut)
+        countable = pixels <= MAX_PIXELS and cut.parted <= MAX_GRID_Y
         if countable and all(one.why_not() is None for one in maps):
             yield cut
 
@@ -258,58 +229,16 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
     """Of the input and grad_output: planes of a box's channels."""
     x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
-    return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], 64)
+    return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
 
 
-def _beside(work: ConvWork, count: int) -> bool:
-    """Whether so many channels of the result lie side by side, and aligned."""
-    strides = work.w.strides
-    outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
-    return (
-        strides[2] == 1
-        and work.in_channels % count == 0
-        and all(stride % count == 0 for stride, extent in outer if extent > 1)
-    )
-
-
-def _fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut) -> None:
-    args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
-    args.alpha, args.beta = work.alpha, work.beta
-    args.in_channels, args.out_channels = work.in_channels, work.out_channels
-    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles"):
-        setattr(args, name, getattr(cut, name))
-    for name in ("rows_first", "whole", "shares"):
-        setattr(args, name, getattr(cut, name))
-    for name in ("warpgroups", "rows", "products", "channels", "spread"):
-        setattr(args, name, getattr(cut.tile, name))
-    args.fragments = cut.tile.columns // 8
-    args.pairs, args.wide = _beside(work, 2), work.result_dtype is DType.FLOAT32
-
-
-def _fill_source(
-    args: HopperWeightArgs | WeightSumArgs, work: ConvWork, x: Operand, y: Operand
-) -> None:
-    args.x_stride[:], args.y_stride[:] = x.strides, y.strides
-    args.batch = work.batch
-    args.x_size[:], args.y_size[:] = work.input, work.output
-    for name in ("stride", "dilation", "pad"):
-        getattr(args, name)[:] = getattr(work, name)
-
-
-def _args(work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice) -> HopperWeightArgs:
-    args = HopperWeightArgs()
-    _fill_result(args, work, cut)
-    _fill_source(args, work, x, y)
-    args.dims, args.halo, args.box_bytes = _dims(work), cut.halo, cut.box_bytes
-    args.stages = cut.stages(device)
-    return args
-
-
-def _sum(work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str) -> Launch:
+def _sum(
+    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, peaks: str | None
+) -> Launch:
     """Adds up the partial sums and finishes them."""
     args = WeightSumArgs()
-    _fill_result(args, work, cut)
-    _fill_source(args, work, x, y)
+    fill_result(args, work, cut)
+    fill_source(args, work, x, y)
     vectors = cut.tile.sums // 4
     threads = vectors * cut.parted // SUM_EACH
     # A block stays within a box, of 16 vectors a channel.
@@ -318,25 +247,19 @@ def _sum(work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str) -> Lau
         args.slices *= 2
     each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
-        _sum_instance(work.dtype, work.result_dtype),
+        _sum_instance(work.dtype, work.result_dtype, scaled=peaks is not None),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials),
+        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, peaks=peaks),
         overlaps=True,
     )
 
 
-def _sum_instance(dtype: DType, result: DType) -> Instance:
-    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("RESULT", CUDA_TYPES[result])
-    return Instance("hopper_weight_sum.cu", "hopper_weight_sum", defines, HOPPER)
-
-
-def _dims(work: ConvWork) -> int:
-    """Spatial dimensions that there are."""
-    for dim in range(2):
-        if max(work.input[dim], work.output[dim], work.kernel[dim]) > 1 or work.pad[dim] != 0:
-            return 3 - dim
-    return 1
+def _sum_instance(dtype: DType, result: DType, *, scaled: bool = False) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
+    if scaled:
+        defines["SCALED"] = "1"
+    return Instance.of("hopper_weight_sum.cu", defines, HOPPER)
 
 
 def _maps(
@@ -355,11 +278,9 @@ def _maps(
     tile = cut.tile
     of_x = x, work.in_channels, work.input, lower, upper, work.stride
     of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
-    # What is split in shared memory is not read by products as it is copied.
-    swizzle = 0 if tile.split else tile.channels * tile.itemsize
     return (
-        _map(work, *of_x, tile.channels, cut.box_pixels, swizzle),
-        _map(work, *of_y, tile.y_channels, tile.pixels, tile.y_channels * tile.itemsize),
+        _map(work, *of_x, tile.channels, cut.box_pixels),
+        _map(work, *of_y, ROWS, PIXELS),
     )
 
 
@@ -373,10 +294,9 @@ def _map(
     step: Size3,
     box_channels: int,
     pixels: int,
-    swizzle: int,
 ) -> PixelMap:
     itemsize = work.dtype.itemsize
-    spatial = range(2, 2 - _dims(work), -1)
+    spatial = range(2, 2 - dims_of(work), -1)
     sizes = (channels, *(size[dim] for dim in spatial), work.batch)
     whole = ceil_div(channels, 8) * 8
     strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
@@ -391,7 +311,7 @@ def _map(
         work.dtype,
         sizes,
         tuple(stride * itemsize for stride in strides),
-        swizzle=swizzle,
+        swizzle=box_channels * itemsize,
         steps=(1, *(step[dim] for dim in spatial), 1),
         lower=tuple(lower[dim] for dim in spatial),
         upper=tuple(upper[dim] for dim in spatial),

@@ -2,7 +2,7 @@
 // their shared memory. Part of hopper_weight.cu.
 #pragma once
 
-#include "hopper_weight_units.cuh"
+#include "hopper_weight_finish.cuh"
 
 namespace convgrad {
 
@@ -36,7 +36,6 @@ __device__ __forceinline__ void sum_cluster(const HopperWeightArgs& args, const 
   constexpr int kPart = kVectors / kCluster, kThreads = WARPGROUPS * 128;
   static_assert(kPart * kCluster == kVectors, "equal parts");
   const Place place = place_of(of, unit.tile);
-  const bool shares_box = of.shared_taps > 1;
   const int tiles = of.row_tiles * of.column_tiles;
   float4* const partials = reinterpret_cast<float4*>(of.partials) +
                            (static_cast<i64>(unit.share) * tiles + unit.tile) * kVectors;
@@ -49,36 +48,11 @@ __device__ __forceinline__ void sum_cluster(const HopperWeightArgs& args, const 
       const float4 four = load_four_of(base + index * 16, other);
       sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
     }
-    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
-    const int f = fragment % kFragments, outer = fragment / kFragments, in_box = f / kInBlock;
-    const int product = outer % kProducts + (SPREAD ? warpgroup * kProducts : 0);
-    Box box = boxes[shares_box ? product : product * (kFragments / kInBlock) + in_box];
-    if (shares_box) box.s += in_box;
-    box.c += f % kInBlock * 8 + owner % 4 * 2;
-    const bool real = box.real && box.s < of.kernel[2] && box.c < of.in_channels;
-    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
-    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float& first = half == 0 ? sum.x : sum.z;
-      float& second = half == 0 ? sum.y : sum.w;
-      if (!real || k + half * 8 >= of.out_channels) continue;
-      const bool both = box.c + 1 < of.in_channels;
-      if (of.shares > 1) continue;
-      if (!is_finite(first + second)) {
-        Box next = box;
-        first = defined_sum<T>(args.source, k + half * 8, next);
-        ++next.c;
-        if (both) second = defined_sum<T>(args.source, k + half * 8, next);
-      }
-      const i64 at = result_at(of, k + half * 8, box);
-      if (sizeof(T) == 4 || of.wide) {
-        put_two<float>(of, at, first, second, both);
-      } else {
-        put_two<T>(of, at, first, second, both);
-      }
+    if (of.shares > 1) {
+      partials[index] = sum;
+    } else {
+      finish_four<kRows, kProducts, kFragments>(args, place, index, sum, boxes);
     }
-    if (of.shares > 1) partials[index] = sum;
   }
 }
 

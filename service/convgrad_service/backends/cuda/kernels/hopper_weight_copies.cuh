@@ -1,8 +1,8 @@
-// The ring of steps in shared memory of hopper_weight.cu and hopper_weight_split.cu, and the threads
-// that fill it.
+// The ring of steps in shared memory of hopper_weight.cu, and the threads that fill it.
 #pragma once
 
 #include "hopper_weight_units.cuh"
+
 
 namespace convgrad {
 
@@ -39,32 +39,37 @@ struct Step {
 
 // Copies a unit's steps, this thread's turn of kTurns that do so together: a thread starts a copy in
 // 100 ns. Of what the blocks of a cluster share each copies a part, to all of them. `own` has room
-// for a turn's boxes; `bytes` is what comes to a stage.
-template <class Step, int kCluster, int kTurns>
-__device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const Unit& unit, Ring& ring,
-                                           int turn, int block, u32 x_box_bytes, u32 bytes,
-                                           Copied* own) {
+// for a turn's boxes.
+template <class Step, int kCluster, int kTurns, class UnitOf>
+__device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const UnitOf& unit_of,
+                                           int number, Ring& ring,
+                                           int turn, int block, u32 x_box_bytes, Copied* own) {
   const WeightResult& of = args.result;
-  const Place place = place_of(of, unit.tile);
-  int count = 0, turns = 0;
-  auto note = [&](int i, bool of_y, u32 to, const Source& from) {
-    const bool shared = kCluster > 1 && of_y != static_cast<bool>(of.rows_first);
-    if (shared && i % kCluster != block) return;
-    if (turns++ % kTurns == turn) own[count++] = {from, to, of_y, shared};
+  const bool y_shared = kCluster > 1 && !of.rows_first, x_shared = kCluster > 1 && of.rows_first;
+  auto copied_of = [&](int boxes, bool shared) {
+    return shared ? (boxes - block + kCluster - 1) / kCluster : boxes;
   };
-  for (int i = 0; i < Step::kYBoxes; ++i) {
-    const Source source = {(place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
-    note(i, true, i * Step::kYBoxBytes, source);
+  const int of_y = copied_of(Step::kYBoxes, y_shared), all = of_y + copied_of(of.boxes, x_shared);
+  // All of its units are so: a thread that waited for stages and copied nothing might be overtaken.
+  if (turn > 0 && turn >= all) return;
+  const Place place = place_of(of, unit_of(kept_value(number)).tile);
+  int count = 0;
+#pragma unroll 1
+  for (int index = turn; index < all; index += kTurns) {
+    const bool is_y = index < of_y, shared = is_y ? y_shared : x_shared;
+    const int in_turn = is_y ? index : index - of_y, i = shared ? in_turn * kCluster + block : in_turn;
+    Source source = {(place.row * Step::kYBoxes + i) * Step::kYChannels, 0, 0, 0};
+    if (!is_y) source = source_of(args, place.column, i);
+    own[count++] = {source, is_y ? i * Step::kYBoxBytes : Step::kXAt + i * x_box_bytes, is_y, shared};
   }
-  for (int i = 0; i < of.boxes; ++i) {
-    note(i, false, Step::kXAt + i * x_box_bytes, source_of(args, place.column, i));
-  }
+  // There are few registers: not worked out before.
+  const Unit unit = unit_of(number);
   Walk walk(args, unit.step);
   for (int step = unit.step; step < unit.end; ++step, walk.next(args)) {
     const u32 to = ring.here(), arrived = ring.filled(ring.stage);
     const Pixel corner = corner_of(args, walk.at);
     wait_for(ring.emptied(ring.stage), ring.parity ^ 1);
-    if (turn == 0) arrive_expecting(arrived, bytes);
+    if (turn == 0) arrive_expecting(arrived, args.step_bytes);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const Copied one = own[i];

@@ -12,6 +12,10 @@
 #include "hopper_weight.cuh"
 #include "overlap.cuh"
 
+#ifndef SCALED  // whether sums are of scaled channels
+#define SCALED 0
+#endif
+
 using namespace convgrad;
 
 struct WeightSumArgs {
@@ -20,7 +24,8 @@ struct WeightSumArgs {
   int slices;
 };
 
-extern "C" __global__ void __launch_bounds__(256, 3)
+
+extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
     hopper_weight_sum(const __grid_constant__ WeightSumArgs args) {
   constexpr int kThreads = 256, kEach = 4;
   __shared__ float4 of_slices[kEach][kThreads];
@@ -88,6 +93,14 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     if (at.c >= of.in_channels) continue;
     const bool both = at.c + 1 < of.in_channels;
     const i64 to = result_at(of, k, at);
+    if (SCALED) {
+      float4 four = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+      four = unscaled_four(of, args.source, k, at.c, four);
+      if (!is_finite(four.x + four.y + four.z + four.w)) {
+        four = defined_four<ELEMENT>(of, args.source, k, at, four);
+      }
+      sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
+    }
     odd = fmaf(sum[v][0], 0.0f, fmaf(sum[v][1], 0.0f, odd));
     odd = fmaf(sum[v][2], 0.0f, fmaf(sum[v][3], 0.0f, odd));
     if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
@@ -95,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);
     }
   }
-  if (odd == 0) return;
+  if (SCALED || odd == 0) return;
 #pragma unroll 1
   for (int i = 0; i < kEach * 4; ++i) {
     Box at = box;

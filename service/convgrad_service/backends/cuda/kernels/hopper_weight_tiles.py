@@ -1,4 +1,4 @@
-"""Tiles of hopper_weight.cu, how blocks share tiles and pixels, and what should take least."""
+"""Tiles of hopper_weight.cu, and how blocks share tiles and pixels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.scaled_halves import copied_bytes
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Instance, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["SPLIT_TILES", "TILES", "Cut", "WeightTile", "cuts", "expected_s", "plane_pixels"]
+__all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
 
-ROWS = 64
+# Of a product, of a box of grad_output (both channels), and of a step; what is copied, 16 bits.
+ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
 
 MOST_STAGES, LEAST_STAGES = 16, 3
 # The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
-ALIGNMENT, BESIDE_BYTES = 1024, 1024
+ALIGNMENT, BESIDE_BYTES = 1024, 1152
 # Blocks of columns that share a box lie a row apart; compute-sanitizer takes each product to read
 # them one after another, of up to 256 columns and 16 pixels (HOPPER.md).
 BELIEVED_BYTES = 3 * 16 * 128
@@ -28,15 +30,9 @@ MOST_WAVES = 3
 
 # Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
 CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
-# What an H200 takes, fitted to every cut of tests/perf's dense layers (HOPPER.md): a launch; a
-# cycle of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks
-# of a cluster share; four elements, split by one thread; of products and copies the shorter one, so
-# much beside the longer; partial sums that a unit writes; the second kernel, and its bytes; sums of
-# a cluster, and their bytes.
-LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 7.7e-6, 1 / 1.82e9, 8.8e12
-BOX_S, SHARED_BOX_S, SPLIT_S, BESIDE = 60e-9, 15e-9, 90e-9, 0.14
-PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 5.5e12, 6.6e-6, 6.1e12
-CLUSTER_SUM_S, CLUSTER_BYTES_PER_S = 3.4e-6, 4.5e12
+# Partial sums that a thread reads at a time, and units that a tile's word counts
+# (hopper_weight_together.cuh).
+TOGETHER_BATCH, MOST_TOGETHER = 16, 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,6 @@ class WeightTile:
     Each has ``rows`` times 64 channels of grad_output, and ``products`` of ``columns`` columns
     beside each other. Where they ``spread`` all have the same rows and columns of their own, else
     rows of their own and the same columns. ``channels`` of the input are copied at a time.
-    ``split`` is for float32: three products of bfloat16 for one.
     """
 
     warpgroups: int
@@ -55,37 +50,11 @@ class WeightTile:
     columns: int
     channels: int
     spread: bool
-    split: bool = False
-
-    @property
-    def itemsize(self) -> int:
-        """Of what is copied."""
-        return 4 if self.split else 2
-
-    @property
-    def pixels(self) -> int:
-        """Of a step."""
-        return 32 if self.split else 64
-
-    @property
-    def y_channels(self) -> int:
-        """Of a box of grad_output: 128 bytes."""
-        return 128 // self.itemsize
 
     @property
     def threads(self) -> int:
-        """One warpgroup more copies, another one splits where there is room for it."""
-        return (self.warpgroups + (2 if self.split and self.warpgroups == 2 else 1)) * 128
-
-    @property
-    def copiers(self) -> int:
-        """Threads that start copies: they have a warpgroup of their own, or one of its warps."""
-        return 1 if self.split and self.warpgroups == 3 else 4
-
-    @property
-    def splitters(self) -> int:
-        """Warps."""
-        return 4 if self.warpgroups == 2 else 3
+        """One warpgroup more copies."""
+        return (self.warpgroups + 1) * 128
 
     @property
     def row_boxes(self) -> int:
@@ -114,35 +83,40 @@ class WeightTile:
     @property
     def step_cycles(self) -> int:
         """Of the tensor cores: a product of 64 rows and 16 pixels takes one for two columns."""
-        products = self.warpgroups * self.rows * self.products * (3 if self.split else 1)
-        return products * (self.pixels // 16) * self.columns // 2
+        products = self.warpgroups * self.rows * self.products
+        return products * (PIXELS // 16) * self.columns // 2
 
     @property
     def copying(self) -> tuple[int, ...]:
         """Clusters of so many blocks share what they copy: where their code finds the registers."""
-        return () if self.split or self.rows * self.columns > 256 else (2,)
+        return () if self.rows * self.columns > 256 else (2,)
 
     @property
     def summing(self) -> tuple[int, ...]:
         """Clusters of so many blocks sum one tile: of those that were ever the fastest so."""
         tiles = "64x288", "128x192", "256x64", "256x128"
-        return (4, 8) if not self.split and self.name in tiles else ()
+        return (4, 8) if self.name in tiles else ()
 
     def instance(
-        self, dtype: DType, cluster: int = 1, *, sums: bool = False, planes: bool = False
+        self,
+        dtype: DType,
+        cluster: int = 1,
+        *,
+        sums: bool = False,
+        planes: bool = False,
+        scaled: bool = False,
     ) -> Instance:
-        """``planes``: of operands that lie along the pixels, which float32's products can read."""
-        # Registers of threads that copy (and split), and that multiply: together no more than the
-        # block starts with, or it waits for ever.
+        """``planes``: of operands that lie along the pixels, which float32's products can read.
+        ``scaled``: of float16 that stands for float32."""
+        # Registers of threads that copy, and that multiply: together no more than the block starts
+        # with, or it waits for ever.
         if self.warpgroups == 3:
-            copies, multiplies = (56, 152) if self.split or cluster > 1 else (32, 160)
-        elif self.split:
-            copies, multiplies = 64, 192
+            copies, multiplies = 32, 160
         else:
             copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
-        defines = (
+        defines: tuple[tuple[str, str], ...] = (
             ("ELEMENT", CUDA_TYPES[dtype]),
-            ("PIXELS", str(plane_pixels(dtype) if planes else self.pixels)),
+            ("PIXELS", str(plane_pixels(dtype) if planes else PIXELS)),
             ("WARPGROUPS", str(self.warpgroups)),
             ("ROWS", str(self.rows)),
             ("PRODUCTS", str(self.products)),
@@ -153,25 +127,22 @@ class WeightTile:
             ("SUMS", str(int(sums))),
             ("PRODUCER_REGISTERS", str(copies)),
             ("CONSUMER_REGISTERS", str(multiplies)),
-            *((("PLANES", "1"),) if planes else ()),
         )
-        name = "hopper_weight_split" if self.split else "hopper_weight"
-        return Instance(f"{name}.cu", name, defines, HOPPER)
+        if planes:
+            defines = (*defines, ("PLANES", "1"))
+        if scaled:
+            defines = (*defines, ("SOURCE", "float"))
+        return Instance("hopper_weight.cu", "hopper_weight", defines, HOPPER)
 
 
 TILES = (
     WeightTile(2, 2, 1, 192, 64, spread=False),
     WeightTile(2, 1, 1, 192, 64, spread=False),
     WeightTile(2, 2, 1, 128, 64, spread=False),
+    WeightTile(2, 1, 1, 128, 64, spread=False),
     WeightTile(2, 2, 1, 64, 64, spread=False),
     WeightTile(3, 1, 1, 192, 64, spread=True),
     WeightTile(3, 1, 1, 96, 32, spread=True),
-)
-SPLIT_TILES = (
-    WeightTile(2, 1, 1, 192, 64, spread=False, split=True),
-    WeightTile(2, 1, 1, 128, 64, spread=False, split=True),
-    WeightTile(3, 1, 1, 192, 64, spread=True, split=True),
-    WeightTile(3, 1, 1, 96, 32, spread=True, split=True),
 )
 
 
@@ -183,7 +154,9 @@ class Cut:
     of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
     columns where tiles run along the rows first (``rows_first``), and they share boxes of the
     input then, else of the same rows, and they share boxes of grad_output. Or they have one tile
-    (``sums``), and a share is what a cluster sums: then there are no whole tiles.
+    (``sums``), and a share is what a cluster sums: then there are no whole tiles. Blocks that have
+    partial sums of one tile add them up ``together``, or a second kernel does. ``scaled_bytes`` are
+    what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
     """
 
     tile: WeightTile
@@ -197,6 +170,8 @@ class Cut:
     cluster: int = 1
     rows_first: bool = True
     sums: bool = False
+    together: bool = False
+    scaled_bytes: int = 0
 
     @property
     def boxes(self) -> int:
@@ -228,15 +203,39 @@ class Cut:
         return self.parted * self.shares * self.tile.sums * 4
 
     @property
+    def slices(self) -> int:
+        """Of the warps of a block that adds up partial sums ``together``, each its part of the
+        shares: those with which a thread waits for memory least often."""
+        warps = self.tile.warpgroups * 4
+
+        def waits(slices: int) -> int:
+            groups = ceil_div(self.tile.sums // 4, warps * 32 // slices)
+            each = ceil_div(self.shares, slices)
+            return ceil_div(groups, self.shares) * ceil_div(each, TOGETHER_BATCH)
+
+        whole = (count for count in range(1, warps + 1) if warps % count == 0)
+        return min(whole, key=waits)
+
+    @property
     def box_pixels(self) -> int:
         """Of the input."""
-        return self.tile.pixels + self.halo
+        return PIXELS + self.halo
+
+    @property
+    def _operand_bytes(self) -> tuple[int, int]:
+        """Of a step: the input's, grad_output's."""
+        x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
+        return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of a step, in a block's shared memory."""
+        return sum(self._operand_bytes)
 
     @property
     def copied_bytes(self) -> int:
         """Of a step and a block, from L2."""
-        x = self.boxes * self.box_pixels * self.tile.channels * self.tile.itemsize
-        y = self.tile.row_boxes * ROWS * self.tile.pixels * self.tile.itemsize
+        x, y = self._operand_bytes
         if self.sums:
             return x + y
         return x // self.cluster + y if self.rows_first else x + y // self.cluster
@@ -244,30 +243,20 @@ class Cut:
     @property
     def copied_boxes(self) -> float:
         """Of a step and a block."""
-        y = self.tile.row_boxes * self.tile.itemsize / 2
+        y = self.tile.row_boxes
         if self.sums:
             return self.boxes + y
         return self.boxes / self.cluster + y if self.rows_first else self.boxes + y / self.cluster
 
     @property
-    def split_vectors(self) -> float:
-        """Of four elements of the input, a step and a thread that splits."""
-        if not self.tile.split:
-            return 0
-        return self.boxes * self.box_pixels * self.tile.channels / 4 / (32 * self.tile.splitters)
-
-    @property
     def box_bytes(self) -> int:
         """From one box of the input to the next, as products read them."""
-        return _aligned(self.box_pixels * self.tile.channels * 2)
+        return _aligned(self.box_pixels * self.tile.channels * ITEM_BYTES)
 
     @property
     def stage_bytes(self) -> int:
-        y = self.tile.row_boxes * ROWS * self.tile.pixels * self.tile.itemsize
-        if not self.tile.split:
-            return y + self.boxes * self.box_bytes
-        copied = _aligned(self.boxes * self.box_pixels * self.tile.channels * 4)
-        return y + copied + 2 * self.boxes * self.box_bytes
+        y = self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+        return y + self.boxes * self.box_bytes
 
     def stages(self, device: CudaDevice) -> int:
         room = device.shared_bytes_per_block - ALIGNMENT - BESIDE_BYTES
@@ -287,7 +276,9 @@ class Cut:
         shared = f"_sum{self.cluster}" if self.sums else "_x" if self.rows_first else "_y"
         if self.cluster == 1:
             shared = ""
-        return f"{self.tile.name}{taps}{shared}/{self.shares}"
+        together = "_together" if self.together else ""
+        together += "_halves" if self.scaled_bytes else ""
+        return f"{self.tile.name}{taps}{shared}{together}/{self.shares}"
 
 
 def _aligned(size_bytes: int) -> int:
@@ -304,21 +295,31 @@ def cuts(
 ) -> Iterator[Cut]:
     """All that may be worth while; ``direct`` where whole tiles need no second kernel. Of
     ``planes`` each image has whole steps."""
+    for cut in _all_tiled(work, device, planes=planes):
+        for found in _shared_out(work, device, cut, direct and not cut.scaled_bytes):
+            yield found
+            if _meets(found, device):
+                yield replace(found, together=True)
+
+
+def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
+    """By every tile, not yet shared out."""
     if planes:
         steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
                 if cut.cluster == 1 or cut.sums:
-                    yield from _shared_out(work, device, replace(cut, steps=steps), direct)
+                    yield replace(cut, steps=steps)
         return
-    for tile in SPLIT_TILES if work.dtype is DType.FLOAT32 else TILES:
+    scaled = copied_bytes(work) if work.dtype is DType.FLOAT32 else 0
+    for tile in TILES:
         shared = {1}
         if work.stride[2] == 1 and work.kernel[2] > 1:
             shared.add(tile.blocks_each)
         for taps in sorted(shared):
             for cut in _tiled(work, tile, taps):
                 if cut.stages(device) >= LEAST_STAGES:
-                    yield from _shared_out(work, device, cut, direct)
+                    yield replace(cut, scaled_bytes=scaled)
 
 
 def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
@@ -329,7 +330,7 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     column_tiles = ceil_div(boxes, tile.blocks // taps)
     row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
     rows = work.batch * work.output[0] * work.output[1]
-    steps = ceil_div(rows * (work.output[2] + halo), tile.pixels)
+    steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
     yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
     for cluster in tile.summing:
         yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1, cluster, sums=True)
@@ -370,31 +371,8 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
                 yield found
 
 
-def expected_s(cut: Cut, device: CudaDevice) -> float:
-    """What a cut should take on an H200; for others it serves to choose as well."""
-    tile, blocks = cut.tile, device.multiprocessors
-    busy = cut.blocks(device)
-    products = tile.step_cycles * CYCLE_S
-    copies = max(
-        cut.copied_bytes * busy / COPIED_BYTES_PER_S,
-        cut.copied_boxes * BOX_S * 4 / tile.copiers,
-        cut.split_vectors * SPLIT_S,
-    )
-    step_s = max(products, copies) + BESIDE * min(products, copies)
-    partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
-    seconds = LAUNCH_S
-    if cut.sums:
-        seconds += ceil_div(cut.steps, cut.shares * cut.cluster) * step_s
-        seconds += CLUSTER_SUM_S + tile.sums * 4 * busy / CLUSTER_BYTES_PER_S
-        if cut.parted:
-            seconds += partial_s / cut.cluster
-    else:
-        if cut.cluster > 1:
-            step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
-        whole = ceil_div(cut.whole, blocks)
-        parted = ceil_div(cut.parted * cut.shares, blocks)
-        seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s
-        seconds += parted * partial_s
-    if cut.parted:
-        seconds += SUM_S + cut.partial_bytes / SUM_BYTES_PER_S
-    return seconds
+def _meets(cut: Cut, device: CudaDevice) -> bool:
+    """Whether blocks can add up the partial sums: each has those of one unit at most, its last."""
+    if cut.sums or cut.parted == 0 or cut.shares > MOST_TOGETHER:
+        return False
+    return cut.parted * cut.shares <= device.multiprocessors // cut.cluster * cut.cluster

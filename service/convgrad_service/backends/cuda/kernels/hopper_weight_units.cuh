@@ -1,11 +1,12 @@
-// What hopper_weight.cu and hopper_weight_split.cu share: their argument, how blocks walk over tiles
-// and pixels, copies of boxes, and the way of finished sums. The host's side is hopper_weight.py.
-// Macros: ELEMENT that x and y hold, PIXELS of a step, CHANNELS of a box of x, WARPGROUPS that have
-// sums.
+// hopper_weight.cu's argument, how its blocks walk over tiles and pixels, and its copies of boxes. The
+// host's side is hopper_weight.py.
+// Macros: ELEMENT that is multiplied, SOURCE that it was copied from (float: it is scaled, see
+// scaled_halves.cuh) or the same, PIXELS of a step, CHANNELS of a box of x, WARPGROUPS that have sums.
 #pragma once
 
 #include "hopper.cuh"
 #include "hopper_weight.cuh"
+#include "kept.cuh"
 #include "overlap.cuh"
 
 #ifndef PLANES
@@ -14,7 +15,12 @@
 
 namespace convgrad {
 
+#ifndef SOURCE
+#define SOURCE ELEMENT
+#endif
+
 using T = ELEMENT;
+constexpr bool kScaled = sizeof(SOURCE) > sizeof(T);
 constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMostStages = 16;
 
 struct HopperWeightArgs {
@@ -26,6 +32,11 @@ struct HopperWeightArgs {
   int halo;       // pixels by which a row of y is longer
   int box_bytes;  // from a box of x to the next
   int stages;
+  int stage_bytes;
+  int step_bytes;  // that are copied to a stage
+  Divider by_size[3];  // planes, rows, and pixels of a row with its halo
+  u32* met;           // zeros, a word for each parted tile, where their blocks add up their sums; or null
+  int slices;         // parts of a block that divide the shares among them then
 };
 
 // What a block sums at a time: a tile over its share of the steps.
@@ -40,16 +51,21 @@ __device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
   return (pixels + kPixels - 1) / kPixels;
 }
 
+// The first step of a part: `each` has so many, or one more.
+__device__ __forceinline__ int part_at(const WeightResult& of, int steps, int parts, int part) {
+  return of.share_steps * part + min(part, steps - of.share_steps * parts);
+}
+
 // That of a block of a cluster, which has neighbouring tiles and one share.
 __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
                                         int block = 0) {
   const int whole = of.whole / cluster;
   if (index < whole) return {index * cluster + block, 0, 0, steps, true};
   const int parted = of.row_tiles * of.column_tiles / cluster - whole;
-  const int share = (index - whole) / parted;
+  const int share = divide(index - whole, of.by_parted);
   return {(index - share * parted) * cluster + block, share,
-          static_cast<int>(static_cast<i64>(steps) * share / of.shares),
-          static_cast<int>(static_cast<i64>(steps) * (share + 1) / of.shares), false};
+          part_at(of, steps, of.shares, share), part_at(of, steps, of.shares, share + 1),
+          false};
 }
 
 // That of a cluster whose blocks have shares of one tile, and the block's own part of its steps.
@@ -60,9 +76,9 @@ struct ClusterUnit {
 
 __device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
                                                        int cluster, int block) {
-  const int tiles = of.row_tiles * of.column_tiles, share = index / tiles;
-  const i64 parts = static_cast<i64>(of.shares) * cluster, part = share * cluster;
-  auto at = [&](i64 of_part) { return static_cast<int>(steps * of_part / parts); };
+  const int tiles = of.row_tiles * of.column_tiles, share = divide(index, of.by_parted);
+  const int part = share * cluster;
+  auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
   return {{index - share * tiles, share, at(part), at(part + cluster), false},
           at(part + block),
           at(part + block + 1)};
@@ -72,17 +88,18 @@ struct Pixel {
   int n, d, h, w;
 };
 
-__device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, u32 index) {
-  const u32 row = args.source.y_size[2] + args.halo;
-  const u32 rest2 = index / row, rest1 = rest2 / args.source.y_size[1], n = rest1 / args.source.y_size[0];
-  return {static_cast<int>(n), static_cast<int>(rest1 - n * args.source.y_size[0]),
-          static_cast<int>(rest2 - rest1 * args.source.y_size[1]), static_cast<int>(index - rest2 * row)};
+__device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, int index) {
+  const int(&size)[3] = args.source.y_size;
+  const int rest2 = divide(index, args.by_size[2]), rest1 = divide(rest2, args.by_size[1]);
+  const int n = divide(rest1, args.by_size[0]);
+  return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * (size[2] + args.halo)};
 }
 
 // The steps of a unit, one after another, without a division each.
 struct Walk {
   Pixel at, by;
 
+  // The way of a step is worked out here: from the argument it would be read for each step anew.
   __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
       : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
 
@@ -133,113 +150,6 @@ __device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int co
 __device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
   return {at.n, at.d * args.source.stride[0] - args.source.pad[0], at.h * args.source.stride[1] - args.source.pad[1],
           at.w * args.source.stride[2] - args.source.pad[2]};
-}
-
-// Gives four neighbouring lanes, which have each a word of four rows, a row of four words each.
-__device__ __forceinline__ void turn_words(u32 (&words)[4], int lane) {
-#pragma unroll
-  for (int way = 1; way < 4; way *= 2) {
-    const bool odd = (lane & way) != 0;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = way == 1 ? pair * 2 : pair, high = low + way;
-      const u32 other = __shfl_xor_sync(~0u, odd ? words[low] : words[high], way);
-      words[low] = odd ? other : words[low];
-      words[high] = odd ? words[high] : other;
-    }
-  }
-}
-
-// A thread's sums of a unit: ROWS times 64 rows, products beside each other, fragments of 8 columns.
-template <class E, int kRows, int kProducts, int kFragments>
-__device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
-                                         int warpgroup, int thread,
-                                         const float (&sum)[kRows][kProducts][kFragments][4]) {
-  const WeightResult& of = args.result;
-  if (!unit.whole) {
-    const int parted = of.row_tiles * of.column_tiles - of.whole;
-    constexpr int kEach = kRows * kProducts * kFragments;
-    const i64 first = (static_cast<i64>(unit.share) * parted + (unit.tile - of.whole)) *
-                          WARPGROUPS + warpgroup;
-    float4* const to = reinterpret_cast<float4*>(of.partials) + first * (kEach * 128) + thread;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < kProducts; ++j) {
-#pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-          const float(&from)[4] = sum[i][j][f];
-          to[((i * kProducts + j) * kFragments + f) * 128] =
-              make_float4(from[0], from[1], from[2], from[3]);
-        }
-      }
-    }
-    return;
-  }
-  // The sum itself: of 16 bits eight neighbouring channels a store, of 32 bits two.
-  constexpr int kBlocks = kFragments / kInBlock;
-  const Own own(of, unit.tile, warpgroup, thread);
-  const int lane = thread % 4;
-  float odd = 0;
-#pragma unroll
-  for (int j = 0; j < kProducts; ++j) {
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const Box box = own.box(of, j, block);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int k = own.k + i * 64 + half * 8;
-          const i64 row = result_at(of, k, box);
-          const int channels = box.real && k < of.out_channels ? of.in_channels - box.c : 0;
-          if (sizeof(E) == 4 || of.wide) {
-#pragma unroll
-            for (int f = 0; f < kInBlock; ++f) {
-              const float(&from)[4] = sum[i][j][block * kInBlock + f];
-              const float first = from[half * 2], second = from[half * 2 + 1];
-              if (f * 8 + own.column >= channels) continue;
-              odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
-              put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
-            }
-          } else if constexpr (sizeof(E) == 2) {
-#pragma unroll
-            for (int f = 0; f < kInBlock; f += 4) {
-              u32 words[4];
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const float(&from)[4] = sum[i][j][block * kInBlock + f + e];
-                const float first = from[half * 2], second = from[half * 2 + 1];
-                odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
-                words[e] = narrow_two<E>(first, second);
-              }
-              turn_words(words, lane);
-              store_if((f + lane) * 8 < channels,
-                       static_cast<E*>(of.w) + row + (f + lane) * 8,
-                       make_uint4(words[0], words[1], words[2], words[3]));
-            }
-          }
-        }
-      }
-    }
-  }
-  // Neighbours have stored some of this thread's results.
-  __syncwarp();
-  if (odd == 0) return;
-#pragma unroll 1
-  for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
-    const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
-    Box box = own.box(of, outer % kProducts, f / kInBlock);
-    const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
-    box.c += f % kInBlock * 8 + own.column + i % 2;
-    if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
-    const float again = defined_sum<E>(args.source, k, box);
-    if (sizeof(E) == 4 || of.wide) {
-      static_cast<float*>(of.w)[result_at(of, k, box)] = again;
-    } else if constexpr (sizeof(E) == 2) {
-      static_cast<E*>(of.w)[result_at(of, k, box)] = narrow<E>(again);
-    }
-  }
 }
 
 }  // namespace convgrad

@@ -8,6 +8,11 @@ __device__ __forceinline__ int kept_value(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// Of a value that was read for nothing but its being in a cache from then on: the compiler must think
+// that something depends on it.
+__device__ __forceinline__ void seem_to_use(int value) {
+  if (value == static_cast<int>(0x80000001)) __threadfence_block();
+}
 template <class T>
 __device__ __forceinline__ T* kept_pointer(T* value) {
   asm volatile("" : "+l"(value));
