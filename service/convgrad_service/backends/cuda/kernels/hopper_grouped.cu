@@ -2,17 +2,18 @@
 // the input, on Hopper: rows of the source stream through shared memory, each of them once.
 // The host's side is hopper_grouped.py.
 //
-// y[n, k, m] = sum over taps j and channels c of k's group of x[n, c, m + from + j] * w[k, c, tap(j)].
-// GEMM, of one tap: M = 8 positions of two rows, N = 8 or 16 result channels, K = a chunk of 8
-// source channels or several; two chunks a product, of two taps where a group has but one. Groups of
-// 4 go in twos, their weights block-diagonal.
+// y[n, k, m] = sum over taps j and channels c of k's group of x[n, c, m + first + j] * w[k, c, tap(j)].
+// GEMM, of one tap: M = 16 positions of a row (or 8 of each of two images), N = 8 or 16 result
+// channels, K = a chunk of 8 source channels or several; two chunks a product, of two taps where a
+// group has but one. Groups of 4 go in twos, their weights block-diagonal.
 //
 // Block: 64 channels on both sides, whose weights its warps keep in registers, and units (pieces of
-// images) one after another. A warp has 8 or 16 result channels, all columns of a unit in STRIPS
-// strips of 8, and goes down the rows by twos: of the four that two rows of results meet it has two
-// from before, at each of the three taps along W. One thread more starts all copies: boxes of pairs
-// of rows into a ring (tiles over C W H N, zeros outside), and results out of another.
-// Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', barriers.
+// images) one after another. A warp has 8 or 16 result channels and all columns of a unit, and goes
+// down its rows: each row of the source is read at the three taps along W and added to the sums of
+// the three rows of results that it meets. One thread more starts all copies: boxes of rows into a
+// ring (tiles over C W H N, zeros outside), and results out of another.
+// Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', weights on
+// their way to registers (from 16 channels on), barriers.
 // Relies on its launcher for channels side by side in whole 16-byte chunks, and for rings as long as
 // what a slot of results needs. Needs sm_90a.
 // Deterministic: one order of additions for each result, however the units are cut.
@@ -27,19 +28,20 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-constexpr int kChannels = CHANNELS, kStrips = STRIPS;
+constexpr int kChannels = CHANNELS, kTiles = TILES;         // of 16 positions
 constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // of the source, that a result meets
 constexpr int kFrags = kChannels < 16 ? 1 : 2;              // of 8 result channels, of a warp
 constexpr int kWorkers = 8 / kFrags, kThreads = (kWorkers + 1) * 32;
-constexpr int kTogether = kFrags == 1 ? 2 : 1;            // strips, whose results are stored at once
-constexpr bool kAhead = BLOCKS == 1;
-constexpr int kSums = kChunks < 4 ? 1 : 2;  // chains of additions for each result
-constexpr int kPixelBytes = 128, kStripBytes = 8 * kPixelBytes;
+constexpr int kReady = 1;  // a barrier
+constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
+constexpr bool kBoxed = kChunks > 1;  // weights come through shared memory
+constexpr int kWeightBytes = 9 * 64 * kChannels * 2;
+// Tiles whose last tap, or whose results, a warp loads or stores at once.
+constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
 
-// Two rows of the source at the three taps along W.
-struct Rows {
-  u32 of[kStrips][2][3][kChunks];
-};
+using Weights = u32[9][kChunks][kFrags];
+using Sums = float[kTiles][kFrags][4];
+
 struct Ring {
   int at = 0;
   u32 parity = 0;
@@ -55,11 +57,13 @@ __device__ __forceinline__ u32 swizzled(int pixel, int chunk) {
 }
 
 struct Shared {
-  u32 ring, slots, full, done, empty;  // barriers: a box is there, results are there, or gone
+  u32 ring, slots, weights;
+  u32 full, done, empty, ready;  // barriers: a box is there, results are there, or gone; weights
 
   __device__ __forceinline__ Shared(const HopperGroupedArgs& args, u32 base) {
-    ring = base, slots = base + args.slots_at;
-    full = base + args.barriers_at, done = full + 8 * args.stages, empty = done + 8 * args.slots;
+    ring = base, slots = base + args.slots_at, weights = base + args.weights_at;
+    ready = base + args.barriers_at, full = ready + 8;
+    done = full + 8 * args.stages, empty = done + 8 * args.slots;
   }
 };
 
@@ -68,39 +72,50 @@ __device__ void copy_all(const HopperGroupedArgs& args, const Shared& shared) {
   const int channel = blockIdx.x * 64;
   Ring stage;
   GroupedUnit next = unit_at(args, blockIdx.y);
-  int next_unit = blockIdx.y, next_box = 0, room = args.stages;
-  const auto load = [&] {
-    for (; room > 0 && next_unit < args.units; --room, stage.advance(args.stages)) {
-      const int corner[4] = {channel, next.column + args.first[1],
-                             next.row + args.first[0] + next_box * args.box_pairs * 2, next.image};
-      const u32 full = shared.full + 8 * stage.at;
-      arrive_expecting(full, args.box_bytes);
-      load_tile(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
-      if (++next_box * args.box_pairs > next.pairs) {
-        next_box = 0;
+  int next_unit = blockIdx.y, next_row = 0, room = args.stages;
+  const auto load = [&](int most) {
+    for (; most > 0 && room > 0 && next_unit < args.units;) {
+      if (next_row < next.source_rows) {
+        const int corner[4] = {channel, next.column + args.first[1], next.source_row + next_row,
+                               next.image};
+        const u32 full = shared.full + 8 * stage.at;
+        arrive_expecting(full, args.stage_bytes);
+        load_tile(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
+        stage.advance(args.stages);
+        --room, --most;
+        next_row += args.box_rows;
+      }
+      if (next_row >= next.source_rows) {
+        next_row = 0;
         next_unit += gridDim.y;
         if (next_unit < args.units) next = unit_at(args, next_unit);
       }
     }
   };
-  load();
+  load(1);
+  if constexpr (kBoxed) {
+    arrive_expecting(shared.ready, kWeightBytes);
+    const int corner[4] = {0, channel, 0, 0};
+    load_tile(shared.weights, args.w_map, shared.ready, corner, kKeepMost);
+  }
+  load(args.stages);
 
   Ring slot;
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
+    const int boxes = (at.source_rows + args.box_rows - 1) / args.box_rows;
     int consumed = 0;
-    for (int pair = 0; pair < at.pairs; pair += args.slot_pairs, slot.advance(args.slots)) {
+    for (int row = 0; row < at.rows; row += args.slot_rows, slot.advance(args.slots)) {
       wait_for(shared.done + 8 * slot.at, slot.parity);
-      const int corner[4] = {channel, at.column, at.row + pair * 2, at.image};
+      const int corner[4] = {channel, at.column, at.row + row, at.image};
       store_tile(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
       commit_stores();
       // Boxes that were read wholly for these results and those before.
-      const int pairs = pair + args.slot_pairs;
-      const int now = pairs < at.pairs ? (pairs + 1) / args.box_pairs
-                                       : at.pairs / args.box_pairs + 1;
+      const int rows = row + args.slot_rows, read = at.row + args.first[0] + rows + 2 - at.source_row;
+      const int now = rows < at.rows ? max(min(read / args.box_rows, boxes), 0) : boxes;
       room += now - consumed;
       consumed = now;
-      load();
+      load(args.stages);
       wait_stores_read<0>();
       arrive(shared.empty + 8 * slot.at);
     }
@@ -117,170 +132,135 @@ struct Part {
   }
 };
 
-__device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, const Part& part,
-                                             u32 (&w)[9][kChunks][kFrags]) {
-  const int lane = threadIdx.x & 31, slice = blockIdx.x * 64;
+// The same from shared memory, where a tap has 64 rows, of an out channel each.
+__device__ __forceinline__ void take_weights(const Part& part, u32 from, Weights& w) {
+  constexpr int kRowBytes = kChannels * 2, kRowChunks = kChannels / 8;
+  const int lane = threadIdx.x & 31, half = lane >> 4;
+  // Matrices: of two chunks of the source (lanes 0 to 7 and 8 to 15), for both of the result's.
+  const int x = part.x_chunk + (lane >> 3 & 1), y = part.y_chunk + half;
+  const int out = (ACROSS ? x : y) * 8 + (lane & 7), in = (ACROSS ? y : x) % kRowChunks;
+  // Its swizzle is that of rows of kRowBytes.
+  const int flip = out * kRowBytes / 128 % kRowChunks;
 #pragma unroll
   for (int tap = 0; tap < 9; ++tap) {
-    const int r = ACROSS ? 2 - tap / 3 : tap / 3, s = ACROSS ? 2 - tap % 3 : tap % 3;
-    const int at = r * args.w_stride[2] + s * args.w_stride[3];
+    const int at = ACROSS ? 8 - tap : tap;
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int f = 0; f < kFrags; ++f) {
-        const int x = (part.x_chunk + c) * 8, y = (part.y_chunk + f) * 8;
-        w[tap][c][f] = two_weights<T, kChannels>(args, slice + (ACROSS ? x : y) + lane / 4,
-                                                 slice + (ACROSS ? y : x) + lane % 4 * 2, at);
+    for (int c = 0; c < kChunks; c += 2) {
+      const int row = out + (ACROSS ? c * 8 : 0), chunk = in + (ACROSS ? 0 : c);
+      u32 four[4];
+      const u32 place = from + (at * 64 + row) * kRowBytes + ((chunk ^ flip) << 4);
+      if constexpr (ACROSS) {
+        load_matrices_transposed(four, place);
+      } else {
+        load_matrices(four, place);
       }
+      w[tap][c][0] = four[0], w[tap][c + 1 < kChunks ? c + 1 : c][0] = four[1];
+      w[tap][c][kFrags - 1] = four[2], w[tap][c + 1 < kChunks ? c + 1 : c][kFrags - 1] = four[3];
     }
   }
-#if ACROSS
-  // Neighbours are to be source channels.
-#pragma unroll
-  for (int tap = 0; tap < 9; ++tap) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int f = 0; f < kFrags; ++f) w[tap][c][f] = transposed(w[tap][c][f]);
-    }
-  }
-#endif
 }
 
-// Where a lane finds rows of matrices, from the first of two rows on.
+// Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
+// product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
 struct Places {
-  u32 source[kChunks == 1 ? 1 : 3], third, result, last_result;
+  u32 source[kChunks == 1 ? 1 : 3], third, result;
 
-  __device__ __forceinline__ Places(const Part& part, int row_bytes) {
-    const int lane = threadIdx.x & 31, pixel = lane & 7, row = lane >> 3 & 1, half = lane >> 4;
+  __device__ __forceinline__ Places(const HopperGroupedArgs& args, const Part& part) {
+    const int lane = threadIdx.x & 31, pixel = lane & 7, half = lane >> 3 & 1, other = lane >> 4;
+    const u32 first = half * args.source_half;
     if constexpr (kChunks == 1) {
-      source[0] = row * row_bytes + swizzled(pixel + half, part.x_chunk);
-      third = row * row_bytes + half * kStripBytes + swizzled(pixel + 2, part.x_chunk);
+      source[0] = first + swizzled(pixel + other, part.x_chunk);
+      third = first + other * kTileBytes + swizzled(pixel + 2, part.x_chunk);
     } else {
 #pragma unroll
-      for (int s = 0; s < 3; ++s) source[s] = row * row_bytes + swizzled(pixel + s, part.x_chunk + half);
+      for (int s = 0; s < 3; ++s) source[s] = first + swizzled(pixel + s, part.x_chunk + other);
     }
-    last_result = row * kStrips * kStripBytes +
-                  swizzled(pixel, part.y_chunk + (kFrags == 2 ? half : 0));
-    result = last_result + (kFrags == 1 ? half * kStripBytes : 0);
+    result = half * args.result_half + swizzled(pixel, part.y_chunk + (kFrags == 2 ? other : 0)) +
+             (kTogether == 2 ? other * kTileBytes : 0);
   }
 };
 
-// The rows' part in kTogether strips from i on, those that there are.
-template <int i>
-__device__ __forceinline__ void load_strips(Rows& rows, const Places& places, u32 from) {
-  if constexpr (i < kStrips) {
-    constexpr bool kTwo = kTogether == 2 && i + 1 < kStrips;
-    const u32 strip = from + i * kStripBytes;
-    u32(&to)[2][3][kChunks] = rows.of[i];
-    u32(&next)[2][3][kChunks] = rows.of[kTwo ? i + 1 : i];
-    u32 four[4];
+// Adds what a row of the source gives to the three rows of results that meet it: at its last tap, its
+// second and its first one, which begins a sum.
+__device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
+                                        const Places& places, u32 from) {
+#pragma unroll
+  for (int i = 0; i < kTiles; i += kTogether) {
+    const u32 tile = from + i * kTileBytes;
+#pragma unroll
+    for (int j = i; j < i + kTogether; ++j) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) first[j][f][e] = 0;
+      }
+    }
     if constexpr (kChunks == 1) {
-      load_matrices(four, strip + places.source[0]);
-      to[0][0][0] = four[0], to[1][0][0] = four[1], to[0][1][0] = four[2], to[1][1][0] = four[3];
-      if constexpr (kTwo) {
-        load_matrices(four, strip + kStripBytes + places.source[0]);
-        next[0][0][0] = four[0], next[1][0][0] = four[1];
-        next[0][1][0] = four[2], next[1][1][0] = four[3];
-        load_matrices(four, strip + places.third);
-        to[0][2][0] = four[0], to[1][2][0] = four[1];
-        next[0][2][0] = four[2], next[1][2][0] = four[3];
-      } else {
-        u32 two[2];
-        load_matrices(two, strip + places.third);
-        to[0][2][0] = two[0], to[1][2][0] = two[1];
+      u32 pair[kTogether][4], third[kTogether * 2];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        load_matrices(pair[j], tile + j * kTileBytes + places.source[0]);
+      }
+      load_matrices(third, tile + places.third);
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        Sums& sum = r == 0 ? first : r == 1 ? middle : last;
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          mma<T>(sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const u32 one[2] = {third[j * 2], third[j * 2 + 1]};
+          mma<T>(sum[i + j][0], one, w[r * 3 + 2][0][0]);
+        }
       }
     } else {
 #pragma unroll
       for (int s = 0; s < 3; ++s) {
 #pragma unroll
         for (int c = 0; c < kChunks; c += 2) {
-          // Chunk c of the group: the group's first one is a multiple of kChunks.
-          load_matrices(four, strip + (places.source[s] ^ c << 4));
-          to[0][s][c] = four[0], to[1][s][c] = four[1];
-          to[0][s][c + 1] = four[2], to[1][s][c + 1] = four[3];
-        }
-      }
-    }
-    (void)next;
-  }
-}
-template <int i = 0>
-__device__ __forceinline__ void load_rows(Rows& rows, const Places& places, u32 from) {
-  load_strips<i>(rows, places, from);
-  if constexpr (i + kTogether < kStrips) load_rows<i + kTogether>(rows, places, from);
-}
-
-// Sums of one strip of two rows, from the two rows before and the two that follow.
-__device__ __forceinline__ void multiply(float (&sum)[kSums][kFrags][4],
-                                         const u32 (&before)[2][3][kChunks],
-                                         const u32 (&after)[2][3][kChunks],
-                                         const u32 (&w)[9][kChunks][kFrags]) {
-  const auto row = [&](int r, int s, int c) { return r < 2 ? before[r][s][c] : after[r - 2][s][c]; };
-  if constexpr (kChunks == 1) {
+          u32 a[4];
+          // A group's first chunk is a multiple of kChunks.
+          load_matrices(a, tile + (places.source[s] ^ c << 4));
 #pragma unroll
-    for (int t = 0; t < 8; t += 2) {
-      const int r = t / 3, s = t % 3, next_r = (t + 1) / 3, next_s = (t + 1) % 3;
-      const u32 a[4] = {row(r, s, 0), row(r + 1, s, 0), row(next_r, next_s, 0),
-                        row(next_r + 1, next_s, 0)};
-      mma<T>(sum[0][0], a, w[t][0][0], w[t + 1][0][0]);
-    }
-    const u32 a[2] = {row(2, 2, 0), row(3, 2, 0)};
-    mma<T>(sum[0][0], a, w[8][0][0]);
-  } else {
+          for (int r = 0; r < 3; ++r) {
+            Sums& sum = r == 0 ? first : r == 1 ? middle : last;
 #pragma unroll
-    for (int t = 0; t < 9; ++t) {
-      const int r = t / 3, s = t % 3;
-#pragma unroll
-      for (int c = 0; c < kChunks; c += 2) {
-        const u32 a[4] = {row(r, s, c), row(r + 1, s, c), row(r, s, c + 1), row(r + 1, s, c + 1)};
-#pragma unroll
-        for (int f = 0; f < kFrags; ++f) {
-          mma<T>(sum[c / 2 % kSums][f], a, w[t][c][f], w[t][c + 1][f]);
+            for (int f = 0; f < kFrags; ++f) {
+              mma<T>(sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
+            }
+          }
         }
       }
     }
   }
 }
 
-// Goes on by two rows: loads them, and puts two rows of results to shared memory, from strip i on.
-// Marks what is not finite.
-template <int i = 0>
-__device__ __forceinline__ void advance_rows(const Rows& before, Rows& after,
-                                             const u32 (&w)[9][kChunks][kFrags],
-                                             const Places& places, u32 from, u32 to, int columns,
-                                             u32& marked) {
-  // Those of the next strips are on their way meanwhile.
-  if constexpr (i == 0 || !kAhead) load_strips<i>(after, places, from);
-  if constexpr (kAhead) load_strips<i + kTogether>(after, places, from);
-  const int column = (threadIdx.x & 31) / 4;
-  u32 both[kTogether][kFrags][2];
+// A row of results, to shared memory. Marks what is not finite; `left` and `right` are columns
+// beyond a tile's first 8 positions and its others.
+__device__ __forceinline__ u32 put_row(const Sums& sum, const Places& places, u32 to, int left,
+                                       int right) {
+  u32 marked = 0;
 #pragma unroll
-  for (int j = 0; j < kTogether && i + j < kStrips; ++j) {
-    float sum[kSums][kFrags][4] = {};
-    multiply(sum, before.of[i + j], after.of[i + j], w);
+  for (int i = 0; i < kTiles; i += kTogether) {
+    u32 both[kTogether][kFrags][2];
 #pragma unroll
-    for (int f = 0; f < kFrags; ++f) {
+    for (int j = 0; j < kTogether; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-#pragma unroll
-        for (int other = 1; other < kSums; ++other) sum[0][f][e] += sum[other][f][e];
-      }
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        both[j][f][row] = narrow_two<T>(sum[0][f][row * 2], sum[0][f][row * 2 + 1]);
-        mark_odd_if<T>((i + j) * 8 + column < columns, marked, both[j][f][row]);
+      for (int f = 0; f < kFrags; ++f) {
+        const float(&four)[4] = sum[i + j][f];
+        both[j][f][0] = narrow_two<T>(four[0], four[1]);
+        both[j][f][1] = narrow_two<T>(four[2], four[3]);
+        mark_odd_if<T>((i + j) * 16 < left, marked, both[j][f][0]);
+        mark_odd_if<T>((i + j) * 16 < right, marked, both[j][f][1]);
       }
     }
+    const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
+    const u32 four[4] = {both[0][0][0], both[0][0][1], other[0], other[1]};
+    store_matrices(to + i * kTileBytes + places.result, four);
   }
-  constexpr bool kWhole = i + kTogether <= kStrips;
-  constexpr int kOther = kTogether == 2 && kWhole ? 1 : 0;
-  const u32 four[4] = {both[0][0][0], both[0][0][1], both[kOther][kFrags - 1][0],
-                       both[kOther][kFrags - 1][1]};
-  store_matrices(to + i * kStripBytes + (kWhole ? places.result : places.last_result), four);
-  if constexpr (i + kTogether < kStrips) {
-    advance_rows<i + kTogether>(before, after, w, places, from, to, columns, marked);
-  }
+  return marked;
 }
 
 }  // namespace
@@ -302,73 +282,97 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
       publish_shared();
     }
+    if (lane == 0) make_barrier(shared.ready, 1);
     for (int i = lane; i < args.stages; i += 32) make_barrier(shared.full + 8 * i, 1);
     for (int i = lane; i < args.slots; i += 32) {
       make_barrier(shared.done + 8 * i, kWorkers);
       make_barrier(shared.empty + 8 * i, 1);
     }
     publish_barriers();
-    __syncthreads();
+    __syncwarp();
+    pass_by(kReady, kThreads);
     if (elected()) copy_all(args, shared);
     return;
   }
   const Part part(warp);
-  u32 w[9][kChunks][kFrags];
-  load_weights(args, part, w);
+  Weights w;
+  if constexpr (!kBoxed) {
+    const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
+    if (args.w_pairs) {
+      load_weights<T, kChannels, ACROSS, true>(args, x, y, w);
+    } else {
+      load_weights<T, kChannels, ACROSS, false>(args, x, y, w);
+    }
+  }
+  const Places places(args, part);
   const int row_bytes = args.row_pixels * kPixelBytes;
-  const Places places(part, row_bytes);
-  __syncthreads();
+  wait_at(kReady, kThreads);
+  if constexpr (kBoxed) {
+    wait_for(shared.ready, 0);
+    take_weights(part, shared.weights, w);
+  }
 
   Ring stage, slot;
-  int box_left = 0, slot_left = 0;  // pairs of rows, in this box and in this slot
-  u32 next_from = 0, to = 0;
-  // Where the next two rows of the source are.
-  const auto source = [&] {
-    if (box_left == 0) {
-      wait_for(shared.full + 8 * stage.at, stage.parity);
-      next_from = shared.ring + stage.at * args.stage_bytes;
-      stage.advance(args.stages);
-      box_left = args.box_pairs;
+  int box_left = 0, slot_left = 0;  // rows, in this box and in this slot
+  u32 from = 0, to = 0;
+  Sums a, b, c;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
     }
-    const u32 from = next_from;
-    next_from += 2 * row_bytes;
-    --box_left;
-    return from;
-  };
+  }
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
-    const int columns = min(args.piece[1], args.y_size[1] - at.column);
-    int pair = 0;
-    const auto advance = [&](const Rows& before, Rows& after) {
-      const u32 from = source();
-      if (slot_left == 0) {
-        wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
-        to = shared.slots + slot.at * args.slot_bytes;
-        slot_left = args.slot_pairs;
+    const int rows = at.rows, first_row = at.row + args.first[0];
+    const int left = min(args.piece[1], args.y_size[1] - at.column) - lane / 4;
+    const int right = args.images == 1 ? left - 8 : at.image + 1 < args.batch ? left : 0;
+    int row = -2;  // of the results that are whole after the next row of the source
+    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
+      if (static_cast<u32>(first_row + row + 2) < static_cast<u32>(args.x_size[0])) {
+        if (box_left == 0) {
+          wait_for(shared.full + 8 * stage.at, stage.parity);
+          from = shared.ring + stage.at * args.stage_bytes;
+          stage.advance(args.stages);
+          box_left = args.box_rows;
+        }
+        add_row(last, middle, first, w, places, from);
+        from += row_bytes;
+        --box_left;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+          for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) first[i][f][e] = 0;
+          }
+        }
       }
-      u32 marked = 0;
-      advance_rows(before, after, w, places, from, to, columns, marked);
-      if (__any_sync(~0u, marked != 0)) {
-        take_again<T, kChannels, ACROSS>(args, at, pair, bytes + (to - base), kStrips * 8,
-                                         blockIdx.x, part.y_chunk * 8, kFrags * 8);
+      if (row >= 0) {
+        if (slot_left == 0) {
+          wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
+          to = shared.slots + slot.at * args.slot_bytes;
+          slot_left = args.slot_rows;
+        }
+        if (__any_sync(~0u, put_row(last, places, to, left, right) != 0)) {
+          take_again<T, kChannels, ACROSS>(args, unit, row, bytes + (to - base), blockIdx.x,
+                                           part.y_chunk * 8, kFrags * 8);
+        }
+        to += kTiles * kTileBytes / args.images;
+        if (--slot_left == 0 || row + 1 == rows) {
+          publish_shared();
+          __syncwarp();
+          if (lane == 0) arrive(shared.done + 8 * slot.at);
+          slot.advance(args.slots);
+          slot_left = 0;
+        }
       }
-      to += 2 * kStrips * kStripBytes;
-      ++pair;
-      if (--slot_left == 0 || pair == at.pairs) {
-        publish_shared();
-        __syncwarp();
-        if (lane == 0) arrive(shared.done + 8 * slot.at);
-        slot.advance(args.slots);
-        slot_left = 0;
-      }
+      return ++row < rows;
     };
-    Rows even, odd;
-    load_rows(even, places, source());
-    while (true) {
-      advance(even, odd);
-      if (pair == at.pairs) break;
-      advance(odd, even);
-      if (pair == at.pairs) break;
+    while (advance(a, b, c) && advance(b, c, a) && advance(c, a, b)) {
     }
     box_left = 0;
   }

@@ -10,6 +10,7 @@ namespace convgrad {
 struct HopperGroupedArgs {
   TensorMap x_map;  // C W H N
   TensorMap y_map;
+  TensorMap w_map;  // in channels, out channels of all groups, S R
   const void* x;    // the source: input, or grad_output
   const void* w;
   i64 x_stride[3];  // N H W, in elements
@@ -17,28 +18,32 @@ struct HopperGroupedArgs {
   int w_stride[4];  // out channel, in channel (of the convolution), R S
   int w_pairs;      // weights of neighbouring in channels are side by side, and aligned
   int groups;
+  int batch;
   int x_size[2];  // H W
   int y_size[2];
   int first[2];  // where in the source the first result's first tap is
-  // Units: pieces of images, so many rows and columns of results each.
+  // Units: pieces of images, so many images, rows and columns of results each.
   int units;
+  int images;  // 1, or 2 of 8 columns
   int piece[2];
   int pieces[2];
-  // The source's ring: boxes of so many pairs of rows; and that of results.
+  // The source's ring: boxes of so many rows; and that of results.
   int row_pixels;  // of a row in a box
-  int box_pairs, stages, stage_bytes;
-  int slot_pairs, slots, slot_bytes;
-  int box_bytes;
-  int slots_at, barriers_at;  // in shared memory
+  int box_rows, stages, stage_bytes;
+  int slot_rows, slots, slot_bytes;
+  int source_half, result_half;  // bytes from the first 8 positions of a product to the others
+  int slots_at, weights_at, barriers_at;  // in shared memory
   int zeroes;  // what is right of the source is the next row's first pixel
 };
 
-// A unit: where its results begin, and how many pairs of rows there are.
+// A unit: where its results begin, and how many rows there are; the rows of the source that they
+// meet, those that there are.
 struct GroupedUnit {
-  int image, row, column, pairs;
+  int image, row, column, rows;
+  int source_row, source_rows;
 };
 __device__ __forceinline__ GroupedUnit unit_at(const HopperGroupedArgs& args, int unit) {
-  GroupedUnit at = {unit, 0, 0, 0};
+  GroupedUnit at = {unit, 0, 0};
   if (args.pieces[1] > 1) {
     at.image = unit / args.pieces[1];
     at.column = (unit - at.image * args.pieces[1]) * args.piece[1];
@@ -48,27 +53,58 @@ __device__ __forceinline__ GroupedUnit unit_at(const HopperGroupedArgs& args, in
     at.image = piece / args.pieces[0];
     at.row = (piece - at.image * args.pieces[0]) * args.piece[0];
   }
-  at.pairs = (min(args.piece[0], args.y_size[0] - at.row) + 1) / 2;
+  at.image *= args.images;
+  at.rows = min(args.piece[0], args.y_size[0] - at.row);
+  const int from = at.row + args.first[0];
+  at.source_row = max(from, 0);
+  at.source_rows = max(min(from + at.rows + 2, args.x_size[0]) - at.source_row, 0);
   return at;
 }
 
-// Weights of an out channel and two neighbouring in channels, counted from the first of all.
-template <class T, int kChannels>
-__device__ __forceinline__ u32 two_weights(const HopperGroupedArgs& args, int out, int in, int tap) {
+// Warp: the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
+// result channels from `y` on, counted from the first of all, as mma's second operand; zeros between
+// different groups. kPairs: neighbours along in channels come at once.
+template <class T, int kChannels, bool kAcross, bool kPairs, int kChunks, int kFrags>
+__device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int x, int y,
+                                             u32 (&w)[9][kChunks][kFrags]) {
+  const int lane = threadIdx.x & 31;
+  const int out = (kAcross ? x : y) + lane / 4, in = (kAcross ? y : x) + lane % 4 * 2;
   const int group = out / kChannels;
   const bool there = group == in / kChannels && group < args.groups;
+  const int w_out = args.w_stride[0], w_in = args.w_stride[1];
   const T* const from = static_cast<const T*>(args.w) + group * args.w_group +
-                        (out % kChannels * args.w_stride[0] + in % kChannels * args.w_stride[1] + tap);
-  u32 both;
-  if (args.w_pairs) {
-    load_if(there, from, both);
-  } else {
-    unsigned short first, second;
-    load_if(there, from, first);
-    load_if(there, from + args.w_stride[1], second);
-    both = first | static_cast<u32>(second) << 16;
+                        (out % kChannels * w_out + in % kChannels * w_in);
+#pragma unroll
+  for (int tap = 0; tap < 9; ++tap) {
+    const int r = kAcross ? 2 - tap / 3 : tap / 3, s = kAcross ? 2 - tap % 3 : tap % 3;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+        const int at = r * args.w_stride[2] + s * args.w_stride[3] +
+                       (c * (kAcross ? w_out : w_in) + f * (kAcross ? w_in : w_out)) * 8;
+        if constexpr (kPairs) {
+          load_if(there, from + at, w[tap][c][f]);
+        } else {
+          unsigned short first, second;
+          load_if(there, from + at, first);
+          load_if(there, from + at + w_in, second);
+          w[tap][c][f] = first | static_cast<u32>(second) << 16;
+        }
+      }
+    }
   }
-  return both;
+  if constexpr (kAcross) {
+    // Neighbours are to be source channels.
+#pragma unroll
+    for (int tap = 0; tap < 9; ++tap) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int f = 0; f < kFrags; ++f) w[tap][c][f] = transposed(w[tap][c][f]);
+      }
+    }
+  }
 }
 
 // A result by its definition, in order, over what is inside.
@@ -99,26 +135,25 @@ __device__ float grouped_sum(const HopperGroupedArgs& args, const GroupedUnit& a
   return sum;
 }
 
-// Warp: takes again what is not finite among the results of two rows, `first` the place of the
-// first one's first pixel in shared memory and `pitch` the pixels of a row there. 128 bytes a pixel,
-// its chunks swizzled.
+// Warp: takes again what is not finite among the results of a row, whose first pixel is at `first` in
+// shared memory: 128 bytes a pixel, its chunks swizzled.
 template <class T, int kChannels, bool kAcross>
-__device__ __noinline__ void take_again(const HopperGroupedArgs& args, GroupedUnit at,
-                                        int pair, char* first, int pitch, int slice, int channel,
-                                        int channels) {
+__device__ __noinline__ void take_again(const HopperGroupedArgs& args, int unit, int row,
+                                        char* first, int slice, int channel, int channels) {
   __syncwarp();
+  GroupedUnit at = unit_at(args, unit);
   const int columns = min(args.piece[1], args.y_size[1] - at.column);
-  const int rows = min(2, args.y_size[0] - (at.row + pair * 2));
-  for (int i = threadIdx.x & 31; i < rows * columns * channels; i += 32) {
-    const int pixel = i / channels, own = channel + i - pixel * channels;
-    const int row = pixel / columns, column = pixel - row * columns;
-    const int all = slice * 64 + own;
-    if (all >= args.groups * kChannels) continue;
-    const int place = row * pitch + column;
-    T* const result = reinterpret_cast<T*>(first + place * 128 + ((own / 8 ^ (place & 7)) << 4)) + own % 8;
-    if (is_finite(widen(*result))) continue;
-    *result = narrow<T>(grouped_sum<T, kChannels, kAcross>(args, at, at.row + pair * 2 + row,
-                                                           at.column + column, all));
+  for (int n = 0; n < args.images && at.image < args.batch; ++n, ++at.image) {
+    for (int i = threadIdx.x & 31; i < columns * channels; i += 32) {
+      const int column = i / channels, own = channel + i - column * channels;
+      const int all = slice * 64 + own;
+      if (all >= args.groups * kChannels) continue;
+      T* const result = reinterpret_cast<T*>(first + n * args.result_half + column * 128 +
+                                             ((own / 8 ^ (column & 7)) << 4)) + own % 8;
+      if (is_finite(widen(*result))) continue;
+      *result = narrow<T>(grouped_sum<T, kChannels, kAcross>(args, at, at.row + row,
+                                                             at.column + column, all));
+    }
   }
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import Prepared, prepare_weight
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
@@ -19,69 +20,77 @@ __all__ = ["Cut", "HopperGrouped", "cuts_of"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 SLICE = 64
 """Channels of a block: a row of 128 bytes in shared memory."""
-STRIPS = {4: (2, 4, 7), 8: (2, 4, 7), 16: (1, 2, 4), 32: (1, 2)}
-"""By channels a group: how many strips of 8 columns a warp may keep rows of in its registers."""
+TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
+"""By channels a group: how many tiles of 16 positions a warp may keep sums of in its registers."""
 BLOCKS = {4: 1, 8: 1, 16: 2, 32: 2}
 """Likewise, of a multiprocessor at once."""
-STRIP = 8
+TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
-BOX_BYTES = 8192
-"""Of a box of the source, where one has several pairs of rows: enough that starting it costs
-little."""
+BOXED = 16
+"""From so many channels on, weights come through shared memory."""
+BOX_BYTES = 16384
+"""Of a box of the source, about: enough that starting it costs little."""
 PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
 SLOTS = 2
 MOST_STAGES = 16
-START_PAIRS = 4
-"""Pairs of rows that a multiprocessor might read while a unit begins and ends."""
+START_ROWS = 8
+"""Rows that a multiprocessor might read while a unit begins and ends."""
 MAX_EXTENT, MAX_INDEX, MAX_GRID = 2**24, 2**31 - 1, 65535
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an image is cut into units: strips and rows of each. A row in a box has so many pixels,
-    and what is right of the source is the next row's first one if ``shared``."""
+    """How images are cut into units: tiles and rows of each, of one image or of two that are half
+    a tile wide. A row in a box has so many pixels, and what is right of the source is the next
+    row's first one if ``shared``."""
 
-    strips: int
+    tiles: int
+    images: int
     rows: int
     pieces: tuple[int, int]
     row_pixels: int
     shared: bool
-    box_pairs: int
-    slot_pairs: int
+    source_rows: int
+    box_rows: int
+    slot_rows: int
+    weight_bytes: int
     blocks: int
     slots: int = SLOTS
 
     @property
-    def pairs(self) -> int:
-        """Of rows, of a unit's results."""
-        return ceil_div(self.rows, 2)
+    def columns(self) -> int:
+        return self.tiles * TILE // self.images
 
     @property
     def boxes(self) -> int:
-        """Of a unit."""
-        return self.pairs // self.box_pairs + 1
+        """Of a unit, at most."""
+        return ceil_div(self.source_rows, self.box_rows)
 
     @property
     def box_bytes(self) -> int:
-        return self.box_pairs * 2 * self.row_pixels * PIXEL_BYTES
+        return self.images * self.box_rows * self.row_pixels * PIXEL_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        return self.slot_pairs * 2 * self.strips * STRIP * PIXEL_BYTES
+        return self.slot_rows * self.tiles * TILE * PIXEL_BYTES
 
     def stages(self, device: CudaDevice, turns: int) -> int:
         """As many as fit, or a block has boxes."""
         room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(room, device.shared_bytes_per_block)
-        room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + 48 * BARRIER_BYTES
+        room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + self.weight_bytes
+        room -= (MOST_STAGES + 2 * self.slots + 1) * BARRIER_BYTES
         return min(room // self.box_bytes, MOST_STAGES, turns * self.boxes)
 
     @property
     def least_stages(self) -> int:
         """Boxes that may have to be there before a slot of results is whole."""
-        return min(self.boxes, ceil_div(self.slot_pairs, self.box_pairs) + 2)
+        return min(self.boxes, ceil_div(self.slot_rows + 2, self.box_rows) + 1)
+
+    def units(self, batch: int) -> int:
+        return ceil_div(batch, self.images) * self.pieces[0] * self.pieces[1]
 
 
 class HopperGroupedArgs(ctypes.Structure):
@@ -90,6 +99,7 @@ class HopperGroupedArgs(ctypes.Structure):
     _fields_ = (
         ("x_map", MapField),
         ("y_map", MapField),
+        ("w_map", MapField),
         ("x", ctypes.c_uint64),
         ("w", ctypes.c_uint64),
         ("x_stride", ctypes.c_int64 * 3),
@@ -97,24 +107,28 @@ class HopperGroupedArgs(ctypes.Structure):
         ("w_stride", ctypes.c_int32 * 4),
         ("w_pairs", ctypes.c_int32),
         ("groups", ctypes.c_int32),
+        ("batch", ctypes.c_int32),
         ("x_size", ctypes.c_int32 * 2),
         ("y_size", ctypes.c_int32 * 2),
         ("first", ctypes.c_int32 * 2),
         ("units", ctypes.c_int32),
+        ("images", ctypes.c_int32),
         ("piece", ctypes.c_int32 * 2),
         ("pieces", ctypes.c_int32 * 2),
         *(
             (name, ctypes.c_int32)
             for name in (
                 "row_pixels",
-                "box_pairs",
+                "box_rows",
                 "stages",
                 "stage_bytes",
-                "slot_pairs",
+                "slot_rows",
                 "slots",
                 "slot_bytes",
-                "box_bytes",
+                "source_half",
+                "result_half",
                 "slots_at",
+                "weights_at",
                 "barriers_at",
                 "zeroes",
             )
@@ -134,7 +148,7 @@ class HopperGrouped:
         if work.dtype not in DTYPES or work.result_dtype is not work.dtype:
             return f"{work.dtype} to {work.result_dtype}, not 16 bits on both sides"
         channels = work.in_channels, work.out_channels
-        if work.groups == 1 or channels[0] != channels[1] or channels[0] not in STRIPS:
+        if work.groups == 1 or channels[0] != channels[1] or channels[0] not in TILES:
             return f"{work.groups} groups of {channels[0]} and {channels[1]} channels"
         if work.kernel != (1, 3, 3) or work.output[0] != work.input[0]:
             return f"a kernel of {work.kernel}: rows are kept for 3 taps by 3"
@@ -149,7 +163,7 @@ class HopperGrouped:
             reason = _why_not_operand(work, operand)
             if reason is not None:
                 return f"the {side}'s {reason}"
-        if max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
+        if channels[0] < BOXED and max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
             return "weights of a group that lie far apart"
         if max(*work.input, *work.output, work.batch, *(abs(pad) for pad in work.pad)) > MAX_EXTENT:
             return f"an extent of more than {MAX_EXTENT}"
@@ -162,90 +176,113 @@ class HopperGrouped:
         cut = cut or min(cuts_of(work, device), key=lambda cut: _cost(work, cut, device))
         backward = work.direction == "bwd_data"
         source, result = gather_sides(work)
-        x_size, y_size = (work.input[1:], work.output[1:])[:: -1 if backward else 1]
-        units = work.batch * cut.pieces[0] * cut.pieces[1]
+        x_size, y_size = _sizes(work)
+        weight = Prepared(work.w)
+        if cut.weight_bytes:
+            weight = prepare_weight(
+                work.w,
+                work.groups,
+                work.out_channels,
+                work.in_channels,
+                work.kernel,
+                f"{work.prefix}weight_channels_last",
+                device,
+            )
+        w = weight.operand
         slices, workers = _grid(work, cut, device)
-        stages = cut.stages(device, ceil_div(units, workers))
         args = HopperGroupedArgs()
         args.x_stride[:] = (source.strides[0], *source.strides[4:])
-        args.w_group = work.w.strides[0]
-        _, k, c, _, r, s = work.w.strides
+        args.w_group = w.strides[0]
+        _, k, c, _, r, s = w.strides
         args.w_stride[:] = (k, c, r, s)
-        args.w_pairs = c == 1 and not any(stride % 2 for stride in (work.w.strides[0], k, r, s))
-        args.groups = work.groups
+        args.w_pairs = c == 1 and not any(stride % 2 for stride in (w.strides[0], k, r, s))
+        args.groups, args.batch = work.groups, work.batch
         args.x_size[:], args.y_size[:] = x_size, y_size
         args.first[:] = [_first(work, dim) for dim in (1, 2)]
-        args.units = units
-        args.piece[:] = (cut.rows, cut.strips * STRIP)
-        args.pieces[:] = cut.pieces
-        args.row_pixels, args.box_pairs, args.slot_pairs = (
-            cut.row_pixels,
-            cut.box_pairs,
-            cut.slot_pairs,
-        )
-        args.stages, args.stage_bytes = stages, cut.box_bytes
-        args.slots, args.slot_bytes = cut.slots, cut.slot_bytes
-        args.box_bytes = cut.box_bytes
-        args.zeroes = cut.shared
-        args.slots_at = stages * cut.box_bytes + (PATTERN_BYTES if cut.shared else 0)
-        args.barriers_at = args.slots_at + cut.slots * cut.slot_bytes
-        total = args.barriers_at + (stages + 2 * cut.slots) * BARRIER_BYTES
+        args.units, args.images = cut.units(work.batch), cut.images
+        args.piece[:], args.pieces[:] = (cut.rows, cut.columns), cut.pieces
+        args.row_pixels, args.zeroes = cut.row_pixels, cut.shared
+        args.box_rows, args.stage_bytes = cut.box_rows, cut.box_bytes
+        args.stages = cut.stages(device, ceil_div(args.units, workers))
+        args.slot_rows, args.slots, args.slot_bytes = cut.slot_rows, cut.slots, cut.slot_bytes
+        args.source_half = args.result_half = HALF * PIXEL_BYTES
+        if cut.images > 1:
+            args.source_half = cut.box_bytes // cut.images
+            args.result_half = cut.slot_bytes // cut.images
+        args.slots_at = args.stages * cut.box_bytes + (PATTERN_BYTES if cut.shared else 0)
+        args.weights_at = args.slots_at + cut.slots * cut.slot_bytes
+        args.barriers_at = args.weights_at + cut.weight_bytes
+        total = args.barriers_at + (args.stages + 2 * cut.slots + 1) * BARRIER_BYTES
+        x_box = cut.row_pixels, cut.box_rows, cut.images
+        y_box = cut.columns, cut.slot_rows, cut.images
         maps = {
-            "x_map": (source, _map(work, source, x_size, cut.row_pixels, cut.box_pairs * 2)),
-            "y_map": (result, _map(work, result, y_size, cut.strips * STRIP, cut.slot_pairs * 2)),
+            "x_map": (source, _map(work, source, x_size, x_box)),
+            "y_map": (result, _map(work, result, y_size, y_box)),
         }
+        if cut.weight_bytes:
+            maps["w_map"] = (w, _weight_map(work, w))
         launch = Launch(
-            _instance(work.dtype, work.in_channels, cut.strips, cut.blocks, backward=backward),
+            _instance(work.dtype, work.in_channels, cut.tiles, cut.blocks, backward=backward),
             (slices, workers, 1),
-            ((9 if work.in_channels < 16 else 5) * 32, 1, 1),
-            pack_maps(args, maps, x=source, w=work.w),
+            ((5 if cut.weight_bytes else 9) * 32, 1, 1),
+            pack_maps(args, maps, x=source, w=w),
             total + PATTERN_BYTES,
         )
-        return Fragment(f"{self.name}_{work.direction}", (launch,))
+        return Fragment(
+            f"{self.name}_{work.direction}", (*weight.steps, launch), (*weight.workspace,)
+        )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, channels, strips, BLOCKS[channels], backward=backward)
+            _instance(dtype, channels, tiles, BLOCKS[channels], backward=backward)
             for dtype in DTYPES
             for backward in (False, True)
-            for channels, some in STRIPS.items()
-            for strips in some
+            for channels, some in TILES.items()
+            for tiles in some
         ]
 
 
 def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """Those that fit in shared memory. Every one gives the same bits."""
-    backward = work.direction == "bwd_data"
-    x_size, y_size = (work.input[1:], work.output[1:])[:: -1 if backward else 1]
-    pairs = ceil_div(y_size[0], 2)
-    for strips in STRIPS[work.in_channels]:
-        if any(y_size[1] <= fewer * STRIP for fewer in STRIPS[work.in_channels] if fewer < strips):
+    x_size, y_size = _sizes(work)
+    channels = work.in_channels
+    weight_bytes = 9 * SLICE * channels * work.dtype.itemsize if channels >= BOXED else 0
+    images = 2 if y_size[1] <= HALF else 1
+    for tiles in TILES[channels]:
+        if any(y_size[1] <= fewer * TILE for fewer in TILES[channels] if fewer < tiles):
             continue
-        columns = ceil_div(y_size[1], strips * STRIP)
+        columns = tiles * TILE // images
+        across = ceil_div(y_size[1], columns)
         first = _first(work, 2)
         last = first + y_size[1] + 1
         row = y_size[1] + (1 if first < 0 and last >= x_size[1] else 2)
-        row = strips * STRIP + 2 if columns > 1 else row
-        shared = columns == 1 and row < y_size[1] + 2 and row % STRIP == 0
-        row = ceil_div(row, STRIP) * STRIP
-        box = min(pairs, max(1, BOX_BYTES // (2 * row * PIXEL_BYTES)))
-        # Rows of a unit are whole slots' ones, but for an image's last unit.
-        for pieces in range(1, ceil_div(pairs, box) + 1):
-            of_piece = ceil_div(ceil_div(pairs, pieces), box) * box
-            if ceil_div(pairs, of_piece) != pieces:
+        row = columns + 2 if across > 1 else row
+        shared = across == 1 and row < y_size[1] + 2 and row % HALF == 0
+        row = ceil_div(row, HALF) * HALF
+        most = max(1, BOX_BYTES // (images * row * PIXEL_BYTES))
+        for down in range(1, y_size[0] + 1):
+            rows = ceil_div(y_size[0], down)
+            # Units of whole slots, of about as many rows each.
+            slots = ceil_div(rows, most)
+            slot_rows = ceil_div(rows, slots)
+            rows = slots * slot_rows if down > 1 else y_size[0]
+            if ceil_div(y_size[0], rows) != down:
                 continue
-            box_pairs = of_piece + 1 if of_piece <= box else box
-            rows = y_size[0] if pieces == 1 else of_piece * 2
+            source_rows = min(rows + 2, x_size[0])
+            boxes = ceil_div(source_rows, most)
             cut = Cut(
-                strips,
+                tiles,
+                images,
                 rows,
-                (pieces, columns),
+                (down, across),
                 row,
                 shared,
-                box_pairs,
-                min(box, of_piece),
-                BLOCKS[work.in_channels],
+                source_rows,
+                ceil_div(source_rows, boxes),
+                slot_rows,
+                weight_bytes,
+                BLOCKS[channels],
             )
             if cut.stages(device, 2**16) >= cut.least_stages:
                 yield cut
@@ -254,9 +291,9 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 def _cost(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
     """In pixels that one of the blocks at once reads, one after another."""
     slices, workers = _grid(work, cut, device)
-    units = work.batch * cut.pieces[0] * cut.pieces[1]
-    turns = ceil_div(units, workers) * ceil_div(slices * workers, _resident(cut, device))
-    return turns * (cut.pairs + 1 + START_PAIRS) * cut.row_pixels
+    turns = ceil_div(cut.units(work.batch), workers)
+    turns *= ceil_div(slices * workers, _resident(cut, device))
+    return turns * (cut.source_rows + START_ROWS) * cut.row_pixels * cut.images
 
 
 def _resident(cut: Cut, device: CudaDevice) -> int:
@@ -266,9 +303,15 @@ def _resident(cut: Cut, device: CudaDevice) -> int:
 def _grid(work: ConvWork, cut: Cut, device: CudaDevice) -> tuple[int, int]:
     """Slices of channels, and blocks of each: as many as run at once."""
     slices = ceil_div(work.groups * work.in_channels, SLICE)
-    units = work.batch * cut.pieces[0] * cut.pieces[1]
+    units = cut.units(work.batch)
     workers = max(1, min(units, _resident(cut, device) // slices, MAX_GRID))
     return slices, ceil_div(units, ceil_div(units, workers))
+
+
+def _sizes(work: ConvWork) -> tuple[tuple[int, int], tuple[int, int]]:
+    """H and W of the source and of the result."""
+    sizes = work.input[1:], work.output[1:]
+    return (sizes[1], sizes[0]) if work.direction == "bwd_data" else sizes
 
 
 def _first(work: ConvWork, dim: int) -> int:
@@ -291,8 +334,9 @@ def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
 
 
 def _map(
-    work: ConvWork, operand: Operand, size: tuple[int, ...], columns: int, rows: int
+    work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TileMap:
+    """Of so many columns, rows and images at once."""
     n, _, _, _, h, w = operand.strides
     item = operand.dtype.itemsize
     return TileMap(
@@ -300,18 +344,31 @@ def _map(
         sizes=(work.groups * work.in_channels, size[1], size[0], work.batch),
         strides=tuple(max(stride * item, 16) for stride in (w, h, n)),
         swizzle=PIXEL_BYTES,
-        box=(SLICE, columns, rows, 1),
+        box=(SLICE, *box),
+    )
+
+
+def _weight_map(work: ConvWork, operand: Operand) -> TileMap:
+    """All taps of a slice's out channels."""
+    _, k, _, _, r, s = operand.strides
+    item = operand.dtype.itemsize
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(work.in_channels, work.groups * work.out_channels, 3, 3),
+        strides=(k * item, s * item, r * item),
+        swizzle=work.in_channels * item,
+        box=(work.in_channels, SLICE, 3, 3),
     )
 
 
 def _instance(
-    dtype: DType, channels: int, strips: int, blocks: int, *, backward: bool
+    dtype: DType, channels: int, tiles: int, blocks: int, *, backward: bool
 ) -> Instance:
     defines = (
         ("ELEMENT", CUDA_TYPES[dtype]),
         ("ACROSS", str(int(backward))),
         ("CHANNELS", str(channels)),
-        ("STRIPS", str(strips)),
+        ("TILES", str(tiles)),
         ("BLOCKS", str(blocks)),
     )
     return Instance("hopper_grouped.cu", "hopper_grouped", defines, HOPPER)
