@@ -21,6 +21,7 @@
 // infinity makes NaN: results that are not finite are taken again by the definition.
 // Index limits: a group's weights below 2^31 elements; elsewhere 64-bit.
 #include "hopper_grouped.cuh"
+#include "kept.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void take_weights(const Part& part, u32 from, Weights
 // Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
 // product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
 struct Places {
-  u32 source[kChunks == 1 ? 1 : 3], third, result;
+  u32 source[kChunks == 1 ? 1 : 3], third = 0, result;
 
   __device__ __forceinline__ Places(const HopperGroupedArgs& args, const Part& part) {
     const int lane = threadIdx.x & 31, pixel = lane & 7, half = lane >> 3 & 1, other = lane >> 4;
@@ -177,6 +178,10 @@ struct Places {
     }
     result = half * args.result_half + swizzled(pixel, part.y_chunk + (kFrags == 2 ? other : 0)) +
              (kTogether == 2 ? other * kTileBytes : 0);
+#pragma unroll
+    for (u32& place : source) place = kept_value(place);
+    if constexpr (kChunks == 1) third = kept_value(third);
+    result = kept_value(result);
   }
 };
 
@@ -294,6 +299,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (elected()) copy_all(args, shared);
     return;
   }
+  if (thread == 0) {
+    prefetch_map(args.x_map);
+    prefetch_map(args.y_map);
+    if constexpr (kBoxed) prefetch_map(args.w_map);
+  }
   const Part part(warp);
   Weights w;
   if constexpr (!kBoxed) {
@@ -361,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           take_again<T, kChannels, ACROSS>(args, unit, row, bytes + (to - base), blockIdx.x,
                                            part.y_chunk * 8, kFrags * 8);
         }
-        to += kTiles * kTileBytes / args.images;
+        to += args.result_row;
         if (--slot_left == 0 || row + 1 == rows) {
           publish_shared();
           __syncwarp();

@@ -31,6 +31,7 @@ struct HopperGroupedArgs {
   int row_pixels;  // of a row in a box
   int box_rows, stages, stage_bytes;
   int slot_rows, slots, slot_bytes;
+  int result_row;  // bytes from a row of results to the next one
   int source_half, result_half;  // bytes from the first 8 positions of a product to the others
   int slots_at, weights_at, barriers_at;  // in shared memory
   int zeroes;  // what is right of the source is the next row's first pixel

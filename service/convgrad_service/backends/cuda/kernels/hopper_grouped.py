@@ -125,6 +125,7 @@ class HopperGroupedArgs(ctypes.Structure):
                 "slot_rows",
                 "slots",
                 "slot_bytes",
+                "result_row",
                 "source_half",
                 "result_half",
                 "slots_at",
@@ -205,6 +206,7 @@ class HopperGrouped:
         args.box_rows, args.stage_bytes = cut.box_rows, cut.box_bytes
         args.stages = cut.stages(device, ceil_div(args.units, workers))
         args.slot_rows, args.slots, args.slot_bytes = cut.slot_rows, cut.slots, cut.slot_bytes
+        args.result_row = cut.columns * PIXEL_BYTES
         args.source_half = args.result_half = HALF * PIXEL_BYTES
         if cut.images > 1:
             args.source_half = cut.box_bytes // cut.images
