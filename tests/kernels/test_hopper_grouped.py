@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
-from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.families import COPIES, FAMILIES
+from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
 from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped, cuts_of
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family
@@ -67,13 +68,18 @@ class WithCut:
 
 @lru_cache
 def _backend(share: float) -> EmulatedBackend:
-    families: list[Family[ConvWork]] = [WithCut(share)]  # it takes all of them
+    # Between them they take all of these.
+    own = WithCut(share)
+    families: list[Family[ConvWork]] = [own, ConvThroughChannelsLast(own, COPIES)]
     return EmulatedBackend(replace(FAMILIES, fwd=families, bwd_data=families))
 
 
-def _compare(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+def _compare(
+    backend: Backend, seed: int, case: Case, dtype: str, gate: str, layouts: int = 2
+) -> None:
+    """In the last so many layouts: channels last, and first."""
     tensors, wanted = drawn(seed, case, dtype, gate)
-    for layout in with_layouts(case.ndim, grouped=False)[-1:]:
+    for layout in with_layouts(case.ndim, grouped=False)[-layouts:]:
         found = answers(backend, case, tensors, layout)
         check(found, wanted, gate, f"seed {seed}, {case.id} {dtype} {layout}")
 
@@ -90,7 +96,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_emulated(seed: int, case: Case, share: float) -> None:
     for gate in ("exact", "bounded"):
-        _compare(_backend(share), seed, case, "bfloat16", gate)
+        _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)
 
 
 @emulated

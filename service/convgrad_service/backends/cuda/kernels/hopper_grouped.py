@@ -363,9 +363,7 @@ def _weight_map(work: ConvWork, operand: Operand) -> TileMap:
     )
 
 
-def _instance(
-    dtype: DType, channels: int, tiles: int, blocks: int, *, backward: bool
-) -> Instance:
+def _instance(dtype: DType, channels: int, tiles: int, blocks: int, *, backward: bool) -> Instance:
     defines = (
         ("ELEMENT", CUDA_TYPES[dtype]),
         ("ACROSS", str(int(backward))),
