@@ -83,8 +83,10 @@ def test_every_result_is_in_one_unit_and_its_boxes_fit() -> None:
             assert down == 1 or cut.rows % cut.slot_rows == 0
             # Two more columns than results, unless a row's first pixel is the last one's neighbour.
             assert cut.row_pixels >= min(width, cut.columns) + (1 if across == 1 else 2)
-            assert cut.row_pixels <= 256 and cut.row_pixels % 8 == 0
-            assert cut.box_bytes % 1024 == 0 and cut.slot_bytes % 1024 == 0
+            assert cut.row_pixels <= 256
+            assert cut.row_pixels % 8 == 0
+            assert cut.box_bytes % 1024 == 0
+            assert cut.slot_bytes % 1024 == 0
             assert cut.boxes * cut.box_rows >= cut.source_rows
             launch = HopperGrouped().launches(work, H200, cut).steps[-1]
             assert isinstance(launch, Launch)
