@@ -35,8 +35,8 @@ constexpr int kFrags = kChannels < 16 ? 1 : 2;              // of 8 result chann
 constexpr int kWorkers = 8 / kFrags, kThreads = (kWorkers + 1) * 32;
 constexpr int kReady = 1;  // a barrier
 constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
-constexpr bool kBoxed = kChunks > 1;  // weights come through shared memory
-constexpr int kWeightBytes = 9 * 64 * kChannels * 2;
+constexpr bool kCopied = kChunks > 1;  // weights come through shared memory
+constexpr int kWeightPitch = 9 * kChannels * 2 + 16;  // so that rows fall into other banks
 // Tiles whose last tap, or whose results, a warp loads or stores at once.
 constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
 
@@ -59,48 +59,48 @@ __device__ __forceinline__ u32 swizzled(int pixel, int chunk) {
 
 struct Shared {
   u32 ring, slots, weights;
-  u32 full, done, empty, ready;  // barriers: a box is there, results are there, or gone; weights
+  u32 full, done, empty;  // barriers: a box is there, results are there, or gone
 
   __device__ __forceinline__ Shared(const HopperGroupedArgs& args, u32 base) {
     ring = base, slots = base + args.slots_at, weights = base + args.weights_at;
-    ready = base + args.barriers_at, full = ready + 8;
+    full = base + args.barriers_at;
     done = full + 8 * args.stages, empty = done + 8 * args.slots;
   }
 };
 
-// One thread: starts all copies.
-__device__ void copy_all(const HopperGroupedArgs& args, const Shared& shared) {
-  const int channel = blockIdx.x * 64;
+// One thread: starts the copies of boxes, as many as there is room for.
+struct Loader {
   Ring stage;
-  GroupedUnit next = unit_at(args, blockIdx.y);
-  int next_unit = blockIdx.y, next_row = 0, room = args.stages;
-  const auto load = [&](int most) {
-    for (; most > 0 && room > 0 && next_unit < args.units;) {
-      if (next_row < next.source_rows) {
-        const int corner[4] = {channel, next.column + args.first[1], next.source_row + next_row,
-                               next.image};
+  GroupedUnit next;
+  int unit, row = 0, room;
+
+  __device__ __forceinline__ Loader(const HopperGroupedArgs& args)
+      : next(unit_at(args, blockIdx.y)), unit(blockIdx.y), room(args.stages) {}
+
+  __device__ __forceinline__ void load(const HopperGroupedArgs& args, const Shared& shared) {
+    while (room > 0 && unit < args.units) {
+      if (row < next.source_rows) {
+        const int corner[4] = {static_cast<int>(blockIdx.x) * 64, next.column + args.first[1],
+                               next.source_row + row, next.image};
         const u32 full = shared.full + 8 * stage.at;
         arrive_expecting(full, args.stage_bytes);
         load_tile(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
         stage.advance(args.stages);
-        --room, --most;
-        next_row += args.box_rows;
+        --room;
+        row += args.box_rows;
       }
-      if (next_row >= next.source_rows) {
-        next_row = 0;
-        next_unit += gridDim.y;
-        if (next_unit < args.units) next = unit_at(args, next_unit);
+      if (row >= next.source_rows) {
+        row = 0;
+        unit += gridDim.y;
+        if (unit < args.units) next = unit_at(args, unit);
       }
     }
-  };
-  load(1);
-  if constexpr (kBoxed) {
-    arrive_expecting(shared.ready, kWeightBytes);
-    const int corner[4] = {0, channel, 0, 0};
-    load_tile(shared.weights, args.w_map, shared.ready, corner, kKeepMost);
   }
-  load(args.stages);
+};
 
+// One thread: stores results as they come, and starts the copies of boxes into what that frees.
+__device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Shared& shared,
+                                         Loader& loader) {
   Ring slot;
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
@@ -108,15 +108,15 @@ __device__ void copy_all(const HopperGroupedArgs& args, const Shared& shared) {
     int consumed = 0;
     for (int row = 0; row < at.rows; row += args.slot_rows, slot.advance(args.slots)) {
       wait_for(shared.done + 8 * slot.at, slot.parity);
-      const int corner[4] = {channel, at.column, at.row + row, at.image};
+      const int corner[4] = {static_cast<int>(blockIdx.x) * 64, at.column, at.row + row, at.image};
       store_tile(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
       commit_stores();
       // Boxes that were read wholly for these results and those before.
       const int rows = row + args.slot_rows, read = at.row + args.first[0] + rows + 2 - at.source_row;
       const int now = rows < at.rows ? max(min(read / args.box_rows, boxes), 0) : boxes;
-      room += now - consumed;
+      loader.room += now - consumed;
       consumed = now;
-      load(args.stages);
+      loader.load(args, shared);
       wait_stores_read<0>();
       arrive(shared.empty + 8 * slot.at);
     }
@@ -133,23 +133,34 @@ struct Part {
   }
 };
 
-// The same from shared memory, where a tap has 64 rows, of an out channel each.
+// Workers: the slice's weights to shared memory, as they lie, an out channel's every kWeightPitch
+// bytes.
+__device__ __forceinline__ void copy_weights(const HopperGroupedArgs& args, u32 to) {
+  constexpr int kRowChunks = 9 * kChannels / 8, kAll = 64 * kRowChunks;
+  const int first = blockIdx.x * 64, rows = args.groups * kChannels - first;
+  const char* const from = static_cast<const char*>(args.w) +
+                           static_cast<i64>(first) * kRowChunks * 16;
+#pragma unroll
+  for (int i = threadIdx.x; i < kAll; i += kWorkers * 32) {
+    const int row = i / kRowChunks;
+    const bool there = row < rows;
+    copy_chunk(to + (i + row) * 16, there ? from + i * 16 : from, there);
+  }
+  commit_copies();
+}
 __device__ __forceinline__ void take_weights(const Part& part, u32 from, Weights& w) {
-  constexpr int kRowBytes = kChannels * 2, kRowChunks = kChannels / 8;
-  const int lane = threadIdx.x & 31, half = lane >> 4;
+  const int lane = threadIdx.x & 31;
   // Matrices: of two chunks of the source (lanes 0 to 7 and 8 to 15), for both of the result's.
-  const int x = part.x_chunk + (lane >> 3 & 1), y = part.y_chunk + half;
-  const int out = (ACROSS ? x : y) * 8 + (lane & 7), in = (ACROSS ? y : x) % kRowChunks;
-  // Its swizzle is that of rows of kRowBytes.
-  const int flip = out * kRowBytes / 128 % kRowChunks;
+  const int x = part.x_chunk + (lane >> 3 & 1), y = part.y_chunk + (lane >> 4);
+  const int out = (ACROSS ? x : y) * 8 + (lane & 7), in = (ACROSS ? y : x) % (kChannels / 8);
 #pragma unroll
   for (int tap = 0; tap < 9; ++tap) {
     const int at = ACROSS ? 8 - tap : tap;
 #pragma unroll
     for (int c = 0; c < kChunks; c += 2) {
-      const int row = out + (ACROSS ? c * 8 : 0), chunk = in + (ACROSS ? 0 : c);
+      const int row = ACROSS ? c * 8 : 0, chunk = at * (kChannels / 8) + (ACROSS ? 0 : c);
+      const u32 place = from + (out + row) * kWeightPitch + (in + chunk) * 16;
       u32 four[4];
-      const u32 place = from + (at * 64 + row) * kRowBytes + ((chunk ^ flip) << 4);
       if constexpr (ACROSS) {
         load_matrices_transposed(four, place);
       } else {
@@ -280,33 +291,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Shared shared(args, base);
   char* const bytes = reinterpret_cast<char*>(memory) + (base - start);
   if (warp == kWorkers) {
-    if (args.zeroes) {
-      // What rows at the end of a box read beyond it, before the next one is there.
-      for (int i = lane; i < (args.stages + 1) * 8; i += 32) {
-        *reinterpret_cast<uint4*>(bytes + i / 8 * args.stage_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    const bool chosen = elected();
+    Loader loader(args);
+    if (chosen) {
+      for (int i = 0; i < args.stages; ++i) make_barrier(shared.full + 8 * i, 1);
+      publish_barriers();
+      loader.load(args, shared);
+      for (int i = 0; i < args.slots; ++i) {
+        make_barrier(shared.done + 8 * i, kWorkers);
+        make_barrier(shared.empty + 8 * i, 1);
       }
-      publish_shared();
+      publish_barriers();
     }
-    if (lane == 0) make_barrier(shared.ready, 1);
-    for (int i = lane; i < args.stages; i += 32) make_barrier(shared.full + 8 * i, 1);
-    for (int i = lane; i < args.slots; i += 32) {
-      make_barrier(shared.done + 8 * i, kWorkers);
-      make_barrier(shared.empty + 8 * i, 1);
-    }
-    publish_barriers();
     __syncwarp();
     pass_by(kReady, kThreads);
-    if (elected()) copy_all(args, shared);
+    if (chosen) copy_all(args, shared, loader);
     return;
   }
   if (thread == 0) {
     prefetch_map(args.x_map);
     prefetch_map(args.y_map);
-    if constexpr (kBoxed) prefetch_map(args.w_map);
   }
   const Part part(warp);
   Weights w;
-  if constexpr (!kBoxed) {
+  if constexpr (kCopied) {
+    copy_weights(args, shared.weights);
+  } else {
     const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
     if (args.w_pairs) {
       load_weights<T, kChannels, ACROSS, true>(args, x, y, w);
@@ -314,34 +324,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       load_weights<T, kChannels, ACROSS, false>(args, x, y, w);
     }
   }
+  if (args.zeroes) {
+    // What rows at the end of a box read beyond it, before the next box is there, which begins with
+    // zeros too.
+    for (int i = thread; i < (args.stages + 1) * 8; i += kWorkers * 32) {
+      *reinterpret_cast<uint4*>(bytes + i / 8 * args.stage_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
   const Places places(args, part);
   const int row_bytes = args.row_pixels * kPixelBytes;
+  if constexpr (kCopied) wait_copies<0>();
   wait_at(kReady, kThreads);
-  if constexpr (kBoxed) {
-    wait_for(shared.ready, 0);
-    take_weights(part, shared.weights, w);
-  }
+  if constexpr (kCopied) take_weights(part, shared.weights, w);
 
   Ring stage, slot;
   int box_left = 0, slot_left = 0;  // rows, in this box and in this slot
   u32 from = 0, to = 0;
-  Sums a, b, c;
+  Sums a, b, c, d;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int f = 0; f < kFrags; ++f) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
+      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = d[i][f][e] = 0;
     }
   }
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
-    const int rows = at.rows, first_row = at.row + args.first[0];
+    const int rows = at.rows, before = at.source_row - (at.row + args.first[0]);
     const int left = min(args.piece[1], args.y_size[1] - at.column) - lane / 4;
     const int right = args.images == 1 ? left - 8 : at.image + 1 < args.batch ? left : 0;
-    int row = -2;  // of the results that are whole after the next row of the source
-    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
-      if (static_cast<u32>(first_row + row + 2) < static_cast<u32>(args.x_size[0])) {
+    int row = -3;  // of the results that became whole with the last row of the source
+    const auto advance = [&](Sums& done, Sums& last, Sums& middle, Sums& first) {
+      if (static_cast<u32>(row + 3 - before) < static_cast<u32>(at.source_rows)) {
         if (box_left == 0) {
           wait_for(shared.full + 8 * stage.at, stage.parity);
           from = shared.ring + stage.at * args.stage_bytes;
@@ -361,13 +376,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           }
         }
       }
+      // Beside the products: those of the row before.
       if (row >= 0) {
         if (slot_left == 0) {
           wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
           to = shared.slots + slot.at * args.slot_bytes;
           slot_left = args.slot_rows;
         }
-        if (__any_sync(~0u, put_row(last, places, to, left, right) != 0)) {
+        if (__any_sync(~0u, put_row(done, places, to, left, right) != 0)) {
           take_again<T, kChannels, ACROSS>(args, unit, row, bytes + (to - base), blockIdx.x,
                                            part.y_chunk * 8, kFrags * 8);
         }
@@ -382,7 +398,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
       return ++row < rows;
     };
-    while (advance(a, b, c) && advance(b, c, a) && advance(c, a, b)) {
+    while (advance(a, b, c, d) && advance(b, c, d, a) && advance(c, d, a, b) &&
+           advance(d, a, b, c)) {
     }
     box_left = 0;
   }

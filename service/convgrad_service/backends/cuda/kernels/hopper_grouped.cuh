@@ -10,11 +10,10 @@ namespace convgrad {
 struct HopperGroupedArgs {
   TensorMap x_map;  // C W H N
   TensorMap y_map;
-  TensorMap w_map;  // in channels, out channels of all groups, S R
   const void* x;    // the source: input, or grad_output
   const void* w;
   i64 x_stride[3];  // N H W, in elements
-  i64 w_group;      // from one group's weights to the next one's
+  i64 w_group;      // from one group's weights to the next one's; from 16 channels on they follow
   int w_stride[4];  // out channel, in channel (of the convolution), R S
   int w_pairs;      // weights of neighbouring in channels are side by side, and aligned
   int groups;

@@ -22,18 +22,18 @@ SLICE = 64
 """Channels of a block: a row of 128 bytes in shared memory."""
 TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
 """By channels a group: how many tiles of 16 positions a warp may keep sums of in its registers."""
-BLOCKS = {4: 1, 8: 1, 16: 2, 32: 2}
-"""Likewise, of a multiprocessor at once."""
+BLOCKS = {(4, 4): 1, (8, 4): 1}
+"""By channels and tiles: blocks of a multiprocessor at once, as registers allow; elsewhere 2."""
 TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
-BOXED = 16
+COPIED = 16
 """From so many channels on, weights come through shared memory."""
 BOX_BYTES = 16384
 """Of a box of the source, about: enough that starting it costs little."""
 PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
-SLOTS = 2
+SLOTS = 3
 MOST_STAGES = 16
 START_ROWS = 8
 """Rows that a multiprocessor might read while a unit begins and ends."""
@@ -81,7 +81,7 @@ class Cut:
         room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(room, device.shared_bytes_per_block)
         room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + self.weight_bytes
-        room -= (MOST_STAGES + 2 * self.slots + 1) * BARRIER_BYTES
+        room -= (MOST_STAGES + 2 * self.slots) * BARRIER_BYTES
         return min(room // self.box_bytes, MOST_STAGES, turns * self.boxes)
 
     @property
@@ -99,7 +99,6 @@ class HopperGroupedArgs(ctypes.Structure):
     _fields_ = (
         ("x_map", MapField),
         ("y_map", MapField),
-        ("w_map", MapField),
         ("x", ctypes.c_uint64),
         ("w", ctypes.c_uint64),
         ("x_stride", ctypes.c_int64 * 3),
@@ -164,8 +163,10 @@ class HopperGrouped:
             reason = _why_not_operand(work, operand)
             if reason is not None:
                 return f"the {side}'s {reason}"
-        if channels[0] < BOXED and max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
+        if max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
             return "weights of a group that lie far apart"
+        if channels[0] >= COPIED and work.w.strides[2] == 1 and not _follow(work):
+            return "weights that do not follow one another"
         if max(*work.input, *work.output, work.batch, *(abs(pad) for pad in work.pad)) > MAX_EXTENT:
             return f"an extent of more than {MAX_EXTENT}"
         if ceil_div(work.groups * channels[0], SLICE) > MAX_INDEX:
@@ -214,15 +215,13 @@ class HopperGrouped:
         args.slots_at = args.stages * cut.box_bytes + (PATTERN_BYTES if cut.shared else 0)
         args.weights_at = args.slots_at + cut.slots * cut.slot_bytes
         args.barriers_at = args.weights_at + cut.weight_bytes
-        total = args.barriers_at + (args.stages + 2 * cut.slots + 1) * BARRIER_BYTES
+        total = args.barriers_at + (args.stages + 2 * cut.slots) * BARRIER_BYTES
         x_box = cut.row_pixels, cut.box_rows, cut.images
         y_box = cut.columns, cut.slot_rows, cut.images
         maps = {
             "x_map": (source, _map(work, source, x_size, x_box)),
             "y_map": (result, _map(work, result, y_size, y_box)),
         }
-        if cut.weight_bytes:
-            maps["w_map"] = (w, _weight_map(work, w))
         launch = Launch(
             _instance(work.dtype, work.in_channels, cut.tiles, cut.blocks, backward=backward),
             (slices, workers, 1),
@@ -237,7 +236,7 @@ class HopperGrouped:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, channels, tiles, BLOCKS[channels], backward=backward)
+            _instance(dtype, channels, tiles, BLOCKS.get((channels, tiles), 2), backward=backward)
             for dtype in DTYPES
             for backward in (False, True)
             for channels, some in TILES.items()
@@ -249,7 +248,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     """Those that fit in shared memory. Every one gives the same bits."""
     x_size, y_size = _sizes(work)
     channels = work.in_channels
-    weight_bytes = 9 * SLICE * channels * work.dtype.itemsize if channels >= BOXED else 0
+    weight_bytes = SLICE * (9 * channels * work.dtype.itemsize + 16) if channels >= COPIED else 0
     images = 2 if y_size[1] <= HALF else 1
     for tiles in TILES[channels]:
         if any(y_size[1] <= fewer * TILE for fewer in TILES[channels] if fewer < tiles):
@@ -284,7 +283,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
                 ceil_div(source_rows, boxes),
                 slot_rows,
                 weight_bytes,
-                BLOCKS[channels],
+                BLOCKS.get((channels, tiles), 2),
             )
             if cut.stages(device, 2**16) >= cut.least_stages:
                 yield cut
@@ -335,6 +334,14 @@ def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
     return None
 
 
+def _follow(work: ConvWork) -> bool:
+    """Whether weights lie as (G, K/G, R, S, C/G) without gaps."""
+    channels = work.in_channels
+    row = 9 * channels
+    group, k, c, _, r, s = work.w.strides
+    return (group, k, c, r, s) == (row * channels, row, 1, 3 * channels, channels)
+
+
 def _map(
     work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
 ) -> TileMap:
@@ -347,19 +354,6 @@ def _map(
         strides=tuple(max(stride * item, 16) for stride in (w, h, n)),
         swizzle=PIXEL_BYTES,
         box=(SLICE, *box),
-    )
-
-
-def _weight_map(work: ConvWork, operand: Operand) -> TileMap:
-    """All taps of a slice's out channels."""
-    _, k, _, _, r, s = operand.strides
-    item = operand.dtype.itemsize
-    return TileMap(
-        dtype=operand.dtype,
-        sizes=(work.in_channels, work.groups * work.out_channels, 3, 3),
-        strides=(k * item, s * item, r * item),
-        swizzle=work.in_channels * item,
-        box=(work.in_channels, SLICE, 3, 3),
     )
 
 
