@@ -290,11 +290,11 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
 
 
 def _cost(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
-    """In pixels that one of the blocks at once reads, one after another."""
+    """In pixels that one multiprocessor reads, one after another."""
     slices, workers = _grid(work, cut, device)
     turns = ceil_div(cut.units(work.batch), workers)
     turns *= ceil_div(slices * workers, _resident(cut, device))
-    return turns * (cut.source_rows + START_ROWS) * cut.row_pixels * cut.images
+    return turns * cut.blocks * (cut.source_rows + START_ROWS) * cut.row_pixels * cut.images
 
 
 def _resident(cut: Cut, device: CudaDevice) -> int:
