@@ -8,8 +8,8 @@
 // group has but one. Groups of 4 go in twos, their weights block-diagonal.
 //
 // Block: 64 channels on both sides, whose weights its warps keep in registers, and units (pieces of
-// images) one after another. A warp has 8 or 16 result channels and all columns of a unit, and goes
-// down its rows: each row of the source is read at the three taps along W and added to the sums of
+// images) one after another. A warp has 8 or 16 result channels and all columns of a unit, or of
+// those of its images that are its team's, and goes down its rows: each row of the source is read at the three taps along W and added to the sums of
 // the three rows of results that it meets. One thread more starts all copies: boxes of rows into a
 // ring (tiles over C W H N, zeros outside), and results out of another.
 // Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', weights on
@@ -32,7 +32,8 @@ using T = ELEMENT;
 constexpr int kChannels = CHANNELS, kTiles = TILES;         // of 16 positions
 constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // of the source, that a result meets
 constexpr int kFrags = kChannels < 16 ? 1 : 2;              // of 8 result channels, of a warp
-constexpr int kWorkers = 8 / kFrags, kThreads = (kWorkers + 1) * 32;
+constexpr int kParts = 8 / kFrags;                          // warps that share an image's channels
+constexpr int kWorkers = kParts * TEAMS, kThreads = (kWorkers + 1) * 32;
 constexpr int kReady = 1;  // a barrier
 constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
 constexpr bool kCopied = kChunks > 1;  // weights come through shared memory
@@ -177,9 +178,9 @@ __device__ __forceinline__ void take_weights(const Part& part, u32 from, Weights
 struct Places {
   u32 source[kChunks == 1 ? 1 : 3], third = 0, result;
 
-  __device__ __forceinline__ Places(const HopperGroupedArgs& args, const Part& part) {
+  __device__ __forceinline__ Places(const HopperGroupedArgs& args, const Part& part, int team) {
     const int lane = threadIdx.x & 31, pixel = lane & 7, half = lane >> 3 & 1, other = lane >> 4;
-    const u32 first = half * args.source_half;
+    const u32 first = half * args.source_half + team * args.source_team;
     if constexpr (kChunks == 1) {
       source[0] = first + swizzled(pixel + other, part.x_chunk);
       third = first + other * kTileBytes + swizzled(pixel + 2, part.x_chunk);
@@ -187,7 +188,8 @@ struct Places {
 #pragma unroll
       for (int s = 0; s < 3; ++s) source[s] = first + swizzled(pixel + s, part.x_chunk + other);
     }
-    result = half * args.result_half + swizzled(pixel, part.y_chunk + (kFrags == 2 ? other : 0)) +
+    result = half * args.result_half + team * args.result_team +
+             swizzled(pixel, part.y_chunk + (kFrags == 2 ? other : 0)) +
              (kTogether == 2 ? other * kTileBytes : 0);
 #pragma unroll
     for (u32& place : source) place = kept_value(place);
@@ -255,9 +257,8 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
 
 // A row of results, to shared memory. Marks what is not finite; `left` and `right` are columns
 // beyond a tile's first 8 positions and its others.
-__device__ __forceinline__ u32 put_row(const Sums& sum, const Places& places, u32 to, int left,
-                                       int right) {
-  u32 marked = 0;
+__device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to, int left,
+                                        int right, u32& marked) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
     u32 both[kTogether][kFrags][2];
@@ -276,7 +277,6 @@ __device__ __forceinline__ u32 put_row(const Sums& sum, const Places& places, u3
     const u32 four[4] = {both[0][0][0], both[0][0][1], other[0], other[1]};
     store_matrices(to + i * kTileBytes + places.result, four);
   }
-  return marked;
 }
 
 }  // namespace
@@ -312,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     prefetch_map(args.x_map);
     prefetch_map(args.y_map);
   }
-  const Part part(warp);
+  const int team = warp / kParts;
+  const Part part(warp % kParts);
   Weights w;
   if constexpr (kCopied) {
     copy_weights(args, shared.weights);
@@ -331,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       *reinterpret_cast<uint4*>(bytes + i / 8 * args.stage_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
     }
   }
-  const Places places(args, part);
+  const Places places(args, part, team);
   const int row_bytes = args.row_pixels * kPixelBytes;
   if constexpr (kCopied) wait_copies<0>();
   wait_at(kReady, kThreads);
@@ -339,24 +340,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   Ring stage, slot;
   int box_left = 0, slot_left = 0;  // rows, in this box and in this slot
-  u32 from = 0, to = 0;
-  Sums a, b, c, d;
+  u32 from = 0, to = 0, marked = 0;
+  Sums a, b, c;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int f = 0; f < kFrags; ++f) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = d[i][f][e] = 0;
+      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
     }
   }
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
     const int rows = at.rows, before = at.source_row - (at.row + args.first[0]);
-    const int left = min(args.piece[1], args.y_size[1] - at.column) - lane / 4;
-    const int right = args.images == 1 ? left - 8 : at.image + 1 < args.batch ? left : 0;
-    int row = -3;  // of the results that became whole with the last row of the source
-    const auto advance = [&](Sums& done, Sums& last, Sums& middle, Sums& first) {
-      if (static_cast<u32>(row + 3 - before) < static_cast<u32>(at.source_rows)) {
+    const int image = at.image + team * args.images;
+    const int left = image < args.batch ? min(args.piece[1], args.y_size[1] - at.column) - lane / 4 : 0;
+    const int right = args.images == 1 ? left - 8 : image + 1 < args.batch ? left : 0;
+    int row = -2;  // of the results that become whole with the next row of the source
+    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
+      if (static_cast<u32>(row + 2 - before) < static_cast<u32>(at.source_rows)) {
         if (box_left == 0) {
           wait_for(shared.full + 8 * stage.at, stage.parity);
           from = shared.ring + stage.at * args.stage_bytes;
@@ -376,19 +378,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           }
         }
       }
-      // Beside the products: those of the row before.
       if (row >= 0) {
         if (slot_left == 0) {
           wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
           to = shared.slots + slot.at * args.slot_bytes;
           slot_left = args.slot_rows;
         }
-        if (__any_sync(~0u, put_row(done, places, to, left, right) != 0)) {
-          take_again<T, kChannels, ACROSS>(args, unit, row, bytes + (to - base), blockIdx.x,
-                                           part.y_chunk * 8, kFrags * 8);
-        }
+        put_row(last, places, to, left, right, marked);
         to += args.result_row;
         if (--slot_left == 0 || row + 1 == rows) {
+          if (__any_sync(~0u, marked != 0)) {
+            const int whole = args.slot_rows - slot_left;
+            take_again<T, kChannels, ACROSS>(
+                args, unit, team, row + 1 - whole, whole, bytes + (to - whole * args.result_row - base),
+                blockIdx.x, part.y_chunk * 8, kFrags * 8);
+            marked = 0;
+          }
           publish_shared();
           __syncwarp();
           if (lane == 0) arrive(shared.done + 8 * slot.at);
@@ -398,8 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
       return ++row < rows;
     };
-    while (advance(a, b, c, d) && advance(b, c, d, a) && advance(c, d, a, b) &&
-           advance(d, a, b, c)) {
+    while (advance(a, b, c) && advance(b, c, a) && advance(c, a, b)) {
     }
     box_left = 0;
   }

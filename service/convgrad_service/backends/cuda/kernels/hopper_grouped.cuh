@@ -23,7 +23,7 @@ struct HopperGroupedArgs {
   int first[2];  // where in the source the first result's first tap is
   // Units: pieces of images, so many images, rows and columns of results each.
   int units;
-  int images;  // 1, or 2 of 8 columns
+  int images;  // of a team of warps: 1, or 2 of 8 columns
   int piece[2];
   int pieces[2];
   // The source's ring: boxes of so many rows; and that of results.
@@ -32,6 +32,7 @@ struct HopperGroupedArgs {
   int slot_rows, slots, slot_bytes;
   int result_row;  // bytes from a row of results to the next one
   int source_half, result_half;  // bytes from the first 8 positions of a product to the others
+  int source_team, result_team;  // and from one team's images to the next one's
   int slots_at, weights_at, barriers_at;  // in shared memory
   int zeroes;  // what is right of the source is the next row's first pixel
 };
@@ -53,7 +54,7 @@ __device__ __forceinline__ GroupedUnit unit_at(const HopperGroupedArgs& args, in
     at.image = piece / args.pieces[0];
     at.row = (piece - at.image * args.pieces[0]) * args.piece[0];
   }
-  at.image *= args.images;
+  at.image *= args.images * TEAMS;
   at.rows = min(args.piece[0], args.y_size[0] - at.row);
   const int from = at.row + args.first[0];
   at.source_row = max(from, 0);
@@ -135,23 +136,27 @@ __device__ float grouped_sum(const HopperGroupedArgs& args, const GroupedUnit& a
   return sum;
 }
 
-// Warp: takes again what is not finite among the results of a row, whose first pixel is at `first` in
-// shared memory: 128 bytes a pixel, its chunks swizzled.
+// Warp: takes again what is not finite among so many rows of a team's results, which begin at `first`
+// in shared memory with the first team's: 128 bytes a pixel, its chunks swizzled.
 template <class T, int kChannels, bool kAcross>
-__device__ __noinline__ void take_again(const HopperGroupedArgs& args, int unit, int row,
-                                        char* first, int slice, int channel, int channels) {
+__device__ __noinline__ void take_again(const HopperGroupedArgs& args, int unit, int team, int row,
+                                        int rows, char* first, int slice, int channel,
+                                        int channels) {
   __syncwarp();
   GroupedUnit at = unit_at(args, unit);
-  const int columns = min(args.piece[1], args.y_size[1] - at.column);
+  const int columns = min(args.piece[1], args.y_size[1] - at.column), own = columns * channels;
+  at.image += team * args.images;
+  first += team * args.result_team;
   for (int n = 0; n < args.images && at.image < args.batch; ++n, ++at.image) {
-    for (int i = threadIdx.x & 31; i < columns * channels; i += 32) {
-      const int column = i / channels, own = channel + i - column * channels;
-      const int all = slice * 64 + own;
+    for (int i = threadIdx.x & 31; i < rows * own; i += 32) {
+      const int down = i / own, column = (i - down * own) / channels;
+      const int own_channel = channel + i % channels, all = slice * 64 + own_channel;
       if (all >= args.groups * kChannels) continue;
-      T* const result = reinterpret_cast<T*>(first + n * args.result_half + column * 128 +
-                                             ((own / 8 ^ (column & 7)) << 4)) + own % 8;
+      char* const pixel = first + n * args.result_half + down * args.result_row + column * 128;
+      T* const result = reinterpret_cast<T*>(pixel + ((own_channel / 8 ^ (column & 7)) << 4)) +
+                        own_channel % 8;
       if (is_finite(widen(*result))) continue;
-      *result = narrow<T>(grouped_sum<T, kChannels, kAcross>(args, at, at.row + row,
+      *result = narrow<T>(grouped_sum<T, kChannels, kAcross>(args, at, at.row + row + down,
                                                              at.column + column, all));
     }
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import Prepared, prepare_weight
@@ -22,8 +23,6 @@ SLICE = 64
 """Channels of a block: a row of 128 bytes in shared memory."""
 TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
 """By channels a group: how many tiles of 16 positions a warp may keep sums of in its registers."""
-BLOCKS = {(4, 4): 1, (8, 4): 1}
-"""By channels and tiles: blocks of a multiprocessor at once, as registers allow; elsewhere 2."""
 TILE, HALF = 16, 8
 PIXEL_BYTES = 2 * SLICE
 COPIED = 16
@@ -37,6 +36,8 @@ SLOTS = 3
 MOST_STAGES = 16
 START_ROWS = 8
 """Rows that a multiprocessor might read while a unit begins and ends."""
+ROW_PIXELS = 32
+"""Pixels that it might read while a row's results wait for their products."""
 MAX_EXTENT, MAX_INDEX, MAX_GRID = 2**24, 2**31 - 1, 65535
 
 
@@ -47,6 +48,7 @@ class Cut:
     row's first one if ``shared``."""
 
     tiles: int
+    teams: int
     images: int
     rows: int
     pieces: tuple[int, int]
@@ -70,11 +72,11 @@ class Cut:
 
     @property
     def box_bytes(self) -> int:
-        return self.images * self.box_rows * self.row_pixels * PIXEL_BYTES
+        return self.teams * self.images * self.box_rows * self.row_pixels * PIXEL_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        return self.slot_rows * self.tiles * TILE * PIXEL_BYTES
+        return self.teams * self.slot_rows * self.tiles * TILE * PIXEL_BYTES
 
     def stages(self, device: CudaDevice, turns: int) -> int:
         """As many as fit, or a block has boxes."""
@@ -90,7 +92,7 @@ class Cut:
         return min(self.boxes, ceil_div(self.slot_rows + 2, self.box_rows) + 1)
 
     def units(self, batch: int) -> int:
-        return ceil_div(batch, self.images) * self.pieces[0] * self.pieces[1]
+        return ceil_div(batch, self.teams * self.images) * self.pieces[0] * self.pieces[1]
 
 
 class HopperGroupedArgs(ctypes.Structure):
@@ -127,6 +129,8 @@ class HopperGroupedArgs(ctypes.Structure):
                 "result_row",
                 "source_half",
                 "result_half",
+                "source_team",
+                "result_team",
                 "slots_at",
                 "weights_at",
                 "barriers_at",
@@ -210,22 +214,26 @@ class HopperGrouped:
         args.result_row = cut.columns * PIXEL_BYTES
         args.source_half = args.result_half = HALF * PIXEL_BYTES
         if cut.images > 1:
-            args.source_half = cut.box_bytes // cut.images
-            args.result_half = cut.slot_bytes // cut.images
+            args.source_half = cut.box_bytes // (cut.teams * cut.images)
+            args.result_half = cut.slot_bytes // (cut.teams * cut.images)
+        args.source_team = cut.box_bytes // cut.teams
+        args.result_team = cut.slot_bytes // cut.teams
         args.slots_at = args.stages * cut.box_bytes + (PATTERN_BYTES if cut.shared else 0)
         args.weights_at = args.slots_at + cut.slots * cut.slot_bytes
         args.barriers_at = args.weights_at + cut.weight_bytes
         total = args.barriers_at + (args.stages + 2 * cut.slots) * BARRIER_BYTES
-        x_box = cut.row_pixels, cut.box_rows, cut.images
-        y_box = cut.columns, cut.slot_rows, cut.images
+        x_box = cut.row_pixels, cut.box_rows, cut.teams * cut.images
+        y_box = cut.columns, cut.slot_rows, cut.teams * cut.images
         maps = {
             "x_map": (source, _map(work, source, x_size, x_box)),
             "y_map": (result, _map(work, result, y_size, y_box)),
         }
         launch = Launch(
-            _instance(work.dtype, work.in_channels, cut.tiles, cut.blocks, backward=backward),
+            _instance(
+                work.dtype, work.in_channels, cut.tiles, cut.teams, cut.blocks, backward=backward
+            ),
             (slices, workers, 1),
-            ((5 if cut.weight_bytes else 9) * 32, 1, 1),
+            (((4 if cut.weight_bytes else 8) * cut.teams + 1) * 32, 1, 1),
             pack_maps(args, maps, x=source, w=w),
             total + PATTERN_BYTES,
         )
@@ -236,11 +244,12 @@ class HopperGrouped:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, channels, tiles, BLOCKS.get((channels, tiles), 2), backward=backward)
+            _instance(dtype, channels, tiles, teams, _blocks(channels, tiles, teams), backward=backward)
             for dtype in DTYPES
             for backward in (False, True)
             for channels, some in TILES.items()
             for tiles in some
+            for teams in ((2, 1) if channels >= COPIED else (1,))
         ]
 
 
@@ -250,7 +259,9 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     channels = work.in_channels
     weight_bytes = SLICE * (9 * channels * work.dtype.itemsize + 16) if channels >= COPIED else 0
     images = 2 if y_size[1] <= HALF else 1
-    for tiles in TILES[channels]:
+    for teams, tiles in product((2, 1), TILES[channels]):
+        if teams > 1 and (channels < COPIED or work.batch < teams * images):
+            continue
         if any(y_size[1] <= fewer * TILE for fewer in TILES[channels] if fewer < tiles):
             continue
         columns = tiles * TILE // images
@@ -261,32 +272,40 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
         row = columns + 2 if across > 1 else row
         shared = across == 1 and row < y_size[1] + 2 and row % HALF == 0
         row = ceil_div(row, HALF) * HALF
-        most = max(1, BOX_BYTES // (images * row * PIXEL_BYTES))
-        for down in range(1, y_size[0] + 1):
-            rows = ceil_div(y_size[0], down)
-            # Units of whole slots, of about as many rows each.
-            slots = ceil_div(rows, most)
-            slot_rows = ceil_div(rows, slots)
-            rows = slots * slot_rows if down > 1 else y_size[0]
-            if ceil_div(y_size[0], rows) != down:
-                continue
-            source_rows = min(rows + 2, x_size[0])
-            boxes = ceil_div(source_rows, most)
-            cut = Cut(
-                tiles,
-                images,
-                rows,
-                (down, across),
-                row,
-                shared,
-                source_rows,
-                ceil_div(source_rows, boxes),
-                slot_rows,
-                weight_bytes,
-                BLOCKS.get((channels, tiles), 2),
-            )
-            if cut.stages(device, 2**16) >= cut.least_stages:
-                yield cut
+        for box_bytes in (BOX_BYTES * teams, BOX_BYTES * teams // 2, BOX_BYTES * teams // 4):
+            most = max(1, box_bytes // (teams * images * row * PIXEL_BYTES))
+            found = False
+            for down in range(1, y_size[0] + 1):
+                rows = ceil_div(y_size[0], down)
+                # Units of whole slots, of about as many rows each.
+                slots = ceil_div(rows, most)
+                slot_rows = ceil_div(rows, slots)
+                rows = slots * slot_rows if down > 1 else y_size[0]
+                if ceil_div(y_size[0], rows) != down:
+                    continue
+                source_rows = min(rows + 2, x_size[0])
+                boxes = ceil_div(source_rows, most)
+                cut = Cut(
+                    tiles,
+                    teams,
+                    images,
+                    rows,
+                    (down, across),
+                    row,
+                    shared,
+                    source_rows,
+                    ceil_div(source_rows, boxes),
+                    slot_rows,
+                    weight_bytes,
+                    _blocks(channels, tiles, teams),
+                )
+                if cut.stages(device, 2**16) >= cut.least_stages:
+                    found = True
+                    yield cut
+                elif down == 1:
+                    break
+            if found:
+                break
 
 
 def _cost(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
@@ -294,7 +313,13 @@ def _cost(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
     slices, workers = _grid(work, cut, device)
     turns = ceil_div(cut.units(work.batch), workers)
     turns *= ceil_div(slices * workers, _resident(cut, device))
-    return turns * cut.blocks * (cut.source_rows + START_ROWS) * cut.row_pixels * cut.images
+    pixels = cut.row_pixels * cut.images * cut.teams + ROW_PIXELS
+    return turns * cut.blocks * (cut.source_rows + START_ROWS) * pixels
+
+
+def _blocks(channels: int, tiles: int, teams: int) -> int:
+    """Of a multiprocessor at once, as registers allow."""
+    return 1 if teams > 1 or (channels < COPIED and tiles > 2) else 2
 
 
 def _resident(cut: Cut, device: CudaDevice) -> int:
@@ -357,12 +382,13 @@ def _map(
     )
 
 
-def _instance(dtype: DType, channels: int, tiles: int, blocks: int, *, backward: bool) -> Instance:
+def _instance(dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool) -> Instance:
     defines = (
         ("ELEMENT", CUDA_TYPES[dtype]),
         ("ACROSS", str(int(backward))),
         ("CHANNELS", str(channels)),
         ("TILES", str(tiles)),
+        ("TEAMS", str(teams)),
         ("BLOCKS", str(blocks)),
     )
     return Instance("hopper_grouped.cu", "hopper_grouped", defines, HOPPER)
