@@ -339,72 +339,78 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCopied) take_weights(part, shared.weights, w);
 
   Ring stage, slot;
-  int box_left = 0, slot_left = 0;  // rows, in this box and in this slot
-  u32 from = 0, to = 0, marked = 0;
-  Sums a, b, c;
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int f = 0; f < kFrags; ++f) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
-    }
-  }
+  int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot
+  u32 from = 0, to = shared.slots, marked = 0;
+  const auto next_box = [&] {
+    wait_for(shared.full + 8 * stage.at, stage.parity);
+    from = shared.ring + stage.at * args.stage_bytes;
+    stage.advance(args.stages);
+    box_left = args.box_rows;
+  };
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
-    const int rows = at.rows, before = at.source_row - (at.row + args.first[0]);
-    const int image = at.image + team * args.images;
+    const int rows = at.rows, image = at.image + team * args.images;
     const int left = image < args.batch ? min(args.piece[1], args.y_size[1] - at.column) - lane / 4 : 0;
     const int right = args.images == 1 ? left - 8 : image + 1 < args.batch ? left : 0;
-    int row = -2;  // of the results that become whole with the next row of the source
-    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
-      if (static_cast<u32>(row + 2 - before) < static_cast<u32>(at.source_rows)) {
-        if (box_left == 0) {
-          wait_for(shared.full + 8 * stage.at, stage.parity);
-          from = shared.ring + stage.at * args.stage_bytes;
-          stage.advance(args.stages);
-          box_left = args.box_rows;
+    // Of the results, that is whole after the next row of the source.
+    int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
+    const auto put = [&](const Sums& sum) {
+      put_row(sum, places, to, left, right, marked);
+      to += args.result_row;
+      if (--slot_left == 0 || row + 1 == rows) {
+        if (__any_sync(~0u, marked != 0)) {
+          const int whole = args.slot_rows - slot_left;
+          take_again<T, kChannels, ACROSS>(
+              args, unit, team, row + 1 - whole, whole, bytes + (to - whole * args.result_row - base),
+              blockIdx.x, part.y_chunk * 8, kFrags * 8);
+          marked = 0;
         }
-        add_row(last, middle, first, w, places, from);
-        from += row_bytes;
-        --box_left;
-      } else {
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-          for (int f = 0; f < kFrags; ++f) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) first[i][f][e] = 0;
-          }
-        }
+        publish_shared();
+        __syncwarp();
+        if (lane == 0) arrive(shared.done + 8 * slot.at);
+        slot.advance(args.slots);
+        wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
+        to = shared.slots + slot.at * args.slot_bytes;
+        slot_left = args.slot_rows;
       }
-      if (row >= 0) {
-        if (slot_left == 0) {
-          wait_for(shared.empty + 8 * slot.at, slot.parity ^ 1);
-          to = shared.slots + slot.at * args.slot_bytes;
-          slot_left = args.slot_rows;
-        }
-        put_row(last, places, to, left, right, marked);
-        to += args.result_row;
-        if (--slot_left == 0 || row + 1 == rows) {
-          if (__any_sync(~0u, marked != 0)) {
-            const int whole = args.slot_rows - slot_left;
-            take_again<T, kChannels, ACROSS>(
-                args, unit, team, row + 1 - whole, whole, bytes + (to - whole * args.result_row - base),
-                blockIdx.x, part.y_chunk * 8, kFrags * 8);
-            marked = 0;
-          }
-          publish_shared();
-          __syncwarp();
-          if (lane == 0) arrive(shared.done + 8 * slot.at);
-          slot.advance(args.slots);
-          slot_left = 0;
-        }
-      }
-      return ++row < rows;
     };
-    while (advance(a, b, c) && advance(b, c, a) && advance(c, a, b)) {
+    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
+      add_row(last, middle, first, w, places, from);
+      from += row_bytes;
+      if (row >= 0) put(last);
+      ++row;
+      if (--source_left == 0) return false;
+      if (--box_left == 0) next_box();
+      return true;
+    };
+    // What the last rows of the source leave, where there is padding below.
+    const auto finish = [&](const Sums& last, const Sums& middle) {
+      if (row >= 0 && row < rows) put(last);
+      if (++row < rows) put(middle);
+    };
+    Sums a, b, c;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
+      }
     }
-    box_left = 0;
+    next_box();
+    while (true) {
+      if (!advance(a, b, c)) {
+        finish(b, c);
+        break;
+      }
+      if (!advance(b, c, a)) {
+        finish(c, a);
+        break;
+      }
+      if (!advance(c, a, b)) {
+        finish(a, b);
+        break;
+      }
+    }
   }
 }

@@ -162,6 +162,10 @@ class HopperGrouped:
             return f"{work.input[0]} planes"
         if not work.epilogue_free:
             return "sums that are not the results themselves: those go out by the copy engine"
+        x_size, y_size = _sizes(work)
+        above = -_first(work, 1)
+        if not 0 <= above <= 2 or not 0 <= y_size[0] + 2 - above - x_size[0] <= 2:
+            return f"a padding of {work.pad}: rows of results that meet no source"
         source, result = gather_sides(work)
         for side, operand in (("source", source), ("result", result)):
             reason = _why_not_operand(work, operand)
