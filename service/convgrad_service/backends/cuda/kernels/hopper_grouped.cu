@@ -21,6 +21,7 @@
 // infinity makes NaN: results that are not finite are taken again by the definition.
 // Index limits: a group's weights below 2^31 elements; elsewhere 64-bit.
 #include "hopper_grouped.cuh"
+#include "hopper_grouped_weights.cuh"
 #include "kept.cuh"
 #include "warpgroup.cuh"
 
@@ -37,7 +38,6 @@ constexpr int kWorkers = kParts * TEAMS, kThreads = (kWorkers + 1) * 32;
 constexpr int kReady = 1;  // a barrier
 constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
 constexpr bool kCopied = kChunks > 1;  // weights come through shared memory
-constexpr int kWeightPitch = 9 * kChannels * 2 + 16;  // so that rows fall into other banks
 // Tiles whose last tap, or whose results, a warp loads or stores at once.
 constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
 
@@ -133,45 +133,6 @@ struct Part {
     x_chunk = y_chunk / kChunks * kChunks;
   }
 };
-
-// Workers: the slice's weights to shared memory, as they lie, an out channel's every kWeightPitch
-// bytes.
-__device__ __forceinline__ void copy_weights(const HopperGroupedArgs& args, u32 to) {
-  constexpr int kRowChunks = 9 * kChannels / 8, kAll = 64 * kRowChunks;
-  const int first = blockIdx.x * 64, rows = args.groups * kChannels - first;
-  const char* const from = static_cast<const char*>(args.w) +
-                           static_cast<i64>(first) * kRowChunks * 16;
-#pragma unroll
-  for (int i = threadIdx.x; i < kAll; i += kWorkers * 32) {
-    const int row = i / kRowChunks;
-    const bool there = row < rows;
-    copy_chunk(to + (i + row) * 16, there ? from + i * 16 : from, there);
-  }
-  commit_copies();
-}
-__device__ __forceinline__ void take_weights(const Part& part, u32 from, Weights& w) {
-  const int lane = threadIdx.x & 31;
-  // Matrices: of two chunks of the source (lanes 0 to 7 and 8 to 15), for both of the result's.
-  const int x = part.x_chunk + (lane >> 3 & 1), y = part.y_chunk + (lane >> 4);
-  const int out = (ACROSS ? x : y) * 8 + (lane & 7), in = (ACROSS ? y : x) % (kChannels / 8);
-#pragma unroll
-  for (int tap = 0; tap < 9; ++tap) {
-    const int at = ACROSS ? 8 - tap : tap;
-#pragma unroll
-    for (int c = 0; c < kChunks; c += 2) {
-      const int row = ACROSS ? c * 8 : 0, chunk = at * (kChannels / 8) + (ACROSS ? 0 : c);
-      const u32 place = from + (out + row) * kWeightPitch + (in + chunk) * 16;
-      u32 four[4];
-      if constexpr (ACROSS) {
-        load_matrices_transposed(four, place);
-      } else {
-        load_matrices(four, place);
-      }
-      w[tap][c][0] = four[0], w[tap][c + 1 < kChunks ? c + 1 : c][0] = four[1];
-      w[tap][c][kFrags - 1] = four[2], w[tap][c + 1 < kChunks ? c + 1 : c][kFrags - 1] = four[3];
-    }
-  }
-}
 
 // Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
 // product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
@@ -316,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Part part(warp % kParts);
   Weights w;
   if constexpr (kCopied) {
-    copy_weights(args, shared.weights);
+    copy_weights<kChannels, kWorkers * 32>(args, shared.weights);
   } else {
     const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
     if (args.w_pairs) {
@@ -336,7 +297,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int row_bytes = args.row_pixels * kPixelBytes;
   if constexpr (kCopied) wait_copies<0>();
   wait_at(kReady, kThreads);
-  if constexpr (kCopied) take_weights(part, shared.weights, w);
+  if constexpr (kCopied) {
+    take_weights<kChannels, ACROSS>(part.x_chunk, part.y_chunk, shared.weights, w);
+  }
 
   Ring stage, slot;
   int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot

@@ -1,4 +1,4 @@
-// What hopper_grouped.cu is given, the weights that its warps keep, and results that are not finite.
+// What hopper_grouped.cu is given, and results that are not finite.
 // The host's side is hopper_grouped.py.
 #pragma once
 
@@ -60,52 +60,6 @@ __device__ __forceinline__ GroupedUnit unit_at(const HopperGroupedArgs& args, in
   at.source_row = max(from, 0);
   at.source_rows = max(min(from + at.rows + 2, args.x_size[0]) - at.source_row, 0);
   return at;
-}
-
-// Warp: the weights of 3 x 3 taps between kChunks * 8 source channels from `x` on and kFrags * 8
-// result channels from `y` on, counted from the first of all, as mma's second operand; zeros between
-// different groups. kPairs: neighbours along in channels come at once.
-template <class T, int kChannels, bool kAcross, bool kPairs, int kChunks, int kFrags>
-__device__ __forceinline__ void load_weights(const HopperGroupedArgs& args, int x, int y,
-                                             u32 (&w)[9][kChunks][kFrags]) {
-  const int lane = threadIdx.x & 31;
-  const int out = (kAcross ? x : y) + lane / 4, in = (kAcross ? y : x) + lane % 4 * 2;
-  const int group = out / kChannels;
-  const bool there = group == in / kChannels && group < args.groups;
-  const int w_out = args.w_stride[0], w_in = args.w_stride[1];
-  const T* const from = static_cast<const T*>(args.w) + group * args.w_group +
-                        (out % kChannels * w_out + in % kChannels * w_in);
-#pragma unroll
-  for (int tap = 0; tap < 9; ++tap) {
-    const int r = kAcross ? 2 - tap / 3 : tap / 3, s = kAcross ? 2 - tap % 3 : tap % 3;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int f = 0; f < kFrags; ++f) {
-        const int at = r * args.w_stride[2] + s * args.w_stride[3] +
-                       (c * (kAcross ? w_out : w_in) + f * (kAcross ? w_in : w_out)) * 8;
-        if constexpr (kPairs) {
-          load_if(there, from + at, w[tap][c][f]);
-        } else {
-          unsigned short first, second;
-          load_if(there, from + at, first);
-          load_if(there, from + at + w_in, second);
-          w[tap][c][f] = first | static_cast<u32>(second) << 16;
-        }
-      }
-    }
-  }
-  if constexpr (kAcross) {
-    // Neighbours are to be source channels.
-#pragma unroll
-    for (int tap = 0; tap < 9; ++tap) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int f = 0; f < kFrags; ++f) w[tap][c][f] = transposed(w[tap][c][f]);
-      }
-    }
-  }
 }
 
 // A result by its definition, in order, over what is inside.

@@ -164,7 +164,7 @@ class HopperGrouped:
             return "sums that are not the results themselves: those go out by the copy engine"
         x_size, y_size = _sizes(work)
         above = -_first(work, 1)
-        if not 0 <= above <= 2 or not 0 <= y_size[0] + 2 - above - x_size[0] <= 2:
+        if max(above, y_size[0] + 2 - above - x_size[0]) > 2:
             return f"a padding of {work.pad}: rows of results that meet no source"
         source, result = gather_sides(work)
         for side, operand in (("source", source), ("result", result)):
@@ -248,7 +248,9 @@ class HopperGrouped:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, channels, tiles, teams, _blocks(channels, tiles, teams), backward=backward)
+            _instance(
+                dtype, channels, tiles, teams, _blocks(channels, tiles, teams), backward=backward
+            )
             for dtype in DTYPES
             for backward in (False, True)
             for channels, some in TILES.items()
@@ -386,7 +388,9 @@ def _map(
     )
 
 
-def _instance(dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool) -> Instance:
+def _instance(
+    dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool
+) -> Instance:
     defines = (
         ("ELEMENT", CUDA_TYPES[dtype]),
         ("ACROSS", str(int(backward))),
