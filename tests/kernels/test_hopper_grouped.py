@@ -12,7 +12,8 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
 from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped, cuts_of
+from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.hopper_grouped_cuts import cuts_of
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family
 from convgrad_service.plans.cuda_program import Fragment, Instance

@@ -9,7 +9,8 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped, cuts_of
+from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.hopper_grouped_cuts import cuts_of
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Launch
