@@ -40,7 +40,8 @@ BOX_BYTES = 16384
 PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
-SLOTS = 3
+SLOTS = {1: 3, 2: 2}
+"""Of results, on their way out or filled, by teams (measured: HOPPER.md)."""
 MOST_STAGES = 16
 START_ROWS = 8
 """Rows that a multiprocessor might read while a unit begins and ends."""
@@ -67,7 +68,7 @@ class Cut:
     slot_rows: int
     weight_bytes: int
     blocks: int
-    slots: int = SLOTS
+    slots: int
 
     @property
     def columns(self) -> int:
@@ -148,6 +149,7 @@ def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
                     slot_rows,
                     weight_bytes,
                     blocks_of(channels, tiles, teams),
+                    SLOTS[teams],
                 )
                 if cut.stages(device, 2**16) >= cut.least_stages:
                     found = True
