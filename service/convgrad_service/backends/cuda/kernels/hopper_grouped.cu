@@ -8,10 +8,11 @@
 // group has but one. Groups of 4 go in twos, their weights block-diagonal.
 //
 // Block: 64 channels on both sides, whose weights its warps keep in registers, and units (pieces of
-// images) one after another. A warp has 8 or 16 result channels and all columns of a unit, or of
-// those of its images that are its team's, and goes down its rows: each row of the source is read at the three taps along W and added to the sums of
-// the three rows of results that it meets. One thread more starts all copies: boxes of rows into a
-// ring (tiles over C W H N, zeros outside), and results out of another.
+// an image or of several) one after another. A warp has 8 or 16 result channels of all columns of a
+// unit, of the images that are its team's, and goes down their rows: each row of the source is read
+// at the three taps along W and added to the sums of the three rows of results that it meets. One
+// thread more starts all copies: boxes of rows into a ring (tiles over C W H N, zeros outside), and
+// results out of another, in slots of some rows.
 // Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', weights on
 // their way to registers (from 16 channels on), barriers.
 // Relies on its launcher for channels side by side in whole 16-byte chunks, and for rings as long as
