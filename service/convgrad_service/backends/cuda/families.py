@@ -30,6 +30,7 @@ from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
@@ -67,7 +68,12 @@ DEPTHWISE_WEIGHT = (
     ConvThroughChannelsLast(DepthwiseWeightMma(), COPIES),
 )
 # Few channels a group.
-GROUPED = (GroupedGather(), ConvThroughChannelsLast(GroupedGather(), COPIES))
+GROUPED = (
+    HopperGrouped(),
+    GroupedGather(),
+    ConvThroughChannelsLast(HopperGrouped(), COPIES),
+    ConvThroughChannelsLast(GroupedGather(), COPIES),
+)
 GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
 # Many channels, no groups or large ones, forward or in the input, and in the weight.
 DENSE = (
