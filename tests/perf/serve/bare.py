@@ -35,7 +35,7 @@ def bare_between_s(up_bytes: int, down_bytes: int, connections: int, seconds: fl
     finally:
         for process in asking:
             process.join(_START_S)
-    return 1 / sum(rates)
+    return 1.0 / float(sum(rates))
 
 
 def _ask(up_bytes: int, down_bytes: int, seconds: float, told: Any, begin: Any) -> None:
