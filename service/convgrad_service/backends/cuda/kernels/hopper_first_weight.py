@@ -289,7 +289,17 @@ def _args(work: ConvWork, cut: Cut) -> HopperFirstWeightArgs:
     args.x_size[:], args.y_size[:] = work.input[1:], work.output[1:]
     for name in ("kernel", "stride", "pad"):
         getattr(args, name)[:] = getattr(work, name)[1:]
-    for name in ("row_groups", "rows", "chunks", "odd", "segment", "segments", "chunk", "added", "before"):
+    for name in (
+        "row_groups",
+        "rows",
+        "chunks",
+        "odd",
+        "segment",
+        "segments",
+        "chunk",
+        "added",
+        "before",
+    ):
         setattr(args, name, getattr(cut, name))
     for name in ("window_steps", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage"):
         setattr(args, name, getattr(cut, name))

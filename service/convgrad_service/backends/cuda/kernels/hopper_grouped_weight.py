@@ -9,6 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
@@ -39,9 +40,9 @@ LEAST_STAGES, MOST_STAGES = 4, 16
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_GRID_Y = 2**30, 65535
-# What an H200 takes, in clocks: a product for each 8 of its columns, and how much longer where pixels
-# are rows of 32 bytes; a pixel's copy; a tile, and a block, besides; what a
-# slice's last block takes to add up, and bytes of partial sums in a clock.
+# What an H200 takes, in clocks: a product for each 8 of its columns, how much longer where pixels are
+# rows of 32 bytes; a pixel's copy; a tile, and a block, besides; and what a slice's last block
+# takes to add up: at least, and bytes in a clock.
 PRODUCT_CLOCKS, NARROW, PIXEL_CLOCKS, TILE_CLOCKS, BLOCK_CLOCKS = 4, 1.7, 2.3, 200, 12000
 SUM_CLOCKS, SUM_BYTES_A_CLOCK = 1500, 40
 
@@ -135,6 +136,10 @@ class HopperGroupedWeight:
             return "channels that are no whole 16 bytes"
         if max(*work.input, *work.output, work.batch) > MAX_SIZE:
             return f"an extent is more than {MAX_SIZE}"
+        # Small slices are the most.
+        counted = why_not_counted(_Boxes(work, _least(work)).slices)
+        if counted is not None:
+            return counted
         refused = (one.why_not() for one in _maps(_Boxes(work, _least(work))))
         return next((reason for reason in refused if reason is not None), None)
 
@@ -162,7 +167,11 @@ class HopperGroupedWeight:
             ),
             boxes.shared_bytes(device),
         )
-        return Fragment(f"{self.name}/{share.splits}", (launch,), (Workspace(partials, boxes.partial_bytes * share.splits),))
+        return Fragment(
+            f"{self.name}/{share.splits}",
+            (launch,),
+            (Workspace(partials, boxes.partial_bytes * share.splits),),
+        )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -244,7 +253,7 @@ def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
 
 
 def _split(work: ConvWork, share: Share, device: CudaDevice) -> Iterator[Share]:
-    """With as many parts as fill the device once, and with fewer, whose sums are added up sooner."""
+    """In as many parts as fill the device once, and in fewer, whose sums are added up sooner."""
     boxes = _Boxes(work, share)
     if work.split_k is not None:
         yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_GRID_Y)))
