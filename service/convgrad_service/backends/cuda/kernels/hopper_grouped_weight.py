@@ -28,9 +28,10 @@ __all__ = ["HopperGroupedWeight", "Share", "shares_of"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 KERNEL = (1, 3, 3)
 TAPS = 3
-WIDTHS = (16, 32)
+WIDTHS = (32,)
 """Neighbouring channels that a block takes of both sides: a product's rows are so many channels of
-4 or 2 rows of the input."""
+two rows of the input. With 16 of four rows less is in vain, but pixels are copied, and read by
+products, in rows of 32 bytes, which takes longer than what is saved (measured on an H200)."""
 GROUP_CHANNELS = (4, 8, 16, 32)
 ROWS_OF_PRODUCT, COLUMNS = 64, 8
 WARPGROUPS, THREADS = 2, 384
@@ -40,10 +41,9 @@ LEAST_STAGES, MOST_STAGES = 4, 16
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_GRID_Y = 2**30, 65535
-# What an H200 takes, in clocks: a product for each 8 of its columns, how much longer where pixels are
-# rows of 32 bytes; a pixel's copy; a tile, and a block, besides; and what a slice's last block
-# takes to add up: at least, and bytes in a clock.
-PRODUCT_CLOCKS, NARROW, PIXEL_CLOCKS, TILE_CLOCKS, BLOCK_CLOCKS = 4, 1.7, 2.3, 200, 12000
+# What an H200 takes, in clocks: a product for each 8 of its columns; a pixel's copy; a tile, and a
+# block, besides; and what a slice's last block takes to add up: at least, and bytes in a clock.
+PRODUCT_CLOCKS, PIXEL_CLOCKS, TILE_CLOCKS, BLOCK_CLOCKS = 4, 2.3, 200, 12000
 SUM_CLOCKS, SUM_BYTES_A_CLOCK = 1500, 40
 
 
@@ -272,8 +272,7 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     met = (boxes.together + TAPS - 1) * share.width // COLUMNS
     whole, rest = divmod(work.input[1], share.rows)
     products = (whole * boxes.products(share.rows) + boxes.products(rest)) / boxes.row_tiles
-    slow = NARROW if share.width == WIDTHS[0] else 1
-    multiplied = products * TAPS * PRODUCT_CLOCKS * met * slow
+    multiplied = products * TAPS * PRODUCT_CLOCKS * met
     rows = work.input[1] / boxes.row_tiles
     pixels = rows * boxes.x_extent[0] + (rows + TAPS - 1) * boxes.y_extent[0]
     copied = pixels * PIXEL_CLOCKS
