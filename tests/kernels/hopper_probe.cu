@@ -98,6 +98,22 @@ extern "C" __global__ void __launch_bounds__(128)
 #endif
 
 #ifdef ELEMENT
+namespace {
+
+// In boxes of rows of so many bytes; of 16 they are not swizzled.
+template <int kBytes, Major kMajor>
+__device__ __forceinline__ u64 operand(u32 at, u32 next_box, u32 eight) {
+  if constexpr (kBytes == 16) {
+    return operand_in_chunks(at, next_box, eight);
+  } else if constexpr (kMajor == kAlongK) {
+    return operand_along_k<kBytes>(at, eight);
+  } else {
+    return operand_along_mn<kBytes>(at, next_box, eight);
+  }
+}
+
+}  // namespace
+
 // c = a * b by one warpgroup: a of 64 rows, b of 8 * FRAGMENTS columns, both in boxes as TMA brings
 // them, or a from registers, 32-bit words of its rows at `out`, before c.
 extern "C" __global__ void __launch_bounds__(128)
@@ -128,14 +144,9 @@ extern "C" __global__ void __launch_bounds__(128)
   hold_sums(c);
   begin_products();
   for (int step = 0; step < args.depth / kStep; ++step) {
-    u64 b;
-    if (MAJOR_B == kAlongK) {
-      b = advance(operand_along_k<SWIZZLE_B>(b_at, args.eight[1]),
-                  args.shift[1] * SWIZZLE_B + step * 32);
-    } else {
-      b = advance(operand_along_mn<SWIZZLE_B>(b_at, args.box_bytes[1], args.eight[1]),
-                  args.shift[1] * SWIZZLE_B + step * 2 * args.eight[1]);
-    }
+    u64 b = operand<SWIZZLE_B, MAJOR_B>(b_at, args.box_bytes[1], args.eight[1]);
+    b = advance(b, args.shift[1] * SWIZZLE_B +
+                       step * (MAJOR_B == kAlongK ? 32 : 2 * args.eight[1]));
 #if REGISTERS
     u32 a[4];
     for (int i = 0; i < 4; ++i) {
@@ -149,14 +160,9 @@ extern "C" __global__ void __launch_bounds__(128)
     wait_products<0>();
     hold_words(a);
 #else
-    u64 a;
-    if (MAJOR_A == kAlongK) {
-      a = advance(operand_along_k<SWIZZLE_A>(a_at, args.eight[0]),
-                  args.shift[0] * SWIZZLE_A + step * 32);
-    } else {
-      a = advance(operand_along_mn<SWIZZLE_A>(a_at, args.box_bytes[0], args.eight[0]),
-                  args.shift[0] * SWIZZLE_A + step * 2 * args.eight[0]);
-    }
+    u64 a = operand<SWIZZLE_A, MAJOR_A>(a_at, args.box_bytes[0], args.eight[0]);
+    a = advance(a, args.shift[0] * SWIZZLE_A +
+                       step * (MAJOR_A == kAlongK ? 32 : 2 * args.eight[0]));
     multiply<T, MAJOR_A, MAJOR_B>(c, a, b, step > 0);
 #endif
   }

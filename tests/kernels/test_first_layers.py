@@ -22,7 +22,7 @@ from tests.oracle import expected
 KERNELS = {
     "conv_fwd": ("first_forward",),
     "conv_bwd_data": ("first_warpgroup", "first_groups", "first_data"),
-    "grouped_conv_bwd_weight": ("first_weight",),
+    "grouped_conv_bwd_weight": ("hopper_first_weight", "first_weight"),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
 EPILOGUES = [

@@ -29,8 +29,10 @@ from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
+from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import HopperGroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
@@ -74,7 +76,12 @@ GROUPED = (
     ConvThroughChannelsLast(HopperGrouped(), COPIES),
     ConvThroughChannelsLast(GroupedGather(), COPIES),
 )
-GROUPED_WEIGHT = (GroupedWeight(), ConvThroughChannelsLast(GroupedWeight(), COPIES))
+GROUPED_WEIGHT = (
+    HopperGroupedWeight(),
+    GroupedWeight(),
+    ConvThroughChannelsLast(HopperGroupedWeight(), COPIES),
+    ConvThroughChannelsLast(GroupedWeight(), COPIES),
+)
 # Many channels, no groups or large ones, forward or in the input, and in the weight.
 DENSE = (
     HopperPointwise(),
@@ -93,7 +100,7 @@ DENSE_WEIGHT = (
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
 FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())
-FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
+FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstWeight(), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (

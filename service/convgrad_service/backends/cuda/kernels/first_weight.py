@@ -36,7 +36,7 @@ from convgrad_service.plans.cuda_program import (
 )
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["FirstWeight"]
+__all__ = ["FirstWeight", "first_sum", "first_sum_instances"]
 
 WARP_TILES = 6
 MOST_UNIT_ROWS = 4
@@ -157,7 +157,7 @@ class FirstWeight:
         workspace = [*y.workspace, *x.workspace]
         if splits > 1:
             workspace.append(Workspace(partials, splits * _results(work) * 4))
-            steps.append(_sum(work, partials, splits, device))
+            steps.append(first_sum(work, partials, splits, device))
         return Fragment(f"{self.name}/{splits}", tuple(steps), tuple(workspace))
 
     def instances(self) -> Iterable[Instance]:
@@ -169,7 +169,7 @@ class FirstWeight:
                 for sixteens in ROWS
                 for along_w in (False, True)
             ),
-            *map(_sum_instance, DTYPES),
+            *first_sum_instances(),
         ]
 
 
@@ -230,7 +230,7 @@ def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice
     return max(1, min(units, room, device.multiprocessors * together // parts))
 
 
-def _sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:
+def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:
     """Adds up the partial sums and finishes them."""
     _, k, c, *kernel = work.w.strides
     args = FirstSumArgs()
@@ -245,6 +245,11 @@ def _sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Laun
         pack(args, partials=partials, result=work.w, accumulate=work.accumulate),
         overlaps=device.capability >= OVERLAPPING,
     )
+
+
+def first_sum_instances() -> Iterable[Instance]:
+    """By the type of the result."""
+    return map(_sum_instance, DTYPES)
 
 
 def _sum_instance(dtype: DType) -> Instance:

@@ -1,0 +1,108 @@
+"""Grouped gradients of weights on Hopper, in all kinds of tiles, on backends and emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import (
+    HopperGroupedWeight,
+    Share,
+    shares_of,
+)
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.cases import EPILOGUES, FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import with_layouts
+from tests.kernels.test_grouped import gates, not_finite
+
+OPERATION = "grouped_conv_bwd_weight"
+GEOMETRIES = {
+    "c4": Conv(2, 32, 32, (7, 9), (3, 3), padding=1, groups=8),
+    "c8": Conv(3, 32, 32, (8, 7), (3, 3), padding=1, groups=4),
+    # Channels that are no whole slice.
+    "c8_24": Conv(2, 24, 24, (5, 6), (3, 3), padding=1, groups=3),
+    "c16": Conv(3, 48, 48, (14, 14), (3, 3), padding=1, groups=3),
+    "c32": Conv(2, 64, 64, (7, 7), (3, 3), padding=1, groups=2),
+    "c32_wide": Conv(1, 64, 64, (9, 16), (3, 3), padding=1, groups=2),
+    "images_left_over": Conv(5, 32, 32, (7, 7), (3, 3), padding=1, groups=2),
+    "rows_left_over": Conv(2, 16, 16, (28, 28), (3, 3), padding=1, groups=2),
+    "columns_in_turn": Conv(1, 16, 16, (5, 150), (3, 3), padding=1, groups=2),
+    "asymmetric_padding": Conv(1, 16, 16, (12, 28), (3, 3), padding=((0, 1), (2, 1)), groups=2),
+    "padding_beyond": Conv(1, 16, 16, (5, 4), (3, 3), padding=((4, 0), (1, 5)), groups=2),
+    "no_padding": Conv(2, 32, 32, (3, 4), (3, 3), groups=2),
+}
+CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
+NOT_FINITE = ("c4", "c16", "c32", "padding_beyond")
+EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups_4" in case.name]
+emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+class InTurn(HopperGroupedWeight):
+    """Small tiles, many to a block."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+        few = replace(device, multiprocessors=2)
+        small = min(
+            shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns, one.width)
+        )
+        return super().launches(work, few, small)
+
+
+class Together(HopperGroupedWeight):
+    """As many images to a tile as there may be."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+        most = max(shares_of(work, device), key=lambda one: (one.images, one.width))
+        return super().launches(work, device, most)
+
+
+def emulated(family: HopperGroupedWeight) -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=(family, WeightDirect())))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
+    gates(backend, seed, CASES[name], dtype, with_layouts(2, grouped=True))
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_not_finite(backend: Backend, seed: int, name: str) -> None:
+    not_finite(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+
+
+@emulation
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(seed: int, name: str) -> None:
+    layouts = with_layouts(2, grouped=False)[-1:]
+    for family in (HopperGroupedWeight(), InTurn(), Together()):
+        gates(emulated(family), seed, CASES[name], "bfloat16", layouts)
+
+
+@emulation
+@pytest.mark.parametrize("name", ["c4", "c32"])
+def test_emulated_float16(seed: int, name: str) -> None:
+    layouts = with_layouts(2, grouped=False)[-1:]
+    gates(emulated(HopperGroupedWeight()), seed, CASES[name], "float16", layouts)
+
+
+@emulation
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_emulated_not_finite(seed: int, name: str) -> None:
+    layout = with_layouts(2, grouped=False)[-1]
+    not_finite(emulated(HopperGroupedWeight()), seed, CASES[name], "bfloat16", layout)
+
+
+@emulation
+@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+def test_emulated_epilogues(seed: int, case: Case) -> None:
+    layouts = with_layouts(case.ndim, grouped=False)[-1:]
+    gates(emulated(HopperGroupedWeight()), seed, case, "bfloat16", layouts)
