@@ -31,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
+from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
@@ -89,6 +90,8 @@ FIRST_WEIGHT = (Patches((DenseWeight(),)), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (
+    HopperSeparable(),
+    FusedThroughChannelsLast(HopperSeparable(), COPIES),
     FusedSeparable(),
     FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )

@@ -1,19 +1,10 @@
 // What fused_separable.py passes, and where a tile's pixels are. Sizes in fused_separable.py.
 #pragma once
 
+#include "divider.cuh"
 #include "epilogue.cuh"
 
 namespace convgrad {
-
-// Division by a positive number that the host knows: n / by == (n * factor >> 32) >> shift for all n
-// from 0 to 2^31, but for by == 1, where factor is 0.
-struct Divider {
-  u32 factor;
-  int shift;
-};
-__device__ __forceinline__ int divide(int n, const Divider& by) {
-  return by.factor == 0 ? n : static_cast<int>(__umulhi(n, by.factor) >> by.shift);
-}
 
 struct FusedArgs {
   const void* x;      // N D H W, channels side by side in whole 16-byte chunks
