@@ -26,6 +26,9 @@ static inline bool has_passed(u32 barrier, u32 parity) {
   if (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
   return emulator::phase_is_over(barrier, parity);
 }
+static inline int has_passed_by_now(u32 barrier, u32 parity) {
+  return emulator::phase_is_over(barrier, parity);
+}
 
 constexpr u64 kKeepAsUsual = 0, kKeepMost = 1;
 static inline void prefetch_map(const TensorMap& map) { emulator::map_at(&map); }
@@ -121,13 +124,14 @@ static inline void store_matrices(u32 to, const u32 (&from)[4]) {
   });
 }
 // Each lane's two elements are neighbours of a matrix's row, and so lie in two columns.
-static inline void store_matrices_turned(u32 to, const u32 (&from)[4]) {
+template <int kMatrices>
+static inline void store_matrices_turned(u32 to, const u32 (&from)[kMatrices]) {
   emulator::Lane& own = emulator::all_lanes[emulator::current];
   own.given[0] = to;
   memcpy(own.given + 1, from, sizeof from);
   emulator::meet(~0u, [](emulator::Lane* lanes) {
     for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kMatrices; ++i) {
         for (int half = 0; half < 2; ++half) {
           const u32 column = lanes[i * 8 + lane % 4 * 2 + half].given[0];
           const unsigned short one = lanes[lane].given[1 + i] >> half * 16;
@@ -136,6 +140,9 @@ static inline void store_matrices_turned(u32 to, const u32 (&from)[4]) {
       }
     }
   });
+}
+static inline void store_word(u32 to, u32 word) {
+  memcpy(emulator::in_shared(to, 4, 4), &word, 4);
 }
 static inline void store_float(u32 to, float number) {
   memcpy(emulator::in_shared(to, 4, 4), &number, 4);

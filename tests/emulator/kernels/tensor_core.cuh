@@ -90,6 +90,10 @@ static inline void mark_odd_if(bool wanted, u32& marked, u32 both) {
     if ((both >> half & exponent) == exponent) marked |= 0x7fffu << half;
   }
 }
+template <class T>
+static inline void mark_odd(u32& marked, u32 both) {
+  mark_odd_if<T>(true, marked, both);
+}
 
 static inline u32 load_word(u32 from) {
   u32 word;

@@ -35,6 +35,7 @@ from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
 from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import HopperGroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
+from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
 from convgrad_service.backends.cuda.kernels.patches import Patches
@@ -104,6 +105,8 @@ FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstWeight(), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (
+    HopperSeparable(),
+    FusedThroughChannelsLast(HopperSeparable(), COPIES),
     FusedSeparable(),
     FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )

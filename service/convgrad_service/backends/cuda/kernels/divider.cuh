@@ -1,4 +1,4 @@
-// Division by what the host knows.
+// Division by what a plan knows: a product.
 #pragma once
 
 #include "elements.cuh"

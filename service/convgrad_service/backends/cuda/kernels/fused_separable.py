@@ -8,7 +8,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.fused_shapes import (
     CHUNK,
@@ -16,8 +15,10 @@ from convgrad_service.backends.cuda.kernels.fused_shapes import (
     MAX_PIXELS,
     OTHERS,
     ROW_BYTES,
+    Divider,
     FusedShape,
     is_pointwise,
+    lies_well,
     wide_stores,
 )
 from convgrad_service.backends.cuda.kernels.fused_tiling import (
@@ -52,21 +53,6 @@ DIVIDERS = (
     "by_plane",
     "by_across",
 )
-
-
-class Divider(ctypes.Structure):
-    """See ``fused_args.cuh``."""
-
-    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
-
-    @classmethod
-    def of(cls, by: int) -> Divider:
-        """With 2**l >= by, factor = ceil(2**(31 + l) / by) errs by less than 2**l / 2**(31 + l) of
-        what is divided."""
-        if by == 1:
-            return cls(0, 0)
-        log = (by - 1).bit_length()
-        return cls(ceil_div(2 ** (31 + log), by), log - 1)
 
 
 class FusedArgs(ctypes.Structure):
@@ -150,7 +136,7 @@ class FusedSeparable:
         chunk = ROW_BYTES // 8 // first.dtype.itemsize
         if first.groups % chunk:
             return f"{first.groups} channels are no multiple of {chunk}"
-        if not _lies_well(first, second):
+        if not lies_well(first, second):
             return "the channels do not lie side by side"
         if work.first.batch * prod(first.output) > MAX_PIXELS:
             return f"the pixels are more than {MAX_PIXELS}"
@@ -243,25 +229,6 @@ def _slower(first: ConvWork, second: ConvWork) -> str | None:
             f"one: at most {MOST_CHANNELS} to {MOST_OUTPUTS} are fused"
         )
     return None
-
-
-def _lies_well(first: ConvWork, second: ConvWork) -> bool:
-    """Whether channels lie side by side, the read ones in whole chunks, the taps of one channel
-    too."""
-    x_extents = (first.batch, first.groups, 1, *first.input)
-    w1_extents = (1, second.out_channels, second.in_channels, 1, 1, 1)
-    taps = (prod(first.kernel), 0, 0, first.kernel[1] * first.kernel[2], first.kernel[2], 1)
-    extents = (first.groups, 1, 1, *first.kernel)
-    return (
-        in_whole_chunks(first.x, x_extents, 1)
-        and in_whole_chunks(second.w, w1_extents, 2)
-        and second.y.strides[2] == 1
-        and all(
-            given == wanted
-            for given, wanted, extent in zip(first.w.strides, taps, extents, strict=True)
-            if extent > 1
-        )
-    )
 
 
 def _reach(first: ConvWork) -> int:

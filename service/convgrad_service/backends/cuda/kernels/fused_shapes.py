@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
 from convgrad_service.plans.cuda_device import ARCHITECTURES, HOPPER
+from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
 
 __all__ = [
@@ -14,9 +18,11 @@ __all__ = [
     "MAX_PIXELS",
     "OTHERS",
     "ROW_BYTES",
+    "Divider",
     "FusedShape",
     "flat_pixels",
     "is_pointwise",
+    "lies_well",
     "wide_stores",
 ]
 
@@ -71,6 +77,21 @@ class FusedShape:
         )
 
 
+class Divider(ctypes.Structure):
+    """See ``divider.cuh``."""
+
+    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
+
+    @classmethod
+    def of(cls, by: int) -> Divider:
+        """With 2**l >= by, factor = ceil(2**(31 + l) / by) errs by less than 2**l / 2**(31 + l) of
+        what is divided."""
+        if by == 1:
+            return cls(0, 0)
+        log = (by - 1).bit_length()
+        return cls(ceil_div(2 ** (31 + log), by), log - 1)
+
+
 def is_pointwise(work: ConvWork) -> bool:
     """Whether each output pixel comes from the input's own, in one group."""
     return (
@@ -79,6 +100,25 @@ def is_pointwise(work: ConvWork) -> bool:
         and work.stride == (1, 1, 1)
         and not any(work.pad)
         and work.input == work.output
+    )
+
+
+def lies_well(first: ConvWork, second: ConvWork) -> bool:
+    """Whether channels lie side by side, the read ones in whole chunks, the taps of one channel
+    too."""
+    x_extents = (first.batch, first.groups, 1, *first.input)
+    w1_extents = (1, second.out_channels, second.in_channels, 1, 1, 1)
+    taps = (prod(first.kernel), 0, 0, first.kernel[1] * first.kernel[2], first.kernel[2], 1)
+    extents = (first.groups, 1, 1, *first.kernel)
+    return (
+        in_whole_chunks(first.x, x_extents, 1)
+        and in_whole_chunks(second.w, w1_extents, 2)
+        and second.y.strides[2] == 1
+        and all(
+            given == wanted
+            for given, wanted, extent in zip(first.w.strides, taps, extents, strict=True)
+            if extent > 1
+        )
     )
 
 

@@ -56,6 +56,16 @@ __device__ __forceinline__ bool has_passed(u32 barrier, u32 parity) {
       : "memory");
   return passed != 0;
 }
+// The same without any wait.
+__device__ __forceinline__ int has_passed_by_now(u32 barrier, u32 parity) {
+  int passed;
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed;
+}
 // Waits until the phase of this parity is over. With BOUNDED_WAITS defined, a wait without an end
 // becomes a fault.
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
@@ -280,6 +290,14 @@ __device__ __forceinline__ void store_matrices_turned(u32 to, const u32 (&from)[
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
+}
+__device__ __forceinline__ void store_matrices_turned(u32 to, const u32 (&from)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(to),
+               "r"(from[0]), "r"(from[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_word(u32 to, u32 word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 __device__ __forceinline__ void store_float(u32 to, float number) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(number) : "memory");

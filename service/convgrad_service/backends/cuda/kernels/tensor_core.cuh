@@ -124,6 +124,8 @@ __device__ __forceinline__ u32 narrow_two<f16>(float first, float second) {
 // Two neighbours times zero, added to what is marked, which starts as zeros: it stays so while all
 // that are wanted are finite.
 template <class T>
+__device__ __forceinline__ void mark_odd(u32& marked, u32 both);
+template <class T>
 __device__ __forceinline__ void mark_odd_if(bool wanted, u32& marked, u32 both);
 #define CONVGRAD_MARK(TYPE, NAME)                                                                \
   template <>                                                                                    \
@@ -131,6 +133,10 @@ __device__ __forceinline__ void mark_odd_if(bool wanted, u32& marked, u32 both);
     asm("{.reg .pred p; setp.ne.b32 p, %2, 0; @p fma.rn." NAME "x2 %0, %1, %3, %0;}"             \
         : "+r"(marked)                                                                           \
         : "r"(both), "r"(static_cast<int>(wanted)), "r"(0));                                     \
+  }                                                                                              \
+  template <>                                                                                    \
+  __device__ __forceinline__ void mark_odd<TYPE>(u32 & marked, u32 both) {                       \
+    asm("fma.rn." NAME "x2 %0, %1, %2, %0;" : "+r"(marked) : "r"(both), "r"(0));                 \
   }
 CONVGRAD_MARK(f16, "f16")
 CONVGRAD_MARK(bf16, "bf16")

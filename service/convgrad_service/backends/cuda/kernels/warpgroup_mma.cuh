@@ -1,4 +1,5 @@
-// wgmma, once for each number of columns: 8 to 64 by 8, and on to 256 by 16. Part of warpgroup.cuh.
+// wgmma, once for each number of columns: 8 to 64 by 8, on to 256 by 16, and 104. Part of
+// warpgroup.cuh.
 //
 // The assembler wants every register by its number: of n fragments of c they are CONVGRAD_D<n>, the
 // fragments themselves CONVGRAD_C<n>, and the numbers that follow are those of the other operands.
@@ -29,6 +30,7 @@ struct WarpgroupMma;
 #define CONVGRAD_D8 CONVGRAD_D7 ",%28,%29,%30,%31"
 #define CONVGRAD_D10 CONVGRAD_D8 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define CONVGRAD_D12 CONVGRAD_D10 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define CONVGRAD_D13 CONVGRAD_D12 ",%48,%49,%50,%51"
 #define CONVGRAD_D14 CONVGRAD_D12 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define CONVGRAD_D16 CONVGRAD_D14 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define CONVGRAD_D18 CONVGRAD_D16 ",%64,%65,%66,%67,%68,%69,%70,%71"
@@ -50,6 +52,7 @@ struct WarpgroupMma;
 #define CONVGRAD_C8 CONVGRAD_C7, CONVGRAD_C(7)
 #define CONVGRAD_C10 CONVGRAD_C8, CONVGRAD_C(8), CONVGRAD_C(9)
 #define CONVGRAD_C12 CONVGRAD_C10, CONVGRAD_C(10), CONVGRAD_C(11)
+#define CONVGRAD_C13 CONVGRAD_C12, CONVGRAD_C(12)
 #define CONVGRAD_C14 CONVGRAD_C12, CONVGRAD_C(12), CONVGRAD_C(13)
 #define CONVGRAD_C16 CONVGRAD_C14, CONVGRAD_C(14), CONVGRAD_C(15)
 #define CONVGRAD_C18 CONVGRAD_C16, CONVGRAD_C(16), CONVGRAD_C(17)
@@ -107,6 +110,7 @@ CONVGRAD_PRODUCTS(7, "56", "%28", "%29", "%30", "%31", "%32", "%33", "%34")
 CONVGRAD_PRODUCTS(8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 CONVGRAD_PRODUCTS(10, "80", "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 CONVGRAD_PRODUCTS(12, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+CONVGRAD_PRODUCTS(13, "104", "%52", "%53", "%54", "%55", "%56", "%57", "%58")
 CONVGRAD_PRODUCTS(14, "112", "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 CONVGRAD_PRODUCTS(16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 CONVGRAD_PRODUCTS(18, "144", "%72", "%73", "%74", "%75", "%76", "%77", "%78")
@@ -134,6 +138,7 @@ CONVGRAD_PRODUCTS(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%1
 #undef CONVGRAD_C18
 #undef CONVGRAD_C16
 #undef CONVGRAD_C14
+#undef CONVGRAD_C13
 #undef CONVGRAD_C12
 #undef CONVGRAD_C10
 #undef CONVGRAD_C8
@@ -155,6 +160,7 @@ CONVGRAD_PRODUCTS(32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%1
 #undef CONVGRAD_D18
 #undef CONVGRAD_D16
 #undef CONVGRAD_D14
+#undef CONVGRAD_D13
 #undef CONVGRAD_D12
 #undef CONVGRAD_D10
 #undef CONVGRAD_D8

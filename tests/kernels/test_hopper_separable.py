@@ -1,0 +1,115 @@
+"""The fused kernel for Hopper, run on the CPU: every tile, and the corners of what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.base import Outcome
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
+from convgrad_service.backends.cuda.kernels.hopper_separable_tiles import TILES
+from tests.cases import Case, fused
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+NONE, BOTH = ("none", "none"), (True, True)
+
+
+def separable(
+    name: str,
+    channels: int,
+    outputs: int,
+    size: tuple[int, int],
+    stride: int = 1,
+    padding: int = 1,
+    batch: int = 2,
+    activations: tuple[str, str] = NONE,
+    biases: tuple[bool, bool] = (False, False),
+) -> Case:
+    first = Conv(batch, channels, channels, size, (3, 3), stride, padding, 1, channels)
+    return fused(name, first, Conv(0, 0, outputs, (), (1, 1)), activations, biases)
+
+
+def cases_of(index: int) -> list[Case]:
+    """What fills a tile's pixels, chunks and slices in part, and what has several of each."""
+    tile = TILES[index]
+    few = min(tile.chunk, 24)
+    many = few if tile.row_bytes == 64 else 136
+    size = (tile.height + 2) * tile.stride, (tile.width + 3) * tile.stride
+    more: dict[str, Any] = {"stride": tile.stride}
+    outputs = tile.outputs + 24
+    return [
+        separable("several", many, outputs, size, batch=3, **more),
+        separable("odd", few, 40, (3, 5), activations=("relu", "relu6"), biases=BOTH, **more),
+        separable("silu", few, 8, (4, 2), activations=("silu", "silu"), biases=BOTH, **more),
+        separable("padding_beyond", 8, 16, (3, 4), padding=5, biases=(False, True), **more),
+        separable("one_pixel", 8, 8, (1, 1), batch=1, biases=(True, False), **more),
+    ]
+
+
+TAKEN = [
+    pytest.param(index, case, gate, id=f"{index}-{case.name}-{gate}")
+    for index in range(len(TILES))
+    for case in cases_of(index)
+    for gate in ("exact", "bounded")
+    if gate == "bounded" or "silu" not in case.params.values()
+]
+
+
+class Fused(EmulatedBackend):
+    """With nothing but the kernel that is meant."""
+
+    def run(self, *given: Any, **named: Any) -> Outcome:
+        outcome = super().run(*given, **named)
+        assert outcome.kernel.startswith("hopper_separable")
+        return outcome
+
+
+@lru_cache
+def emulated(index: int) -> EmulatedBackend:
+    return Fused(replace(FAMILIES, fused=[HopperSeparable([TILES[index]], anything=True)]))
+
+
+@pytest.mark.parametrize(("index", "case", "gate"), TAKEN)
+def test_fused(seed: int, index: int, case: Case, gate: str) -> None:
+    """One launch, and within both gates."""
+    tensors, wanted = drawn(seed, case, "bfloat16", gate)
+    found = answers(emulated(index), case, tensors, "NHWC")
+    check(found, wanted, gate, f"seed {seed}, {case.id}, tile {index}")
+
+
+def test_float16(seed: int) -> None:
+    case = cases_of(0)[0]
+    tensors, wanted = drawn(seed, case, "float16", "bounded")
+    check(answers(emulated(0), case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}")
+
+
+@pytest.mark.parametrize("index", [0, 3, 4, 5])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_where_it_belongs(seed: int, value: float, index: int) -> None:
+    """In a depthwise weight it reaches only the taps that meet the input; in an input, only the
+    pixels around it."""
+    case = separable("3x3", 16, 24, (9, 11))
+    for spoilt, at in (("weight0", (5, 0, 0, 2)), ("input", (1, 3, 4, 6))):
+        tensors, _ = drawn(seed, case, "float16", "exact")
+        spoiled = tensors[spoilt].copy()
+        spoiled[at] = value
+        found = answers(emulated(index), case, {**tensors, spoilt: spoiled}, "NHWC")["output"]
+        clean = answers(emulated(index), case, tensors, "NHWC")["output"]
+        finite = np.isfinite(found)
+        np.testing.assert_array_equal(found[finite], clean[finite])
+        met = np.zeros(found.shape, bool)
+        if spoilt == "weight0":
+            # Tap (0, 2) lies above the first row of outputs, and right of the last column.
+            met[:, :, 1:, :-1] = True
+        else:
+            met[1, :, 3:6, 5:8] = True
+        np.testing.assert_array_equal(~finite, met)
