@@ -132,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         at.advance(args.y_stages);
       }
     }
+    __syncwarp();  // the barrier at the end is for whole warps
   } else if (warp >= 4) {
     leave_registers<112>();
     wait_at(kStart, kStarting);
@@ -182,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       x_at.advance(args.x_stages);
       at.advance(args.window_steps);
     }
+    __syncwarp();
   } else {
     take_registers<168>();
     wait_at(kStart, kStarting);

@@ -151,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           if (++stage == args.stages) stage = 0, parity ^= 1;
         }
       }
+      __syncwarp();  // the barrier at the end is for whole warps
     }
   } else {
     take_registers<224>();
