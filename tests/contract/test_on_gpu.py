@@ -167,8 +167,9 @@ def test_a_stored_tensor_is_uploaded_once(client: convgrad.Client) -> None:
 
 
 def test_a_result_that_is_kept_is_never_uploaded(client: convgrad.Client) -> None:
-    # Large, so that its copy takes several times what the stage takes besides.
-    grad, weight = drawn((192, 64, 64, 64), 0), client.put("weight", drawn((64, 64, 3, 3), 1))
+    # Large, so that its copy takes several times what the stage takes besides; what is larger yet
+    # is sent in pieces, whose uploads nobody is told of.
+    grad, weight = drawn((96, 64, 64, 64), 0), client.put("weight", drawn((64, 64, 3, 3), 1))
     client.conv_bwd_data(grad, weight, padding=1)
     keeping = client.with_options(store={"grad_input": "g"})
     keeping.conv_bwd_data(grad, weight, padding=1)
