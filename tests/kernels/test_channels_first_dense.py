@@ -133,12 +133,16 @@ def test_float32(seed: int, case: Case, way: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("way", WEIGHT_SETS)
-@pytest.mark.parametrize("case", WEIGHT, ids=lambda case: case.id)
-def test_weight(seed: int, case: Case, way: str, dtype: str) -> None:
-    if dtype == "float32" and "pointwise" not in case.name:
-        return
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, "bfloat16") for case in WEIGHT),
+        *((case, "float32") for case in WEIGHT if "pointwise" in case.name),
+    ],
+    ids=lambda param: getattr(param, "id", param),
+)
+def test_weight(seed: int, case: Case, dtype: str, way: str) -> None:
     compare(EmulatedBackend(WEIGHT_SETS[way]), seed, case, dtype)
 
 
