@@ -97,10 +97,6 @@ struct Windows {
   __device__ __forceinline__ int first_element(const Unit& unit) const {
     return min(row_elements(), max(0, window_at(unit.q0)));
   }
-  // Copies begin at multiples of 16 bytes, so a row may come with elements before it.
-  __device__ __forceinline__ int lead_of(const Unit& unit, int h, int first) const {
-    return static_cast<int>(row_of(unit, h) + first) & (kChunk - 1);
-  }
   __device__ __forceinline__ int skipped(const Unit& unit) const {
     return unit.fresh ? 0 : met() - min(met(), ahead());
   }
