@@ -68,6 +68,51 @@ def test_emulated(seed: int, case: Case, dtype: str) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "bounded")
 
 
+# True float32 of few channels, each as products of bfloat16.
+EXACT = [
+    case.with_params("highest", precision="highest")
+    for case in CASES
+    if case.operation == "conv_bwd_data"
+    and case.name.split("-")[0] in ("resnet", "mobilenet", "vgg", "yolo_6x6")
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_true_float32_on_every_backend(backend: Backend, seed: int, case: Case) -> None:
+    _compare_exact(backend, seed, case)
+
+
+@emulated
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_true_float32_emulated(seed: int, case: Case) -> None:
+    _compare_exact(EmulatedBackend(FAMILIES), seed, case)
+
+
+def _compare_exact(backend: Backend, seed: int, case: Case) -> None:
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, "float32", gate)
+        for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+            found = answers(backend, case, tensors, layout)
+            check(found, wanted, gate, f"seed {seed}, {case.id} {layout}")
+
+
+@emulated
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-95, 2.0**100])
+@pytest.mark.parametrize("of", ["grad_output", "weight"])
+def test_true_float32_of_any_magnitude(seed: int, of: str, scale: float) -> None:
+    """Numbers whose parts are too small for bfloat16, beside zeros; and such as overflow."""
+    case = EXACT[0]
+    tensors, _ = drawn(seed, case, "float32", "bounded")
+    rng = rng_for(seed, case.id)
+    other = "weight" if of == "grad_output" else "grad_output"
+    for name, factor in ((of, scale), (other, 1 / scale)):
+        tensors[name] = (tensors[name] * factor).astype(np.float32)
+        tensors[name].flat[rng.integers(tensors[name].size, size=9)] = 0
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(EmulatedBackend(FAMILIES), case, tensors, "NHWC")
+    check(found, wanted, "bounded", f"seed {seed}, {of} x {scale}")
+
+
 @emulated
 @pytest.mark.parametrize(
     "case", [case for case in first_cases() if case.name in EMULATED[:2]], ids=lambda case: case.id

@@ -29,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
+from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
@@ -100,7 +101,7 @@ DENSE_WEIGHT = (
 )
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())
+FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstWarpgroup(), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstWeight(), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.

@@ -10,6 +10,7 @@ from convgrad_service.backends.cuda.kernels.channels_last import prepare_activat
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.first_groups import (
     Cut,
+    FirstGroupsArgs,
     groups_args,
     why_not_groups,
 )
@@ -72,7 +73,8 @@ class FirstWarpgroup:
         )
         if cut is None:
             cut = _cut(work, device)
-        args = groups_args(work, y.operand, work.stride[2], cut)
+        args = FirstGroupsArgs()
+        groups_args(args, work, y.operand, work.stride[2], cut)
         args.hop = 1
         args.first_tap, args.taps = _taps(work)
         args.positions = cut.warp_groups * GROUPS + args.taps - 1

@@ -74,8 +74,9 @@ class WindowArgs(ctypes.Structure):
     )
 
 
-def why_not_first(work: ConvWork, device: CudaDevice) -> str | None:
-    """Why a convolution is no first layer for tensor cores.
+def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
+    """Why a convolution is no first layer for tensor cores, of a kernel that takes true float32 where
+    ``exact``.
 
     Judged by what a cut along N or a spatial dimension does not change.
     """
@@ -85,7 +86,7 @@ def why_not_first(work: ConvWork, device: CudaDevice) -> str | None:
         return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
     if work.dtype is DType.FLOAT64:
         return "tensor cores that sum in float64 are not used"
-    if work.dtype is DType.FLOAT32 and work.precision != "high":
+    if work.dtype is DType.FLOAT32 and work.precision != "high" and not exact:
         return "TF32 is less than the float32 that was asked for"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"
