@@ -21,7 +21,7 @@ from tests.oracle import expected
 
 KERNELS = {
     "conv_fwd": ("first_forward",),
-    "conv_bwd_data": ("first_warpgroup", "first_groups", "first_data"),
+    "conv_bwd_data": ("hopper_first_data", "first_groups", "first_data"),
     "grouped_conv_bwd_weight": ("hopper_first_weight", "first_weight"),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
@@ -35,6 +35,7 @@ EPILOGUES = [
 CASES = [*first_cases(), *EPILOGUES]
 EMULATED = ("resnet", "mobilenet", "six_rows_in_seven", "padding_beyond_the_kernel", "wide", "3d")
 EMULATED += ("rows_in_whole_chunks", "short_rows_in_whole_chunks")
+EMULATED += ("alexnet", "every_third", "wide_kernel", "unet_5x5", "channels_1")
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -73,7 +74,7 @@ EXACT = [
     case.with_params("highest", precision="highest")
     for case in CASES
     if case.operation == "conv_bwd_data"
-    and case.name.split("-")[0] in ("resnet", "mobilenet", "vgg", "yolo_6x6")
+    and case.name.split("-")[0] in ("resnet", "mobilenet", "vgg", "yolo_6x6", "alexnet", "every_third", "wide_kernel")
 ]
 
 
@@ -146,5 +147,4 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     elif not (flat and case.operation == "conv_bwd_data"):
         assert plan.kernel.startswith(KERNELS[case.operation])
     if case.operation == "conv_bwd_data" and case.name in ("resnet", "vgg", "mobilenet"):
-        few = "first_warpgroup" if case.name == "resnet" else "first_groups"
-        assert plan.kernel.startswith(few if dtype == "bfloat16" else "first_data")
+        assert plan.kernel.startswith("hopper_first_data")

@@ -21,7 +21,6 @@ from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import Depthwis
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
-from convgrad_service.backends.cuda.kernels.first_warpgroup import FirstWarpgroup
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
@@ -101,7 +100,7 @@ DENSE_WEIGHT = (
 )
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstWarpgroup(), FirstGroups(), FirstData())
+FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
 FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstWeight(), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.

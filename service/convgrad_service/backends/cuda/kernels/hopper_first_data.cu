@@ -2,17 +2,18 @@
 // The host's side is hopper_first_data.py.
 //
 // x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
-// GEMM: M = groups of positions, as many as the stride, N = kernel rows x 8 columns, of a group's
+// GEMM: M = groups of positions, as many as the stride, N = kernel rows x 8 EIGHTS columns, of a group's
 // positions x channels, K = steps x channels of y, see first_groups.cuh. A row of y enters all the
 // rows of x that it meets in one product: its columns' sums of kernel row r are those of row
 // p*stride - pad + r of x, and so are complete, `stride` rows of them, when y has moved on.
 //
-// Block: one plane (n, d), a segment of rows of x and one of groups; it walks over the rows of y that
+// Block: one plane (n, d), a segment of rows of x and one of groups, all kernel rows or those that meet
+// the same rows of x, every `stride`-th; it walks over the rows of y that
 // meet them. One thread copies them (TMA), zeros from outside; a warpgroup multiplies 64 groups, and
 // waits for nobody but the copies. A position is a row of 128 bytes, 64 channels of 16 bits, or two
 // of float32; a step along W, of TAPS, is the same rows from one further on. Dynamic shared memory,
 // which hopper_first_data.py counts: 1,024 bytes to align it by, a ring of STAGES rows of y, and the
-// weights of each step, ROWS * 8 columns by as many channels. Before its first use the ring's end
+// weights of each step, all columns by as many channels. Before its first use the ring's end
 // holds the weights as they come.
 //
 // float32 is rounded to TF32, or with SPLIT taken as three numbers of bfloat16 whose sum it is: six
@@ -20,8 +21,10 @@
 // are made in registers. Products of the largest numbers are added up in float32 step by step, for the
 // tensor cores cut off each of their sums. What is too small to be split becomes NaN.
 // Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
-// images), dilation 1, one group of channels, one tap along D, at most ROWS kernel rows and TAPS steps,
-// 16 * STEPS channels of y, a stride of at most 2 along H, stride*C at most 8 along W. Needs sm_90a,
+// images; blockIdx.y is the first kernel row), dilation 1, one group of channels, one tap along D, at most
+// ROWS kernel rows and TAPS steps,
+// 16 * STEPS channels of y, stride*C at most 8 * EIGHTS along W, and where
+// EIGHTS is 1 at most two rows of x that a row of y completes. Needs sm_90a,
 // a warpgroup for each 64 groups and 32 threads, with SPLIT 128.
 // Deterministic: one order of additions for each result, however x is cut. Zeros beside the input and
 // the kernel times an infinity are NaN: sums that are not finite are taken again by the definition.
@@ -35,6 +38,7 @@ using namespace convgrad;
 struct HopperFirstDataArgs : FirstGroupsArgs {
   alignas(64) TensorMap y_map;  // K W H D N
   u32 sub_bytes;                // of a stage: 128 bytes of each position, in whole patterns
+  int row_step;                 // between a block's kernel rows: 1, or the stride, and blockIdx.y the first
   u32 w_bytes;                  // of the weights as they come, 0 if they are read where they are
 };
 
@@ -42,7 +46,12 @@ namespace {
 
 using T = ELEMENT;
 constexpr bool kWide = sizeof(T) == 4, kSplit = SPLIT;
-constexpr int kRows = ROWS, kColumns = ROWS * 8;
+// Eights of columns of a kernel row, and of all.
+constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
+// Whether there are registers for what is written beside the next row's products.
+constexpr bool kLater = kEights == 1;
+constexpr int kMostFinished = 2;  // of rows of x by one of y, in that case
+constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
 constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes that a position of y has
 constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and a column of the weights
 constexpr int kParts = kSplit ? 3 : 1;
@@ -50,11 +59,16 @@ constexpr int kSubChannels = kWide ? 32 : 64;
 constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // of a step along W
 constexpr u32 kRowBytes = 128, kTapBytes = kColumns * kRowBytes;
 constexpr u32 kPartBytes = TAPS * kWeightSubs * kTapBytes;
-constexpr int kMostFinished = 2;
 constexpr int kFree = STAGES - 2;  // stages that copies of y find free at first
 constexpr int kWeightsLaid = 1;    // a barrier
 constexpr int kLoaders = kSplit ? 128 : 32;  // threads, a warpgroup where it leaves its registers
-constexpr int kMostThreads = 256 + kLoaders;
+// Two warpgroups, unless the sums of two blocks of them do not fit into the registers.
+constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
+
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
 
 // Where 16-byte chunk c of row r is.
 __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
@@ -85,29 +99,20 @@ __device__ __forceinline__ constexpr int row_of(int of_eight) {
   return kSplit ? of_eight / 2 + of_eight % 2 * 4 : of_eight;
 }
 
-__device__ __forceinline__ void put_two(const FirstGroupsArgs& args, float* x, int at, int group,
-                                        int column, float first, float second) {
-  const int columns = args.group * args.channels, elements = args.x_size[2] * args.channels;
-  const u32 words[2] = {__float_as_uint(first), __float_as_uint(second)};
-  if (args.plain == kInTwos) {
-    store_if(column < columns && at < elements, x + at, make_uint2(words[0], words[1]));
-  } else if (args.plain == kNeighbours) {
-    store_if(column < columns && at < elements, x + at, words[0]);
-    store_if(column + 1 < columns && at + 1 < elements, x + at + 1, words[1]);
-  } else if (args.plain) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int b = (column + e) / args.channels, c = column + e - b * args.channels;
-      const int w_at = group * args.group + b;
-      store_if(b < args.group && w_at < args.x_size[2],
-               x + w_at * args.x_stride[5] + c * args.x_stride[2], words[e]);
-    }
-  }
+// Rounded, two neighbours or one.
+template <class E>
+__device__ __forceinline__ void put_two(bool wanted, E* to, float first, float second) {
+  store_if(wanted, to, narrow_two<E>(first, second));
+}
+__device__ __forceinline__ void put_two(bool wanted, float* to, float first, float second) {
+  store_if(wanted, to, make_uint2(__float_as_uint(first), __float_as_uint(second)));
 }
 template <class E>
-__device__ __forceinline__ void put_two(const FirstGroupsArgs& args, E* x, int at, int group,
-                                        int column, float first, float second) {
-  put_two(args, x, at, group, column, narrow_two<E>(first, second));
+__device__ __forceinline__ void put_one(bool wanted, E* to, float value) {
+  store_if(wanted, to, narrow<E>(value).bits);
+}
+__device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
+  store_if(wanted, to, __float_as_uint(value));
 }
 
 // Weights as a chunk of a product's operand, or of three.
@@ -138,14 +143,15 @@ __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4
 }
 
 // The weights, as the products read them: columns are kernel rows x (b, c), 8 of them each.
-__device__ __forceinline__ void lay_weights(const FirstGroupsArgs& args, const T* w, char* to,
+__device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, const T* w, char* to,
                                             int thread, int threads) {
   constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
   constexpr int kChunks = 16 * STEPS / kOfChunk;
 #pragma unroll 2
   for (int i = thread; i < TAPS * kChunks * kColumns; i += threads) {
     const int column = i % kColumns, chunk = i / kColumns % kChunks, tap = i / kColumns / kChunks;
-    const int r = column / 8, b = (column & 7) / args.channels, c = (column & 7) - b * args.channels;
+    const int r = blockIdx.y + column / kRowColumns * args.row_step, rest = column % kRowColumns;
+    const int b = rest / args.channels, c = rest - b * args.channels;
     const int s = b + args.pad[2] - (args.first_tap + tap) * args.stride[2];
     const bool there = r < args.kernel[1] && b < args.group && s >= 0 && s < args.kernel[2];
     const T* const from = w + c * args.w_stride[2] + r * args.w_stride[4] + s * args.w_stride[5];
@@ -177,7 +183,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  const int stride_h = args.stride[1];
+  // Rows of x that a row of y completes, of which those from `first_row` on.
+  const int stride_h = args.stride[1], completed = stride_h / args.row_step;
+  const int first_row = static_cast<int>(blockIdx.y) - args.pad[1];
   const Share share(args);
   const int first_group = share.segment * args.warp_groups * 64;
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
@@ -236,30 +244,64 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 
   // A lane's sums: of groups own_group and 8 further on, columns own_column and the next, for each
   // kernel row.
-  float sum[kRows][4] = {}, finished[kMostFinished][4];
+  float sum[kAll][4] = {};
+  [[maybe_unused]] float finished[kMostFinished][4];
   const int tile = warp / 4;
   const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
-  const int in_group = args.group * args.channels;  // columns that are there
   const int own_row = tile * 64 + warp % 4 * 16 + row_of(lane >> 2);
-  const int own_group = first_group + own_row;
-  const int own_column = (lane & 3) * 2, own_at = own_group * in_group + own_column;
+  const int own_group = first_group + own_row, own_column = (lane & 3) * 2;
+  // Where in a row of x they go: offsets of a group's columns, and which of both groups' are there.
+  int own_at[kEights][2];
+  bool there[kEights][2][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kEights; ++i) {
+    const int column = own_column + i / 2 * 8 + i % 2, b = column / args.channels;
+    const int w_at = own_group * args.group + b;
+    own_at[i / 2][i % 2] = static_cast<int>(w_at * args.x_stride[5] +
+                                            (column - b * args.channels) * args.x_stride[2]);
+    for (int more = 0; more < 2; ++more) {
+      there[i / 2][i % 2][more] =
+          args.plain && b < args.group && w_at + more * 8 * args.group < args.x_size[2];
+    }
+  }
+  const int eight_groups = static_cast<int>(8 * args.group * args.x_stride[5]);
+  // One row of x.
+  const auto write_row = [&](int h, const float(&of)[4], int beside) {
+    if (h < 0 || h >= args.x_size[1]) return;
+    T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
+#pragma unroll
+    for (int more = 0; more < 2; ++more) {
+      T* const to = x + more * eight_groups;
+      const bool(&wanted)[2][2] = there[beside];
+      if (args.plain == kInTwos) {
+        put_two(wanted[0][more], to + own_at[beside][0], of[2 * more], of[2 * more + 1]);
+      } else {
+        put_one(wanted[0][more], to + own_at[beside][0], of[2 * more]);
+        put_one(wanted[1][more], to + own_at[beside][1], of[2 * more + 1]);
+      }
+    }
+    const float finite = fmaf(of[0], 0.0f, of[1] * 0.0f) + fmaf(of[2], 0.0f, of[3] * 0.0f);
+    if (finite == 0.0f && args.plain) return;
+#pragma unroll 1
+    for (int e = 0; e < 4; ++e) {
+      const float value = e < 2 ? (e == 0 ? of[0] : of[1]) : e == 2 ? of[2] : of[3];
+      convgrad::put_one<T>(args, share, h, own_group + e / 2 * 8,
+                           own_column + beside * 8 + e % 2, value);
+    }
+  };
   const auto write_rows = [&](int p) {
     if (p < share.finish0) return;
 #pragma unroll
     for (int row = 0; row < kMostFinished; ++row) {
-      const int h = p * stride_h - args.pad[1] + row;
-      if (row >= stride_h || h < 0 || h >= args.x_size[1]) continue;
-      const float(&of)[4] = finished[row];
-      T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
-      put_two(args, x, own_at, own_group, own_column, of[0], of[1]);
-      put_two(args, x, own_at + 8 * in_group, own_group + 8, own_column, of[2], of[3]);
-      const float finite = fmaf(of[0], 0.0f, of[1] * 0.0f) + fmaf(of[2], 0.0f, of[3] * 0.0f);
-      if (finite == 0.0f && args.plain) continue;
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        const float value = i < 2 ? (i == 0 ? of[0] : of[1]) : i == 2 ? of[2] : of[3];
-        put_one<T>(args, share, h, own_group + i / 2 * 8, own_column + i % 2, value);
-      }
+      if (row < completed) write_row(p * stride_h + first_row + row, finished[row], 0);
+    }
+  };
+  // The sums move on by so many kernel rows.
+  const auto move_on = [&](auto rows) {
+    constexpr int kBy = decltype(rows)::value * kEights;
+#pragma unroll
+    for (int i = 0; i < 4 * kAll; ++i) {
+      sum[i / 4][i % 4] = i / 4 + kBy < kAll ? sum[(i / 4 + kBy) % kAll][i % 4] : 0;
     }
   };
 
@@ -285,21 +327,24 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
           for (int product = 0; product < kProducts; ++product) {
             const u64 sub = product / 4 * (args.sub_bytes / 16);
-            WarpgroupMma<T, kRows>::start(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
+            WarpgroupMma<T, kAll>::start(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
                                           b_at(0, tap, product), 1);
           }
         }
         commit_products();
         // Meanwhile what the last row of y completed.
-        if (p > share.p0) write_rows(p - 1);
+        if (kLater && p > share.p0) write_rows(p - 1);
         wait_products<0>();
         hold_sums(sum);
       } else {
-        float large[2][kRows][4], small[kRows][4];
+        float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
+        // Places are worked out again for each row of y: there are no registers to keep them all.
+        u32 first_row_of_y[1] = {static_cast<u32>(own_row)};
+        hold_words(first_row_of_y);
 #pragma unroll
         for (int tap = 0; tap < TAPS; ++tap) {
-          const u32 row = own_row + tap;
+          const u32 row = first_row_of_y[0] + tap;
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
             const int turn = (tap * STEPS + step) & 1, of = tap & 1;
@@ -327,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
             for (int part = 0; part < 3; ++part) hold_words(parts[turn][part]);
             begin_products();
-            const auto start = [&](float(&to)[kRows][4], int of_a, int of_b, int add) {
-              WarpgroupMma<bf16, kRows>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);
+            const auto start = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
+              WarpgroupMma<bf16, kAll>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);
             };
             start(large[of], 0, 0, step > 0);
             start(small, 0, 1, tap + step > 0);
@@ -337,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             start(small, 0, 2, 1);
             start(small, 2, 0, 1);
             commit_products();
-            if (tap + step == 0 && p > share.p0) write_rows(p - 1);
+            if (kLater && tap + step == 0 && p > share.p0) write_rows(p - 1);
             wait_products<1>();
             if (tap + step > 0) {
 #pragma unroll
@@ -346,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             if (step == 0 && tap > 0) {
               hold_sums(large[of ^ 1]);
 #pragma unroll
-              for (int i = 0; i < 4 * kRows; ++i) sum[i / 4][i % 4] += large[of ^ 1][i / 4][i % 4];
+              for (int i = 0; i < 4 * kAll; ++i) sum[i / 4][i % 4] += large[of ^ 1][i / 4][i % 4];
             }
           }
         }
@@ -354,28 +399,36 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         hold_sums(large[(TAPS - 1) & 1]);
         hold_sums(small);
 #pragma unroll
-        for (int i = 0; i < 4 * kRows; ++i) {
+        for (int i = 0; i < 4 * kAll; ++i) {
           sum[i / 4][i % 4] += large[(TAPS - 1) & 1][i / 4][i % 4] + small[i / 4][i % 4];
         }
       }
       __syncwarp();
       if (lane == 0) arrive(empty + stage * 8);
       if (++stage == STAGES) stage = 0, parity ^= 1;
-    } else if (p > share.p0) {
+    } else if (kLater && p > share.p0) {
       write_rows(p - 1);
     }
+    if constexpr (kLater) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      finished[0][e] = sum[0][e];
-      finished[1][e] = sum[1][e];
-      if (stride_h == 1) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) sum[r][e] = r + 1 < kRows ? sum[(r + 1) % kRows][e] : 0;
+      for (int i = 0; i < 4 * kMostFinished; ++i) finished[i / 4][i % 4] = sum[i / 4][i % 4];
+      if (completed == kMostFinished) {
+        move_on(Count<kMostFinished>{});
       } else {
+        move_on(Count<1>{});
+      }
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < completed; ++row) {
+        if (p >= share.finish0) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) sum[r][e] = r + 2 < kRows ? sum[(r + 2) % kRows][e] : 0;
+          for (int i = 0; i < kEights; ++i) {
+            write_row(p * stride_h + first_row + row, sum[i], i);
+          }
+        }
+        move_on(Count<1>{});
       }
     }
   }
-  write_rows(share.finish1);
+  if (kLater) write_rows(share.finish1);
 }

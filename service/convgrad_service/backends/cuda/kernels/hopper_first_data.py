@@ -22,29 +22,26 @@ from convgrad_service.backends.cuda.kernels.tensor_maps import (
     TileMap,
     pack_maps,
 )
-from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda_device import HOPPER, SHARED_BYTES, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-COLUMNS, CHANNELS = 8, 64
-"""Of a group; of grad_output, at most."""
-LEAST_CHANNELS = 16
-MOST_STRIDE = 2
+CHANNELS, LEAST_CHANNELS = 64, 16
+"""Of grad_output."""
 GROUPS = 64
 """Of a warpgroup."""
-MOST_WARPGROUPS = 2
-# Of instances: kernel rows, steps along W, steps of 16 channels.
-ROWS, TAPS, STEPS = (4, 7, 8), (2, 4), (2, 4)
-SPLIT_ROWS = ROWS[:-1]
-"""With more, the sums do not fit into the registers."""
+# Fragments of eight columns that sums may have where float32 is split, and steps along W.
+MOST_SPLIT, MOST_SPLIT_TAPS = 7, 5
+MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
 # What the cuts are weighed with, clocks fitted to an H200: what a row of y takes of a multiprocessor
-# beside its products; that a block alone waits in it; that a block takes to start.
-ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS = 100, 400, 6000
+# beside its products; that a block alone waits in it; that a block takes to start; how much longer
+# products take beside splitting.
+ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
 class HopperFirstDataArgs(FirstGroupsArgs):
@@ -54,19 +51,52 @@ class HopperFirstDataArgs(FirstGroupsArgs):
         ("_", ctypes.c_char * (-ctypes.sizeof(FirstGroupsArgs) % MAP_ALIGNMENT)),
         ("y_map", MapField),
         ("sub_bytes", ctypes.c_uint32),
+        ("row_step", ctypes.c_int32),
         ("w_bytes", ctypes.c_uint32),
     )
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What an instance has room for: kernel rows, eights of columns of each, steps along W, steps of
+    16 channels."""
+
+    rows: int
+    eights: int
+    taps: int
+    steps: int
+
+    @property
+    def columns(self) -> int:
+        return self.rows * self.eights * 8
+
+    @property
+    def most_finished(self) -> int:
+        """Rows of the input that a row of grad_output completes."""
+        return 2 if self.eights == 1 else MOST_FINISHED
+
+    @property
+    def most_warpgroups(self) -> int:
+        """The sums of more do not fit into the registers."""
+        return 2 if self.eights == 1 else 1
+
+
+SHAPES = (
+    *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
+    *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
+    *(Shape(rows, 2, 4, steps) for rows in (3, 11) for steps in (2, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
-    """An instance: of a type, whether float32 is split, and what it has room for."""
+    """An instance: of a type, whether float32 is split, and of what shape; and how many blocks share
+    the kernel's rows, 1 or the stride along H."""
 
     dtype: DType
     split: bool
-    rows: int
-    taps: int
-    steps: int
+    shape: Shape
+    row_step: int = 1
 
     @property
     def wide(self) -> bool:
@@ -78,8 +108,12 @@ class Form:
 
     @property
     def blocks(self) -> int:
-        """Together on a multiprocessor."""
+        """Together on a multiprocessor, the largest."""
         return 1 if self.wide else 2
+
+    def together(self, warpgroups: int) -> int:
+        """The same of so many warpgroups each, as registers go."""
+        return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
 
     @property
     def loaders(self) -> int:
@@ -89,18 +123,18 @@ class Form:
     @property
     def weight_bytes(self) -> int:
         subs = 3 if self.split else 2 if self.wide else 1
-        return subs * self.taps * self.rows * COLUMNS * ROW_BYTES
+        return subs * self.shape.taps * self.shape.columns * ROW_BYTES
 
     @property
     def product_clocks(self) -> float:
         """Of all that 64 groups have with a row of y."""
-        columns = self.rows * COLUMNS
-        each = max(columns / 2, 16 + columns / 4)
-        return self.taps * self.steps * each * (6 if self.split else 2 if self.wide else 1)
+        shape = self.shape
+        each = max(shape.columns / 2, 16 + shape.columns / 4)
+        return shape.taps * shape.steps * each * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
 
     def positions(self, warpgroups: int) -> int:
         """Of y, that so many warpgroups' groups meet."""
-        return warpgroups * GROUPS + self.taps - 1
+        return warpgroups * GROUPS + self.shape.taps - 1
 
     def sub_bytes(self, warpgroups: int) -> int:
         return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
@@ -126,14 +160,16 @@ class HopperFirstData:
         reason = why_not_groups(work, device, DTYPES)
         if reason is not None:
             return reason
-        if work.kernel[1] > max(_rows(work)) or work.stride[1] > MOST_STRIDE:
-            return f"{work.kernel[1]} kernel rows, a stride of {work.stride[1]}"
         if work.out_channels < LEAST_CHANNELS:
             return "a product's depth would be mostly empty"
-        if work.out_channels > CHANNELS or work.stride[2] * work.in_channels > COLUMNS:
-            return f"{work.out_channels} channels, {work.stride[2]} x {work.in_channels} columns"
-        if _taps(work)[1] > max(TAPS):
-            return f"{_taps(work)[1]} steps along W"
+        if work.kernel[1] <= work.stride[1]:
+            return "kernel rows do not meet the same rows of the input"
+        if _form(work) is None:
+            return (
+                f"{work.kernel[1]} rows and {_taps(work)[1]} steps along W of a kernel, "
+                f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
+                "no instance has the room"
+            )
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
@@ -148,19 +184,22 @@ class HopperFirstData:
             device,
         )
         form = _form(work)
+        if form is None:
+            raise ValueError("no instance has the room")
         if cut is None:
             cut = _cut(work, form, device)
         args = HopperFirstDataArgs()
         groups_args(args, work, y.operand, work.stride[2], cut)
         args.hop = 1
-        args.first_tap, args.taps = _taps(work)[0], form.taps
+        args.first_tap, args.taps = _taps(work)[0], form.shape.taps
         args.positions = form.positions(cut.warp_groups)
         args.segments = _segments(work, cut.warp_groups)
         args.sub_bytes = form.sub_bytes(cut.warp_groups)
+        args.row_step = form.row_step
         args.w_bytes = _whole_bytes(work, 2 * form.stage_bytes(cut.warp_groups))
         launch = Launch(
             _instance(form),
-            (_blocks(work, cut), 1, 1),
+            (_blocks(work, cut), form.row_step, 1),
             (128 * cut.warp_groups + form.loaders, 1, 1),
             pack_maps(
                 args,
@@ -178,23 +217,35 @@ class HopperFirstData:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
-        return [
-            _instance(Form(dtype, split, rows, taps, steps))
-            for dtype, split in kinds
-            for rows in (SPLIT_ROWS if split else ROWS)
-            for taps in TAPS
-            for steps in STEPS
-        ]
+        forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
+        return [_instance(form) for form in forms if _fits(form)]
 
 
-def _form(work: ConvWork) -> Form:
-    return Form(
-        work.dtype,
-        _splits(work),
-        min(rows for rows in _rows(work) if rows >= work.kernel[1]),
-        _taps(work)[1],
-        min(steps for steps in STEPS if steps * 16 >= work.out_channels),
+def _form(work: ConvWork) -> Form | None:
+    """The one with the fewest products, None where none has the room."""
+    split, stride = _splits(work), work.stride[1]
+    forms = (
+        Form(work.dtype, split, shape, row_step) for shape in SHAPES for row_step in (1, stride)
     )
+    fitting = [
+        form
+        for form in forms
+        if _fits(form)
+        and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
+        and stride // form.row_step <= form.shape.most_finished
+        and work.stride[2] * work.in_channels <= form.shape.eights * 8
+        and _taps(work)[1] <= form.shape.taps
+        and work.out_channels <= form.shape.steps * 16
+    ]
+    return min(fitting, key=lambda form: form.product_clocks * form.row_step, default=None)
+
+
+def _fits(form: Form) -> bool:
+    """Into the registers and shared memory."""
+    shape = form.shape
+    small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
+    shared = form.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
+    return shared and (small or not form.split)
 
 
 def _splits(work: ConvWork) -> bool:
@@ -202,17 +253,11 @@ def _splits(work: ConvWork) -> bool:
     return work.dtype is DType.FLOAT32 and work.precision != "high"
 
 
-def _rows(work: ConvWork) -> tuple[int, ...]:
-    return SPLIT_ROWS if _splits(work) else ROWS
-
-
 def _taps(work: ConvWork) -> tuple[int, int]:
-    """The first step along W at which a group meets y, and an instance's number of them, or a
-    larger one where that many are too few."""
+    """The first step along W at which a group meets y, and how many there are."""
     stride, pad = work.stride[2], work.pad[2]
     first = ceil_div(pad - work.kernel[2] + 1, stride)
-    needed = (stride - 1 + pad) // stride - first + 1
-    return first, min((taps for taps in TAPS if taps >= needed), default=needed)
+    return first, (stride - 1 + pad) // stride - first + 1
 
 
 def _whole_bytes(work: ConvWork, room: int) -> int:
@@ -259,24 +304,24 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut:
     stride, pad = work.stride[1], work.pad[1]
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
-    for warpgroups in range(1, MOST_WARPGROUPS + 1):
+    for warpgroups in range(1, form.shape.most_warpgroups + 1):
         shared = form.shared_bytes(warpgroups) + STATIC_BYTES
         if shared > device.shared_bytes_per_block:
             continue
-        together = min(form.blocks, device.shared_bytes_per_multiprocessor // shared)
+        together = max(1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared))
         for parts in range(1, min(rows, 64) + 1):
             segment_rows = ceil_div(rows, parts)
             cut = Cut(warpgroups, segment_rows, ceil_div(rows, segment_rows))
             blocks = _blocks(work, cut)
             if blocks > MAX_BLOCKS:
                 continue
-            filled = min(together, ceil_div(blocks, device.multiprocessors))
             alone = warpgroups * form.product_clocks
-            row = max(filled * (alone + ROW_CLOCKS), alone + WAIT_CLOCKS)
             # With rows that only lead to the first of a segment.
             walked = segment_rows + (work.kernel[1] - 1) // stride
-            waves = ceil_div(blocks, device.multiprocessors * filled)
-            clocks = waves * (walked * row + START_CLOCKS)
+            each = ceil_div(blocks * form.row_step, device.multiprocessors)
+            turns = ceil_div(each, together)
+            busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
+            clocks = walked * busy + turns * START_CLOCKS
             if best is None or clocks < best[0]:
                 best = clocks, cut
     if best is None:
@@ -288,9 +333,10 @@ def _instance(form: Form) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[form.dtype],
         "SPLIT": int(form.split),
-        "ROWS": form.rows,
-        "TAPS": form.taps,
-        "STEPS": form.steps,
+        "ROWS": form.shape.rows,
+        "EIGHTS": form.shape.eights,
+        "TAPS": form.shape.taps,
+        "STEPS": form.shape.steps,
         "STAGES": form.stages,
         "BLOCKS": form.blocks,
     }
