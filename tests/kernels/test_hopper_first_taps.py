@@ -1,0 +1,79 @@
+"""First layers' gradients of weights on Hopper, through every backend and emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.cases import FROM_CONV
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import with_layouts
+from tests.kernels.test_grouped import gates, not_finite
+
+OPERATION = "grouped_conv_bwd_weight"
+GEOMETRIES = {
+    "resnet": Conv(2, 3, 64, (13, 16), (7, 7), 2, 3),
+    # Rows of several segments, and channels that are no whole block.
+    "wide": Conv(1, 3, 24, (9, 320), (7, 7), 2, 3),
+    "mobilenet": Conv(3, 3, 32, (10, 24), (3, 3), 2, 1),
+    # Kernel rows in two groups, of which the second has fewer.
+    "alexnet": Conv(1, 3, 64, (35, 40), (11, 11), 4, 2),
+    # Rows of grad_output that share none of the input.
+    "patches": Conv(2, 3, 96, (12, 16), (4, 4), 4),
+    "four_channels": Conv(1, 4, 16, (12, 16), (7, 7), 2, 3),
+    "one_channel": Conv(2, 1, 16, (9, 32), (5, 5), 2, 2),
+    "vgg_of_four": Conv(1, 4, 64, (9, 32), (3, 3), 1, 1),
+    "stride_beyond_kernel": Conv(1, 4, 8, (14, 16), (2, 2), (4, 3)),
+    "asymmetric_padding": Conv(2, 3, 16, (8, 16), (3, 3), 2, ((0, 3), (4, 1))),
+}
+CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
+NOT_FINITE = ("resnet", "alexnet", "patches", "asymmetric_padding")
+emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+class Few(HopperFirstTaps):
+    """Several rows of several images to a block."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
+        return super().launches(work, device, splits or 3)
+
+
+def emulated() -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
+    gates(backend, seed, CASES[name], dtype, with_layouts(2, grouped=False))
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_not_finite(backend: Backend, seed: int, name: str) -> None:
+    not_finite(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+
+
+@emulation
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(seed: int, name: str) -> None:
+    gates(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1:])
+
+
+@emulation
+@pytest.mark.parametrize("name", ["resnet", "patches"])
+def test_emulated_float16(seed: int, name: str) -> None:
+    gates(emulated(), seed, CASES[name], "float16", with_layouts(2, grouped=False)[-1:])
+
+
+@emulation
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_emulated_not_finite(seed: int, name: str) -> None:
+    not_finite(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
