@@ -22,7 +22,7 @@ from tests.oracle import expected
 KERNELS = {
     "conv_fwd": ("first_forward",),
     "conv_bwd_data": ("hopper_first_data", "first_groups", "first_data"),
-    "grouped_conv_bwd_weight": ("hopper_first_weight", "first_weight"),
+    "grouped_conv_bwd_weight": ("hopper_first_taps", "hopper_first_split", "first_weight"),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
 EPILOGUES = [

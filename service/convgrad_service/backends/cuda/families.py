@@ -29,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
@@ -102,7 +103,7 @@ DENSE_WEIGHT = (
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
 FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
-FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstTaps(), HopperFirstWeight(), FirstWeight())
+FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstTaps(), HopperFirstSplit(), HopperFirstWeight(), FirstWeight())
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (

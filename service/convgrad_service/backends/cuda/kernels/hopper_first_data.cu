@@ -31,6 +31,7 @@
 // Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
 #include "first_groups.cuh"
 #include "hopper.cuh"
+#include "split_floats.cuh"
 #include "warpgroup.cuh"
 
 using namespace convgrad;
@@ -75,20 +76,6 @@ __device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
   return row * kRowBytes + (chunk ^ (row & 7)) * 16;
 }
 
-// The three numbers of bfloat16 whose sum two neighbours are, the largest first.
-__device__ __forceinline__ void split_two(float first, float second, u32 (&parts)[3]) {
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    parts[i] = narrow_two<bf16>(first, second);
-    first -= __uint_as_float(parts[i] << 16);
-    second -= __uint_as_float(parts[i] & 0xffff0000);
-  }
-}
-// Grows with the magnitude of a float32; 0 is above all.
-__device__ __forceinline__ constexpr u32 magnitude(u32 word) { return word * 2 - 1; }
-constexpr u32 kTooSmall = magnitude((127 - 102) << 23);  // 2^-102
-constexpr u32 kNan = 0x7fffffff;
-
 // Channels of a product's 16 that lie side by side in y are a lane's operand, four of them: so that
 // it loads them at once, they are the first and the second pair of the halves.
 __device__ __forceinline__ constexpr int channel_of(int place) {
@@ -128,15 +115,14 @@ __device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[1][4
   for (int e = 0; e < 4; ++e) words[0][e] = to_tf32(__float_as_uint(values[e]));
 }
 __device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4]) {
+  u32 raw[2][4];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) raw[e / 4][e % 4] = __float_as_uint(values[e]);
+  without_too_small(raw);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    float two[2] = {values[2 * e], values[2 * e + 1]};
-#pragma unroll
-    for (float& one : two) {
-      if (magnitude(__float_as_uint(one)) < kTooSmall) one = __uint_as_float(kNan);
-    }
     u32 parts[3];
-    split_two(two[0], two[1], parts);
+    split_two(__uint_as_float(raw[e / 2][e % 2 * 2]), __uint_as_float(raw[e / 2][e % 2 * 2 + 1]), parts);
 #pragma unroll
     for (int part = 0; part < 3; ++part) words[part][e] = parts[part];
   }
@@ -350,17 +336,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             const int turn = (tap * STEPS + step) & 1, of = tap & 1;
             const u32 from = rows + step / 2 * args.sub_bytes +
                              chunk_at(row, step % 2 * 4 + (lane & 3));
-            u32 words[2][4], least = ~0u;
+            u32 words[2][4];
             load_words(words[0], from);
             load_words(words[1], from + 8 * kRowBytes);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) least = min(least, magnitude(words[i / 4][i % 4]));
-            if (least < kTooSmall) {
-#pragma unroll
-              for (int i = 0; i < 8; ++i) {
-                if (magnitude(words[i / 4][i % 4]) < kTooSmall) words[i / 4][i % 4] = kNan;
-              }
-            }
+            without_too_small(words);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               u32 some[3];
@@ -389,19 +368,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
               for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
             }
             if (step == 0 && tap > 0) {
-              hold_sums(large[of ^ 1]);
-#pragma unroll
-              for (int i = 0; i < 4 * kAll; ++i) sum[i / 4][i % 4] += large[of ^ 1][i / 4][i % 4];
+              add_to(sum, large[of ^ 1]);
             }
           }
         }
         wait_products<0>();
-        hold_sums(large[(TAPS - 1) & 1]);
-        hold_sums(small);
-#pragma unroll
-        for (int i = 0; i < 4 * kAll; ++i) {
-          sum[i / 4][i % 4] += large[(TAPS - 1) & 1][i / 4][i % 4] + small[i / 4][i % 4];
-        }
+        add_to(sum, large[(TAPS - 1) & 1]);
+        add_to(sum, small);
       }
       __syncwarp();
       if (lane == 0) arrive(empty + stage * 8);

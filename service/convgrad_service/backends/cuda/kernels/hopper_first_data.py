@@ -84,7 +84,7 @@ class Shape:
 SHAPES = (
     *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
     *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
-    *(Shape(rows, 2, 4, steps) for rows in (3, 11) for steps in (2, 4)),
+    *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
 )
 
 
@@ -315,7 +315,8 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut:
             blocks = _blocks(work, cut)
             if blocks > MAX_BLOCKS:
                 continue
-            alone = warpgroups * form.product_clocks
+            # One warpgroup that splits is as slow as two.
+            alone = (2 if form.split else warpgroups) * form.product_clocks
             # With rows that only lead to the first of a segment.
             walked = segment_rows + (work.kernel[1] - 1) // stride
             each = ceil_div(blocks * form.row_step, device.multiprocessors)

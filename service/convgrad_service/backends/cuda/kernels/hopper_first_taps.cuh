@@ -31,6 +31,7 @@ struct HopperFirstTapsArgs {
   int part;   // elements of a part of x's row
   u32 x_row;  // bytes of a row of x
   u32 x_stage, y_stage;
+  u32 made_at;  // float32: rows of y as numbers of bfloat16
   u32 raws_at;
 };
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.first_weight import first_sum, first_sum_instances
 from convgrad_service.backends.cuda.kernels.first_windows import MOST_CHANNELS
@@ -16,17 +17,17 @@ from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["HopperFirstTaps"]
+__all__ = ["PRODUCTS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
-CHUNK, WORD = 8, 2
-"""Elements of 16 bytes, and of 4."""
-CHANNELS, DEPTH, TILE = 64, 16, 64
-"""Of y in a block; columns of y in a product; of all windows' numbers in a warpgroup."""
-WARPGROUPS, OTHERS = 3, 64
-"""That multiply, at most, and threads besides."""
-ALIGNMENT, STATIC_BYTES = 1024, 1024
-PRODUCTS = range(1, 9)
+EVEN = 2
+"""Numbers of a window that are read together."""
+DEPTH, TILE = 16, 64
+"""Columns of y in a product; of all windows' numbers in a warpgroup."""
+WARPGROUPS = 3
+"""That multiply, at most."""
+ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
+PRODUCTS = range(2, 9)
 """Of a warpgroup for a row of y."""
 MOST_BOX, MOST_SEGMENT, MOST_PART = 256, 128, 256
 MOST_STAGES = 16
@@ -68,6 +69,7 @@ class HopperFirstTapsArgs(ctypes.Structure):
                 "x_row",
                 "x_stage",
                 "y_stage",
+                "made_at",
                 "raws_at",
             )
         ),
@@ -75,9 +77,30 @@ class HopperFirstTapsArgs(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """A kernel that goes by these steps: bytes of an element, channels of y in a block, threads beside
+    those that multiply, numbers of bfloat16 that a row of y is made into, and in how many rows."""
+
+    item: int
+    channels: int
+    others: int
+    made: int = 0
+    made_stages: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Elements of 16 bytes."""
+        return CHUNK_BYTES // self.item
+
+
+SIXTEEN_BITS = Kind(2, 64, 64)
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """How windows are cut into tiles, columns of y of a step, parts of x's rows, what rings hold."""
 
+    kind: Kind
     odd: int
     window: int
     tiles: int
@@ -94,7 +117,7 @@ class Cut:
 
     @property
     def x_row(self) -> int:
-        return self.part * self.reached * 2
+        return self.part * self.reached * self.kind.item
 
     @property
     def x_stage(self) -> int:
@@ -102,7 +125,7 @@ class Cut:
 
     @property
     def y_stage(self) -> int:
-        return self.segment * CHANNELS * 2
+        return self.segment * ROW_BYTES
 
     @property
     def products(self) -> int:
@@ -110,12 +133,21 @@ class Cut:
 
     @property
     def threads(self) -> int:
-        return 128 * self.tiles * self.parts + OTHERS
+        return 128 * self.tiles * self.parts + self.kind.others
+
+    @property
+    def made_at(self) -> int:
+        return self.y_stages * self.y_stage
+
+    @property
+    def raws_at(self) -> int:
+        made = self.kind.made_stages * self.kind.made * self.segment * self.kind.channels * 2
+        return self.made_at + ceil_div(made, ALIGNMENT) * ALIGNMENT
 
     @property
     def shared_bytes(self) -> int:
-        rings = self.y_stages * self.y_stage + self.x_stages * self.x_stage
-        return ALIGNMENT + max(rings, CHANNELS * (self.tiles * TILE + 4) * 4)
+        rings = self.raws_at + self.x_stages * self.x_stage
+        return ALIGNMENT + max(rings, self.kind.channels * (self.tiles * TILE + 4) * 4)
 
 
 class HopperFirstTaps:
@@ -126,67 +158,19 @@ class HopperFirstTaps:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`. Judged by what a cut along N or H does not change."""
-        if device.architecture not in HOPPER:
-            return f"{device.name} has no products of warpgroups"
         if work.dtype not in DTYPES:
             return f"{work.dtype} is not for products of 16 bits"
-        if work.groups != 1 or work.in_channels > MOST_CHANNELS:
-            return f"{work.groups} groups of {work.in_channels} channels of the input"
-        if work.kernel[0] != 1 or work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
-            return "taps or planes along D"
-        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
-            return "dilated"
-        if work.stride[2] * work.in_channels % WORD:
-            return f"{work.stride[2]} x {work.in_channels} elements from window to window are odd"
-        row = work.input[2] * work.in_channels
-        x, y = work.x, work.y
-        if (x.strides[2] != 1 and work.in_channels > 1) or x.strides[5] != work.in_channels:
-            return "the input's channels and W do not lie side by side"
-        if y.strides[2] != 1:
-            return "grad_output's channels do not lie side by side"
-        strides = (*(x.strides[axis] for axis in (0, 4)), *(y.strides[axis] for axis in (0, 4, 5)))
-        if row % CHUNK or work.out_channels % CHUNK or any(one % CHUNK for one in strides):
-            return "rows or pixels are no whole 16 bytes"
-        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
-            return "accumulate does not lie as the result does"
-        if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
-            return "positions are more than 32 bits count"
-        cut = _cut(work, device)
-        if cut is None:
-            return "rows do not fit into shared memory"
-        refused = (one.why_not() for one in _maps(work, cut))
-        return next((reason for reason in refused if reason is not None), None)
+        return why_not_taps(work, device, SIXTEEN_BITS)
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
-        cut = _cut(work, device)
-        if cut is None:
-            raise ValueError("rows do not fit into shared memory")
-        lines = work.batch * cut.segments * work.output[1]
-        blocks = cut.groups * ceil_div(work.out_channels, CHANNELS)
-        results = work.out_channels * work.in_channels * work.taps
-        splits = splits or _splits(work, lines, blocks, results, device)
-        args = _args(work, cut)
-        args.lines, args.more = divmod(lines, splits)
-        x_map, y_map = _maps(work, cut)
-        partials = f"{work.prefix}partials"
-        launch = Launch(
-            _instance(work.dtype, cut.products),
-            (blocks, splits, 1),
-            (cut.threads, 1, 1),
-            pack_maps(
-                args,
-                {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
-                x=work.x,
-                y=work.y,
-                partials=partials,
-            ),
-            cut.shared_bytes,
-        )
-        return Fragment(
-            f"{self.name}/{splits}",
-            (launch, first_sum(work, partials, splits, device)),
-            (Workspace(partials, splits * results * 4),),
+        return taps_launches(
+            self.name,
+            work,
+            device,
+            SIXTEEN_BITS,
+            lambda products: _instance(work.dtype, products),
+            splits,
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -197,10 +181,82 @@ class HopperFirstTaps:
         ]
 
 
-def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
+def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
+    """Why not, whatever the type. Judged by what a cut along N or H does not change."""
+    if device.architecture not in HOPPER:
+        return f"{device.name} has no products of warpgroups"
+    if work.groups != 1 or work.in_channels > MOST_CHANNELS:
+        return f"{work.groups} groups of {work.in_channels} channels of the input"
+    if work.kernel[0] != 1 or work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
+        return "taps or planes along D"
+    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        return "dilated"
+    if work.stride[2] * work.in_channels % EVEN:
+        return f"{work.stride[2]} x {work.in_channels} elements from window to window are odd"
+    row = work.input[2] * work.in_channels
+    x, y = work.x, work.y
+    if (x.strides[2] != 1 and work.in_channels > 1) or x.strides[5] != work.in_channels:
+        return "the input's channels and W do not lie side by side"
+    if y.strides[2] != 1:
+        return "grad_output's channels do not lie side by side"
+    strides = (*(x.strides[axis] for axis in (0, 4)), *(y.strides[axis] for axis in (0, 4, 5)))
+    if any(one % kind.chunk for one in (row, work.out_channels, *strides)):
+        return "rows or pixels are no whole 16 bytes"
+    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+        return "accumulate does not lie as the result does"
+    if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
+        return "positions are more than 32 bits count"
+    cut = _cut(work, device, kind)
+    if cut is None:
+        return "rows do not fit into shared memory"
+    refused = (one.why_not() for one in _maps(work, cut))
+    return next((reason for reason in refused if reason is not None), None)
+
+
+def taps_launches(
+    name: str,
+    work: ConvWork,
+    device: CudaDevice,
+    kind: Kind,
+    instance_of: Callable[[int], Instance],
+    splits: int | None,
+) -> Fragment:
+    """The launches of a kernel of this kind, whose instances go by their number of products."""
+    cut = _cut(work, device, kind)
+    if cut is None:
+        raise ValueError("rows do not fit into shared memory")
+    lines = work.batch * cut.segments * work.output[1]
+    blocks = cut.groups * ceil_div(work.out_channels, kind.channels)
+    results = work.out_channels * work.in_channels * work.taps
+    splits = splits or _splits(work, lines, blocks, results, device)
+    args = _args(work, cut)
+    args.lines, args.more = divmod(lines, splits)
+    x_map, y_map = _maps(work, cut)
+    partials = f"{work.prefix}partials"
+    launch = Launch(
+        instance_of(cut.products),
+        (blocks, splits, 1),
+        (cut.threads, 1, 1),
+        pack_maps(
+            args,
+            {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
+            x=work.x,
+            y=work.y,
+            partials=partials,
+        ),
+        cut.shared_bytes,
+    )
+    return Fragment(
+        f"{name}/{splits}",
+        (launch, first_sum(work, partials, splits, device)),
+        (Workspace(partials, splits * results * 4),),
+    )
+
+
+def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
     """The one with the fewest columns in vain whose rings fit; None where none does."""
-    odd = work.pad[2] * work.in_channels % WORD
-    window = ceil_div(work.kernel[2] * work.in_channels + odd, WORD) * WORD
+    odd = work.pad[2] * work.in_channels % EVEN
+    window = ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN
     all_tiles = ceil_div(work.kernel[1] * window, TILE)
     groups = ceil_div(all_tiles, WARPGROUPS)
     tiles = ceil_div(all_tiles, groups)
@@ -209,15 +265,16 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     before = ceil_div(work.kernel[1] - added, added)
     columns = work.output[2]
     segments = sorted(
-        range(DEPTH * parts, MOST_SEGMENT + 1, DEPTH * parts),
+        range(PRODUCTS[0] * DEPTH * parts, MOST_SEGMENT + 1, DEPTH * parts),
         key=lambda one: (ceil_div(columns, one) * one, -one),
     )
     room = device.shared_bytes_per_block - STATIC_BYTES
     for segment in segments:
         count = ceil_div(columns, segment)
-        part, reached = _part(work, segment, count, window, odd)
+        part, reached = _part(work, kind, segment, count, window, odd)
         for ahead in AHEAD:
             cut = Cut(
+                kind,
                 odd,
                 window,
                 tiles,
@@ -238,7 +295,9 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     return None
 
 
-def _part(work: ConvWork, segment: int, count: int, window: int, odd: int) -> tuple[int, int]:
+def _part(
+    work: ConvWork, kind: Kind, segment: int, count: int, window: int, odd: int
+) -> tuple[int, int]:
     """Elements of a part of x's row, by which the copy engine counts, and how many parts a
     segment's windows reach."""
     row = work.input[2] * work.in_channels
@@ -251,9 +310,9 @@ def _part(work: ConvWork, segment: int, count: int, window: int, odd: int) -> tu
         )
         return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
 
-    sizes = [size for size in range(CHUNK, min(row, MOST_PART) + 1, CHUNK) if row % size == 0]
+    sizes = [size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0]
     # A part costs the copy engine about as much as 64 bytes.
-    part = min(sizes, key=lambda size: reached(size) * (size + 32))
+    part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
     return part, reached(part)
 
 
@@ -277,7 +336,7 @@ def _args(work: ConvWork, cut: Cut) -> HopperFirstTapsArgs:
         setattr(args, name, getattr(cut, name))
     for name in ("before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage"):
         setattr(args, name, getattr(cut, name))
-    args.raws_at = cut.y_stages * cut.y_stage
+    args.made_at, args.raws_at = cut.made_at, cut.raws_at
     return args
 
 
@@ -292,23 +351,23 @@ def _maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
         TileMap(
             work.dtype,
             x_sizes,
-            _bytes((cut.part, *x), x_sizes),
+            _bytes(cut.kind, (cut.part, *x), x_sizes),
             box=(cut.part, cut.reached, cut.added, 1),
         ),
         TileMap(
             work.dtype,
             y_sizes,
-            _bytes(y, y_sizes),
+            _bytes(cut.kind, y, y_sizes),
             swizzle=128,
-            box=(CHANNELS, cut.segment, 1, 1),
+            box=(ROW_BYTES // cut.kind.item, cut.segment, 1, 1),
         ),
     )
 
 
-def _bytes(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The stride of what there is one of may be anything; the hardware takes multiples of 16."""
     return tuple(
-        2 * (stride if size > 1 else prod(sizes[:axis]))
+        kind.item * (stride if size > 1 else prod(sizes[:axis]))
         for axis, (stride, size) in enumerate(zip(strides, sizes[1:], strict=True), start=1)
     )
 
