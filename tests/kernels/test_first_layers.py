@@ -74,7 +74,8 @@ EXACT = [
     case.with_params("highest", precision="highest")
     for case in CASES
     if case.operation == "conv_bwd_data"
-    and case.name.split("-")[0] in ("resnet", "mobilenet", "vgg", "yolo_6x6", "alexnet", "every_third", "wide_kernel")
+    and case.name.split("-")[0]
+    in ("resnet", "mobilenet", "vgg", "yolo_6x6", "alexnet", "every_third", "wide_kernel")
 ]
 
 

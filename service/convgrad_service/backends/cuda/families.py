@@ -103,7 +103,13 @@ DENSE_WEIGHT = (
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
 FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
-FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstTaps(), HopperFirstSplit(), HopperFirstWeight(), FirstWeight())
+FIRST_WEIGHT = (
+    Patches((DenseWeight(),)),
+    HopperFirstTaps(),
+    HopperFirstSplit(),
+    HopperFirstWeight(),
+    FirstWeight(),
+)
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (

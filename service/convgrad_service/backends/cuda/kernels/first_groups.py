@@ -195,9 +195,7 @@ def why_not_groups(
     return None
 
 
-def groups_args(
-    args: FirstGroupsArgs, work: ConvWork, y: Operand, group: int, cut: Cut
-) -> None:
+def groups_args(args: FirstGroupsArgs, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
     """What the work alone says, and its cut along H."""
     args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
     args.w_stride[:] = work.w.strides

@@ -38,9 +38,9 @@ MOST_SPLIT, MOST_SPLIT_TAPS = 7, 5
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
-# What the cuts are weighed with, clocks fitted to an H200: what a row of y takes of a multiprocessor
-# beside its products; that a block alone waits in it; that a block takes to start; how much longer
-# products take beside splitting.
+# What the cuts are weighed with, clocks fitted to an H200: what a row of y takes of a
+# multiprocessor beside its products; that a block alone waits in it; that a block takes to start;
+# how much longer products take beside splitting.
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
@@ -58,8 +58,8 @@ class HopperFirstDataArgs(FirstGroupsArgs):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an instance has room for: kernel rows, eights of columns of each, steps along W, steps of
-    16 channels."""
+    """What an instance has room for: kernel rows, eights of columns of each, steps along W, steps
+    of 16 channels."""
 
     rows: int
     eights: int
@@ -90,8 +90,8 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An instance: of a type, whether float32 is split, and of what shape; and how many blocks share
-    the kernel's rows, 1 or the stride along H."""
+    """An instance: of a type, whether float32 is split, and of what shape; and how many blocks
+    share the kernel's rows, 1 or the stride along H."""
 
     dtype: DType
     split: bool
@@ -130,7 +130,12 @@ class Form:
         """Of all that 64 groups have with a row of y."""
         shape = self.shape
         each = max(shape.columns / 2, 16 + shape.columns / 4)
-        return shape.taps * shape.steps * each * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
+        return (
+            shape.taps
+            * shape.steps
+            * each
+            * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
+        )
 
     def positions(self, warpgroups: int) -> int:
         """Of y, that so many warpgroups' groups meet."""
@@ -148,8 +153,8 @@ class Form:
 
 
 class HopperFirstData:
-    """bwd_data of first layers with up to ``CHANNELS`` channels, as products of warpgroups: 16 bits,
-    float32 in TF32 (``precision: high``), or true float32 in six products of bfloat16."""
+    """bwd_data of first layers with up to ``CHANNELS`` channels, as products of warpgroups: 16
+    bits, float32 in TF32 (``precision: high``), or true float32 in six products of bfloat16."""
 
     name = "hopper_first_data"
 
@@ -308,7 +313,9 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut:
         shared = form.shared_bytes(warpgroups) + STATIC_BYTES
         if shared > device.shared_bytes_per_block:
             continue
-        together = max(1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared))
+        together = max(
+            1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared)
+        )
         for parts in range(1, min(rows, 64) + 1):
             segment_rows = ceil_div(rows, parts)
             cut = Cut(warpgroups, segment_rows, ceil_div(rows, segment_rows))

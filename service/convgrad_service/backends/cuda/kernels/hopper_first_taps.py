@@ -78,8 +78,8 @@ class HopperFirstTapsArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kernel that goes by these steps: bytes of an element, channels of y in a block, threads beside
-    those that multiply, numbers of bfloat16 that a row of y is made into, and in how many rows."""
+    """A kernel that goes by these steps: bytes of an element, channels of y in a block, threads
+    beside those that multiply; as how many numbers of bfloat16 y is taken, for how many rows."""
 
     item: int
     channels: int
@@ -98,7 +98,8 @@ SIXTEEN_BITS = Kind(2, 64, 64)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How windows are cut into tiles, columns of y of a step, parts of x's rows, what rings hold."""
+    """How windows are cut into tiles, columns of y of a step, parts of x's rows, and what rings
+    hold."""
 
     kind: Kind
     odd: int
@@ -310,7 +311,9 @@ def _part(
         )
         return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
 
-    sizes = [size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0]
+    sizes = [
+        size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0
+    ]
     # A part costs the copy engine about as much as 64 bytes.
     part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
     return part, reached(part)
