@@ -75,8 +75,8 @@ class WindowArgs(ctypes.Structure):
 
 
 def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
-    """Why a convolution is no first layer for tensor cores, of a kernel that takes true float32 where
-    ``exact``.
+    """Why a convolution is no first layer for tensor cores; with ``exact`` of a kernel that takes
+    true float32.
 
     Judged by what a cut along N or a spatial dimension does not change.
     """

@@ -323,17 +323,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         wait_products<0>();
         hold_sums(sum);
       } else {
+        // Sums of the largest numbers' products, by halves of a step's, and of all others.
         float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
-        // Places are worked out again for each row of y: there are no registers to keep them all.
-        u32 first_row_of_y[1] = {static_cast<u32>(own_row)};
-        hold_words(first_row_of_y);
-#pragma unroll
+#pragma unroll 1
         for (int tap = 0; tap < TAPS; ++tap) {
-          const u32 row = first_row_of_y[0] + tap;
+          const u32 row = own_row + tap;
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
-            const int turn = (tap * STEPS + step) & 1, of = tap & 1;
+            const int turn = step & 1, half = step >= STEPS / 2;
             const u32 from = rows + step / 2 * args.sub_bytes +
                              chunk_at(row, step % 2 * 4 + (lane & 3));
             u32 words[2][4];
@@ -354,26 +352,23 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             const auto start = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
               WarpgroupMma<bf16, kAll>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);
             };
-            start(large[of], 0, 0, step > 0);
+            start(large[half], 0, 0, step != 0 && step != STEPS / 2);
             start(small, 0, 1, tap + step > 0);
             start(small, 1, 0, 1);
             start(small, 1, 1, 1);
             start(small, 0, 2, 1);
             start(small, 2, 0, 1);
             commit_products();
-            if (kLater && tap + step == 0 && p > share.p0) write_rows(p - 1);
+            if (step == 0 && kLater && tap == 0 && p > share.p0) write_rows(p - 1);
             wait_products<1>();
-            if (tap + step > 0) {
 #pragma unroll
-              for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
-            }
-            if (step == 0 && tap > 0) {
-              add_to(sum, large[of ^ 1]);
-            }
+            for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
+            if (step == STEPS / 2) add_to(sum, large[0]);
           }
+          wait_products<0>();
+          add_to(sum, large[1]);
+          hold_sums(small);
         }
-        wait_products<0>();
-        add_to(sum, large[(TAPS - 1) & 1]);
         add_to(sum, small);
       }
       __syncwarp();

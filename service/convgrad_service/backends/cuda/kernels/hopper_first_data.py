@@ -34,7 +34,7 @@ CHANNELS, LEAST_CHANNELS = 64, 16
 GROUPS = 64
 """Of a warpgroup."""
 # Fragments of eight columns that sums may have where float32 is split, and steps along W.
-MOST_SPLIT, MOST_SPLIT_TAPS = 7, 5
+MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
