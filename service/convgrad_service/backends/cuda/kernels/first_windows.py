@@ -25,6 +25,7 @@ __all__ = [
     "MOST_CHANNELS",
     "MOST_WARPS",
     "STAGES",
+    "STATIC_BYTES",
     "WindowArgs",
     "blocks_together",
     "column_tiles",

@@ -326,17 +326,19 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         // Sums of the largest numbers' products, by halves of a step's, and of all others.
         float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
+        u32 words[2][4];
+        const auto load = [&](int tap, int step) {
+          const u32 from = rows + step / 2 * args.sub_bytes +
+                           chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+          load_words(words[0], from);
+          load_words(words[1], from + 8 * kRowBytes);
+        };
+        load(0, 0);
 #pragma unroll 1
         for (int tap = 0; tap < TAPS; ++tap) {
-          const u32 row = own_row + tap;
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
             const int turn = step & 1, half = step >= STEPS / 2;
-            const u32 from = rows + step / 2 * args.sub_bytes +
-                             chunk_at(row, step % 2 * 4 + (lane & 3));
-            u32 words[2][4];
-            load_words(words[0], from);
-            load_words(words[1], from + 8 * kRowBytes);
             without_too_small(words);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -348,6 +350,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             }
 #pragma unroll
             for (int part = 0; part < 3; ++part) hold_words(parts[turn][part]);
+            // The next ones, beside these products.
+            load(step + 1 < STEPS ? tap : min(tap + 1, TAPS - 1), (step + 1) % STEPS);
             begin_products();
             const auto start = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
               WarpgroupMma<bf16, kAll>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);

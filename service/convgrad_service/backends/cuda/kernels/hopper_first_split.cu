@@ -203,19 +203,22 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         if (stage < 0) stage += args.x_stages;
         const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
                          part * PRODUCTS * 16 * apart;
-        wait_for(made + made_at.at * 8, made_at.parity);
-        const u64 b = advance(b_first, made_at.at * PARTS * part_bytes +
-                                           part * PRODUCTS * kDepthBytes);
-#pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
-          const int turn = i & 1, half = i >= kHalf;
-          u32 words[2][4];  // columns 0, 1 and 8, 9: two neighbours of each
+        u32 words[2][4];  // columns 0, 1 and 8, 9 of a product: two neighbours of each
+        const auto load = [&](int i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             uint2 two;
             load_shared(from + (16 * i + e / 2 * 8 + e % 2) * apart, two);
             words[e / 2][e % 2 * 2] = two.x, words[e / 2][e % 2 * 2 + 1] = two.y;
           }
+        };
+        load(0);
+        wait_for(made + made_at.at * 8, made_at.parity);
+        const u64 b = advance(b_first, made_at.at * PARTS * part_bytes +
+                                           part * PRODUCTS * kDepthBytes);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+          const int turn = i & 1, half = i >= kHalf;
           without_too_small(words);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -227,6 +230,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
           }
 #pragma unroll
           for (int of = 0; of < PARTS; ++of) hold_words(a[turn][of]);
+          // The next ones, beside these products.
+          if (i + 1 < PRODUCTS) load(i + 1);
           begin_products();
           const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
             multiply<bf16, kAlongMn>(to, a[turn][of_a],
