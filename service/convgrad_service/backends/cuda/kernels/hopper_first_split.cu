@@ -2,13 +2,13 @@
 // side is hopper_first_split.py.
 //
 // The same product by the same steps as in hopper_first_taps.cu: M = kernel rows x what a window holds
-// of a row of x, N = 32 channels of y, K = columns of a row of y. Each number is taken as PARTS numbers
+// of a row of x, N = 32 channels of y or 64, K = columns of a row of y. Each number is taken as PARTS numbers
 // of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
 // more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
 // off each of their sums. Two: three products, more exact than TF32's one. What is too small to be
 // split becomes NaN.
 //
-// Block: 32 channels, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
+// Block: so many channels, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
 // y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
 // the others multiply, each a tile, or a part of a row's columns for a tile that two share. Sums go to
 // the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
@@ -33,11 +33,13 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
-constexpr int kChannels = 32, kFragments = kChannels / 8;
-constexpr int kRowBytes = 64;                  // of a column's numbers of bfloat16
+constexpr int kSums = 1;  // a barrier
+constexpr bool kExact = PARTS == 3;
+// As many as there are registers for sums.
+constexpr int kChannels = kExact ? 32 : 64, kFragments = kChannels / 8, kSubs = kChannels / 32;
+constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
 constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
 constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
-constexpr bool kExact = PARTS == 3;
 
 // A result again, over the rows of y of a share.
 __device__ __forceinline__ float again(const HopperFirstTapsArgs& args, int line, int end, int k, int r,
@@ -85,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const int share = blockIdx.y;
   const int line = share * args.lines + min(share, args.more);
   const int end = line + args.lines + (share < args.more);
-  const u32 part_bytes = args.segment * kRowBytes;  // of a row of y in one of the parts
+  // Of 32 channels of a row of y, and of the row in one of the parts.
+  const u32 sub_bytes = args.segment * 128, part_bytes = args.segment * kRowBytes;
   if (thread == 0) {
     for (int i = 0; i < kMostStages; ++i) {
       make_barrier(y_full + i * 8, 1);
@@ -101,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 
   const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
   const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
-  float sum[kFragments][4] = {};
+  const int pitch = args.tiles * 64 + 4;
+  float* const sums = reinterpret_cast<float*>(base);
   if (warp >= consumers + 4) {
     leave_registers<40>();
     // A thread for either tensor: starting a copy takes longer than many copies.
@@ -122,9 +126,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         if (!step.multiplies()) continue;
         const u32 full = y_full + at.at * 8;
         wait_for(y_empty + at.at * 8, at.parity ^ 1);
-        arrive_expecting(full, args.segment * 128);
-        const int corner[4] = {first_channel, step.segment * args.segment, step.p, step.n};
-        load_tile(ring + at.at * args.y_stage, args.y_map, full, corner);
+        arrive_expecting(full, kSubs * sub_bytes);
+#pragma unroll
+        for (int sub = 0; sub < kSubs; ++sub) {
+          const int corner[4] = {first_channel + sub * 32, step.segment * args.segment, step.p,
+                                 step.n};
+          load_tile(ring + at.at * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
+        }
         at.advance(args.y_stages);
       }
     }
@@ -139,12 +147,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       wait_for(used + at.at * 8, at.parity ^ 1);
       const u32 from = ring + y_at.at * args.y_stage;
       char* const to = base + args.made_at + at.at * PARTS * part_bytes;
-      for (int i = first; i < args.segment * 4; i += 128) {
-        const int q = i / 4, chunk = i % 4;
+      constexpr int kChunks = kRowBytes / 16;
+      for (int i = first; i < args.segment * kChunks; i += 128) {
+        const int q = i / kChunks, chunk = i % kChunks;
         u32 words[2][4];
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
-          load_words(words[two], from + q * 128 + ((chunk * 2 + two) ^ (q & 7)) * 16);
+          load_words(words[two], from + chunk / 4 * sub_bytes + q * 128 +
+                                     ((chunk % 4 * 2 + two) ^ (q & 7)) * 16);
         }
         without_too_small(words);
         u32 parts[PARTS][4];
@@ -159,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
         for (int of = 0; of < PARTS; ++of) {
           *reinterpret_cast<uint4*>(to + of * part_bytes + q * kRowBytes +
-                                    (chunk ^ (q >> 1 & 3)) * 16) =
+                                    (chunk ^ (kSubs == 1 ? q >> 1 & 3 : q & 7)) * 16) =
               make_uint4(parts[of][0], parts[of][1], parts[of][2], parts[of][3]);
         }
       }
@@ -194,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       }
     };
     u32 a[2][PARTS][4];
+    float sum[kFragments][4] = {};
     // Products of the largest numbers, by halves of a row, where those are apart; and all others.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
     for (Steps step(args, line, end); step.there(); step.next()) {
@@ -275,14 +286,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       at.advance(args.x_stages);
     }
     add_to(sum, small);
-  }
-  __syncthreads();
-  // No copy is under way, for every row was waited for. Warpgroups that share a tile add their sums
-  // up one after another.
-  const int pitch = args.tiles * 64 + 4;
-  float* const sums = reinterpret_cast<float*>(base);
-  for (int turn = 0; turn < args.parts; ++turn) {
-    if (warp < consumers && part == turn) {
+    // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
+    // share a tile add their sums up one after another.
+    for (int turn = 0; turn < args.parts; ++turn) {
+      wait_at(kSums, consumers * 32);
+      if (part != turn) continue;
       float* const to = sums + (lane & 3) * 2 * pitch + own;
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; ++i) {  // channels: two neighbours of a window each
@@ -292,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         *reinterpret_cast<float2*>(two) = make_float2(old.x + first, old.y + second);
       }
     }
-    __syncthreads();
   }
+  __syncthreads();
 
   const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
   float* const partials = args.partials + static_cast<i64>(share) * args.y_channels * all;

@@ -19,7 +19,10 @@ from convgrad_service.plans.cuda_works import ConvWork
 __all__ = ["HopperFirstSplit"]
 
 # By the numbers of bfloat16 that a float32 is taken as.
-KINDS = {parts: Kind(4, 32, 256, made=parts, made_stages=2) for parts in (2, 3)}
+KINDS = {
+    parts: Kind(4, channels, 256, made=parts, made_stages=2)
+    for parts, channels in ((2, 64), (3, 32))
+}
 
 
 class HopperFirstSplit:

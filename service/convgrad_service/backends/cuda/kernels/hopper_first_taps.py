@@ -126,7 +126,7 @@ class Cut:
 
     @property
     def y_stage(self) -> int:
-        return self.segment * ROW_BYTES
+        return self.segment * self.kind.channels * self.kind.item
 
     @property
     def products(self) -> int:
