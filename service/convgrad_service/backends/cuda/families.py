@@ -31,7 +31,6 @@ from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import Hoppe
 from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
 from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
-from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
 from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import HopperGroupedWeight
@@ -107,7 +106,6 @@ FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
     HopperFirstTaps(),
     HopperFirstSplit(),
-    HopperFirstWeight(),
     FirstWeight(),
 )
 
