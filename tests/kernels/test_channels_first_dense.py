@@ -115,9 +115,17 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> N
     compare(backend, seed, case, dtype)
 
 
+# Both directions are one kernel's, so of the forward one most are among the slow tests.
 @emulated
-@pytest.mark.parametrize("way", SETS)
-@pytest.mark.parametrize("case", [*DATA, *FORWARD, *ADDED], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, id=f"{case.id}-{way}", marks=[pytest.mark.slow] if slow else [])
+        for case in [*DATA, *FORWARD, *ADDED]
+        for way in SETS
+        for slow in [case in FORWARD and way not in ("gather_128x64", "halo", "pointwise")]
+    ],
+)
 def test_data(seed: int, case: Case, way: str) -> None:
     compare(EmulatedBackend(SETS[way]), seed, case, "bfloat16", ["exact"])
 

@@ -74,9 +74,17 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate, 2)
 
 
+# Both directions are one kernel's, so of the forward one half are among the slow tests.
 @emulated
-@pytest.mark.parametrize("share", [0.0, 0.8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        pytest.param(case, share, id=f"{case.id}-{share}", marks=[pytest.mark.slow] if slow else [])
+        for case in CASES
+        for share in (0.0, 0.8)
+        for slow in [case.operation == "conv_fwd" and share > 0]
+    ],
+)
 def test_emulated(seed: int, case: Case, share: float) -> None:
     for gate in ("exact", "bounded"):
         _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)
