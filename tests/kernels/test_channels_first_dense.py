@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -21,12 +20,10 @@ from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointw
 from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.plans.cuda_families import Families, Family
-from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import Case, conv_backward, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.oracle import expected
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite
 
 LAYERS: dict[str, Conv] = {
     "whole_chunks": Conv(2, 64, 72, (8, 12), (3, 3), 1, 1),
@@ -118,9 +115,17 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> N
     compare(backend, seed, case, dtype)
 
 
+# Both directions are one kernel's, so of the forward one most are among the slow tests.
 @emulated
-@pytest.mark.parametrize("way", SETS)
-@pytest.mark.parametrize("case", [*DATA, *FORWARD, *ADDED], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, id=f"{case.id}-{way}", marks=[pytest.mark.slow] if slow else [])
+        for case in [*DATA, *FORWARD, *ADDED]
+        for way in SETS
+        for slow in [case in FORWARD and way not in ("gather_128x64", "halo", "pointwise")]
+    ],
+)
 def test_data(seed: int, case: Case, way: str) -> None:
     compare(EmulatedBackend(SETS[way]), seed, case, "bfloat16", ["exact"])
 
@@ -153,12 +158,6 @@ def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: s
         *((conv_bwd_data(name, LAYERS[name]), SETS[way]) for way in ("gather_128x64", "halo")),
         (grouped_conv_bwd_weight(name, LAYERS[name]), WEIGHT_SETS["planes"]),
     ):
-        rng = rng_for(seed, case.id)
-        tensors = draw(case, rng, DTYPES["bfloat16"], normals)
-        for tensor in tensors.values():
-            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-                tensor.flat[rng.integers(tensor.size)] = value
-            tensor.flat[0] = np.inf
-        wanted = expected(case.operation, tensors, case.params)
+        tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
         found = answers(EmulatedBackend(families), case, tensors, FIRST[case.ndim])
         check(found, wanted, "bounded", f"seed {seed}, {case.id}")

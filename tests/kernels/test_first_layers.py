@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from convgrad.contract import OPERATIONS
@@ -12,12 +11,11 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.problems import problem_from
-from tests.arrays import DTYPES, draw, normals, request_arrays, rng_for
+from tests.arrays import request_arrays
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.first_layers import FIRST_LAYERS, first_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.oracle import expected
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite, with_layouts
 
 KERNELS = {
     "conv_fwd": ("first_forward",),
@@ -120,14 +118,7 @@ def test_true_float32_of_any_magnitude(seed: int, of: str, scale: float) -> None
     "case", [case for case in first_cases() if case.name in EMULATED[:2]], ids=lambda case: case.id
 )
 def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, case: Case) -> None:
-    rng = rng_for(seed, case.id)
-    tensors = draw(case, rng, DTYPES["bfloat16"], normals)
-    for tensor in tensors.values():
-        for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-            tensor.flat[rng.integers(tensor.size)] = value
-        # Where padding meets it.
-        tensor.flat[0] = np.inf
-    wanted = expected(case.operation, tensors, case.params)
+    tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
     for layout in with_layouts(case.ndim, grouped=False)[-2:]:
         found = answers(EmulatedBackend(FAMILIES), case, tensors, layout)
         check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -19,12 +18,10 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family
 from convgrad_service.plans.cuda_program import Fragment, Instance
 from convgrad_service.plans.cuda_works import ConvWork
-from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.halo_layers import HALO_LAYERS, halo_cases
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.oracle import expected
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite, with_layouts
 
 EPILOGUES = [
     case.with_tensor("accumulate", HALO_LAYERS[case.name].input_shape).with_params(
@@ -77,9 +74,17 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate, 2)
 
 
+# Both directions are one kernel's, so of the forward one half are among the slow tests.
 @emulated
-@pytest.mark.parametrize("share", [0.0, 0.8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        pytest.param(case, share, id=f"{case.id}-{share}", marks=[pytest.mark.slow] if slow else [])
+        for case in CASES
+        for share in (0.0, 0.8)
+        for slow in [case.operation == "conv_fwd" and share > 0]
+    ],
+)
 def test_emulated(seed: int, case: Case, share: float) -> None:
     for gate in ("exact", "bounded"):
         _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)
@@ -91,14 +96,7 @@ def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: s
     for case in halo_cases():
         if case.name != name:
             continue
-        rng = rng_for(seed, case.id)
-        tensors = draw(case, rng, DTYPES["bfloat16"], normals)
-        for tensor in tensors.values():
-            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-                tensor.flat[rng.integers(tensor.size)] = value
-            # Where padding meets it.
-            tensor.flat[0] = np.inf
-        wanted = expected(case.operation, tensors, case.params)
+        tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
         layout = with_layouts(case.ndim, grouped=False)[-1]
         found = answers(_backend(0.0), case, tensors, layout)
         check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")

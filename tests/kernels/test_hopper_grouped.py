@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -18,12 +17,10 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family
 from convgrad_service.plans.cuda_program import Fragment, Instance
 from convgrad_service.plans.cuda_works import ConvWork
-from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.oracle import expected
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite, with_layouts
 
 LAYERS: dict[str, Conv] = {
     "c4_two_slices": Conv(1, 128, 128, (5, 9), (3, 3), padding=1, groups=32),
@@ -106,14 +103,7 @@ def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: s
     for case in CASES:
         if case.name != name:
             continue
-        rng = rng_for(seed, case.id)
-        tensors = draw(case, rng, DTYPES["bfloat16"], normals)
-        for tensor in tensors.values():
-            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-                tensor.flat[rng.integers(tensor.size)] = value
-            # Where padding meets it.
-            tensor.flat[0] = np.inf
-        wanted = expected(case.operation, tensors, case.params)
+        tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
         layout = with_layouts(case.ndim, grouped=False)[-1]
         found = answers(_backend(0.0), case, tensors, layout)
         check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -20,12 +19,10 @@ from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance
 from convgrad_service.plans.cuda_works import ConvWork
-from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import Case, conv_bwd_data, conv_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn
-from tests.oracle import expected
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 PLACES = [
@@ -103,13 +100,6 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
 def test_what_is_not_finite_is_summed_again(place: Place, seed: int, name: str) -> None:
     backend = _backend(place, Schedule(HopperTile(256, 64, alternate=True)))
     for case in (case for case in CASES if case.name == name):
-        rng = rng_for(seed, case.id)
-        tensors = draw(case, rng, DTYPES["float16"], normals)
-        for tensor in tensors.values():
-            for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-                tensor.flat[rng.integers(tensor.size)] = value
-            # Where padding meets it.
-            tensor.flat[0] = np.inf
-        wanted = expected(case.operation, tensors, case.params)
+        tensors, wanted = drawn_not_finite(seed, case, "float16")
         found = answers(backend, case, tensors, "NHWC" if case.ndim == 2 else "NDHWC")
         check(found, wanted, "bounded", f"seed {seed}, {case.id}")
