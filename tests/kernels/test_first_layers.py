@@ -11,7 +11,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.problems import problem_from
-from tests.arrays import request_arrays
+from tests.arrays import request_arrays, rng_for
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.first_layers import FIRST_LAYERS, first_cases
@@ -73,7 +73,16 @@ EXACT = [
     for case in CASES
     if case.operation == "conv_bwd_data"
     and case.name.split("-")[0]
-    in ("resnet", "mobilenet", "vgg", "yolo_6x6", "alexnet", "every_third", "wide_kernel")
+    in (
+        "resnet",
+        "mobilenet",
+        "vgg",
+        "yolo_6x6",
+        "alexnet",
+        "every_third",
+        "wide_kernel",
+        "convnext",
+    )
 ]
 
 

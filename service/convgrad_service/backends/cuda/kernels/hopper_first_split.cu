@@ -2,13 +2,13 @@
 // side is hopper_first_split.py.
 //
 // The same product by the same steps as in hopper_first_taps.cu: M = kernel rows x what a window holds
-// of a row of x, N = 32 channels of y or 64, K = columns of a row of y. Each number is taken as PARTS numbers
+// of a row of x, N = CHANNELS of y, 32 or 64, K = columns of a row of y. Each number is taken as PARTS numbers
 // of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
 // more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
 // off each of their sums. Two: three products, more exact than TF32's one. What is too small to be
 // split becomes NaN.
 //
-// Block: so many channels, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
+// Block: CHANNELS of y, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
 // y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
 // the others multiply, each a tile, or a part of a row's columns for a tile that two share. Sums go to
 // the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
@@ -35,8 +35,7 @@ using T = ELEMENT;
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
 constexpr int kSums = 1;  // a barrier
 constexpr bool kExact = PARTS == 3;
-// As many as there are registers for sums.
-constexpr int kChannels = kExact ? 32 : 64, kFragments = kChannels / 8, kSubs = kChannels / 32;
+constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
 constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
 constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
 constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products

@@ -18,11 +18,12 @@ from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["HopperFirstSplit"]
 
-# By the numbers of bfloat16 that a float32 is taken as.
-KINDS = {
-    parts: Kind(4, channels, 256, made=parts, made_stages=2)
-    for parts, channels in ((2, 64), (3, 32))
-}
+# Numbers of bfloat16 that a float32 is taken as, and channels of a block: with three there are no
+# registers for the sums of 64.
+KINDS = [
+    Kind(4, channels, 256, made=parts, made_stages=2)
+    for parts, channels in ((2, 64), (2, 32), (3, 32))
+]
 
 
 class HopperFirstSplit:
@@ -36,32 +37,40 @@ class HopperFirstSplit:
         """See `Family.why_not`. Judged by what a cut along N or H does not change."""
         if work.dtype is not DType.FLOAT32:
             return f"{work.dtype} need not be split"
-        return why_not_taps(work, device, KINDS[_parts(work)])
+        return why_not_taps(work, device, _kind(work))
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
-        parts = _parts(work)
+        kind = _kind(work)
         return taps_launches(
             self.name,
             work,
             device,
-            KINDS[parts],
-            lambda products: _instance(parts, products),
+            kind,
+            lambda products: _instance(kind, products),
             splits,
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            *(_instance(parts, products) for parts in KINDS for products in PRODUCTS),
+            *(_instance(kind, products) for kind in KINDS for products in PRODUCTS),
             *first_sum_instances(),
         ]
 
 
-def _parts(work: ConvWork) -> int:
-    return 2 if work.precision == "high" else 3
+def _kind(work: ConvWork) -> Kind:
+    """The one that leaves the fewest channels empty."""
+    parts = 2 if work.precision == "high" else 3
+    most = 32 if work.out_channels <= 32 else 64
+    return next(one for one in KINDS if one.made == parts and one.channels <= most)
 
 
-def _instance(parts: int, products: int) -> Instance:
-    defines = {"ELEMENT": "float", "PARTS": parts, "PRODUCTS": products}
+def _instance(kind: Kind, products: int) -> Instance:
+    defines = {
+        "ELEMENT": "float",
+        "PARTS": kind.made,
+        "CHANNELS": kind.channels,
+        "PRODUCTS": products,
+    }
     return Instance.of("hopper_first_split.cu", defines, HOPPER)
