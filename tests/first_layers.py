@@ -16,7 +16,6 @@ FIRST_LAYERS: dict[str, Conv] = {
     "yolo_6x6": Conv(2, 3, 48, (14, 131), (6, 6), 2, 2),
     "alexnet": Conv(1, 3, 64, (35, 43), (11, 11), 4, 2),
     "every_third": Conv(2, 4, 20, (19, 24), (7, 8), 3, (2, 1)),
-    "convnext": Conv(1, 3, 96, (12, 20), (4, 4), 4),
     "wide_kernel": Conv(1, 3, 32, (9, 70), (7, 7), 1, 3),
     "patches": Conv(2, 3, 20, (8, 12), (4, 4), 4),
     "patches_of_16": Conv(2, 3, 24, (35, 48), (16, 16), 16),

@@ -10,7 +10,7 @@
 // Block: one plane (n, d), a segment of rows of x and one of groups, all kernel rows or those that meet
 // the same rows of x, every `stride`-th; it walks over the rows of y that meet them. One thread copies
 // them (TMA), zeros from outside; a warpgroup multiplies 64 groups, and waits for nobody but the
-// copies. A position is rows of 128 bytes, 64 channels of 16 bits each or 32 of float32; a step along W,
+// copies. A position is a row of 128 bytes, 64 channels of 16 bits, or two of float32; a step along W,
 // of TAPS, is the same rows from one further on. Dynamic shared memory, which hopper_first_data.py
 // counts: 1,024 bytes to align it by, a ring of STAGES rows of y, and the weights of each step, all
 // columns by as many channels. Before its first use the ring's end holds the weights as they come.

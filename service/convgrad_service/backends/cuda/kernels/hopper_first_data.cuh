@@ -23,9 +23,8 @@ constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
 constexpr bool kLater = kEights == 1;
 constexpr int kMostFinished = 2;  // of rows of x by one of y, in that case
 constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
-// Rows of 128 bytes that a position of y has, and a column of the weights.
-constexpr int kSubs = (16 * STEPS * static_cast<int>(sizeof(FirstElement)) + 127) / 128;
-constexpr int kWeightSubs = (16 * STEPS * (kWide && !kSplit ? 4 : 2) + 127) / 128;
+constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes that a position of y has
+constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and a column of the weights
 constexpr int kParts = kSplit ? 3 : 1;
 constexpr int kSubChannels = kWide ? 32 : 64;
 constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // of a step along W

@@ -29,12 +29,12 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand
 __all__ = ["HopperFirstData"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-LEAST_CHANNELS = 16
+CHANNELS, LEAST_CHANNELS = 64, 16
 """Of grad_output."""
 GROUPS = 64
 """Of a warpgroup."""
 # Fragments of eight columns that sums may have where float32 is split, and steps along W.
-MOST_SPLIT, MOST_SPLIT_TAPS = 8, 7
+MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
 MOST_FINISHED = 4
 ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
 MAX_BYTES = 2**31 - 1
@@ -85,7 +85,6 @@ SHAPES = (
     *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
     *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
     *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
-    *(Shape(4, 2, 1, steps) for steps in (4, 6, 8)),
 )
 
 
@@ -123,8 +122,7 @@ class Form:
 
     @property
     def weight_bytes(self) -> int:
-        each = 4 if self.wide and not self.split else 2
-        subs = ceil_div(16 * self.shape.steps * each, ROW_BYTES) * (3 if self.split else 1)
+        subs = 3 if self.split else 2 if self.wide else 1
         return subs * self.shape.taps * self.shape.columns * ROW_BYTES
 
     @property
@@ -147,8 +145,7 @@ class Form:
         return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
 
     def stage_bytes(self, warpgroups: int) -> int:
-        subs = ceil_div(16 * self.shape.steps * self.dtype.itemsize, ROW_BYTES)
-        return self.sub_bytes(warpgroups) * subs
+        return self.sub_bytes(warpgroups) * (2 if self.wide else 1)
 
     def shared_bytes(self, warpgroups: int) -> int:
         """What aligns it, the ring, and the weights of each step."""
@@ -156,9 +153,8 @@ class Form:
 
 
 class HopperFirstData:
-    """bwd_data of first layers with up to 64 channels, or 128 where kernels do not overlap, as
-    products of warpgroups: 16 bits, float32 in TF32 (``precision: high``), or true float32 in six
-    products of bfloat16."""
+    """bwd_data of first layers with up to ``CHANNELS`` channels, as products of warpgroups: 16
+    bits, float32 in TF32 (``precision: high``), or true float32 in six products of bfloat16."""
 
     name = "hopper_first_data"
 
@@ -171,8 +167,8 @@ class HopperFirstData:
             return reason
         if work.out_channels < LEAST_CHANNELS:
             return "a product's depth would be mostly empty"
-        if work.kernel[1] <= work.stride[1] and not _splits(work):
-            return "kernel rows do not meet the same rows of the input: there is a faster kernel"
+        if work.kernel[1] <= work.stride[1]:
+            return "kernel rows do not meet the same rows of the input"
         if _form(work) is None:
             return (
                 f"{work.kernel[1]} rows and {_taps(work)[1]} steps along W of a kernel, "

@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.kernels.hopper_first_taps import (
     why_not_taps,
 )
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import Fragment, Instance
+from convgrad_service.plans.cuda_program import Fragment, Instance, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["HopperFirstSplit"]
@@ -60,10 +60,10 @@ class HopperFirstSplit:
 
 
 def _kind(work: ConvWork) -> Kind:
-    """The one that leaves the fewest channels empty."""
+    """The widest that leaves no whole 32 channels empty."""
     parts = 2 if work.precision == "high" else 3
-    most = 32 if work.out_channels <= 32 else 64
-    return next(one for one in KINDS if one.made == parts and one.channels <= most)
+    widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
+    return next(one for one in KINDS if one.made == parts and one.channels <= widest)
 
 
 def _instance(kind: Kind, products: int) -> Instance:
