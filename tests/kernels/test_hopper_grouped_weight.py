@@ -50,9 +50,7 @@ class InTurn(HopperGroupedWeight):
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         few = replace(device, multiprocessors=2)
-        small = min(
-            shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns, one.width)
-        )
+        small = min(shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns))
         return super().launches(work, few, small)
 
 
@@ -60,7 +58,7 @@ class Together(HopperGroupedWeight):
     """As many images to a tile as there may be."""
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        most = max(shares_of(work, device), key=lambda one: (one.images, one.width))
+        most = max(shares_of(work, device), key=lambda one: one.images)
         return super().launches(work, device, most)
 
 
