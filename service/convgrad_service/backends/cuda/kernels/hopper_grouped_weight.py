@@ -41,13 +41,17 @@ SUMMERS, THREADS = 256, 384
 APART = 1
 ALIGNMENT, STATIC_BYTES = 512, 1024
 LEAST_STAGES, MOST_STAGES = 4, 16
+"""A warpgroup keeps a tile until it has its next one, and images in turn begin with the other
+warpgroup: of three stages it may keep the one that its next tile is to come to, for ever."""
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_SPLITS = 2**30, 255
-# What an H200 takes, in clocks: a product for each 8 of its columns; a pixel's copy; a tile, and a
-# block, besides; and what a slice's last block takes to add up: at least, and bytes in a clock.
-PRODUCT_CLOCKS, PIXEL_CLOCKS, TILE_CLOCKS, BLOCK_CLOCKS = 4, 2.3, 200, 12000
-SUM_CLOCKS, SUM_BYTES_A_CLOCK = 1500, 40
+# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's; a
+# tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And what a
+# slice's blocks take to add up: at least, for so many bytes of a block's sums, and for more shares.
+PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
+MEMORY_BYTES_A_CLOCK = 2400
+PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,17 +271,21 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     boxes = _Boxes(work, share)
     turns = ceil_div(boxes.slices * share.splits, device.multiprocessors)
     tiles = ceil_div(boxes.tiles, share.splits)
-    met = (ROWS + TAPS - 1) * WIDTH // COLUMNS
     whole, rest = divmod(work.input[1], share.rows)
     products = (whole * boxes.products(share.rows) + boxes.products(rest)) / boxes.row_tiles
-    multiplied = products * TAPS * PRODUCT_CLOCKS * met
-    rows = work.input[1] / boxes.row_tiles
-    pixels = rows * boxes.x_extent[0] + (rows + TAPS - 1) * boxes.y_extent[0]
-    copied = pixels * PIXEL_CLOCKS
-    one = share.images * max(multiplied, copied) + TILE_CLOCKS
-    partial = share.splits * boxes.partial_bytes / boxes.slices
-    added = SUM_CLOCKS + partial / SUM_BYTES_A_CLOCK if share.splits > 1 else 0
-    return turns * (tiles * one + BLOCK_CLOCKS) + added
+    multiplied = share.images * products * PRODUCT_CLOCKS + TILE_CLOCKS
+    copied = max((prod(boxes.x_extent) + prod(boxes.y_extent)) * PIXEL_CLOCKS, BOX_CLOCKS)
+    pixels = prod(work.input) + prod(work.output)
+    size = work.batch * pixels * work.groups * work.in_channels * work.dtype.itemsize
+    fetched = size / (turns * MEMORY_BYTES_A_CLOCK)
+    # Products wait for the first tile, or the last tile's are behind all copies.
+    loop = max(copied + tiles * multiplied, max(tiles * copied, fetched) + multiplied)
+    added: float = PUT_CLOCKS
+    if share.splits > 1:
+        more = ceil_div(share.splits, SHARES_AT_ONCE) - 1
+        partial = boxes.partial_bytes / boxes.slices / SUM_BYTES_A_CLOCK
+        added = MEET_CLOCKS + partial + more * SHARES_CLOCKS
+    return turns * (START_CLOCKS + loop) + added
 
 
 def _args(
