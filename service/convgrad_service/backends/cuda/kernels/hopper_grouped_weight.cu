@@ -16,9 +16,9 @@
 // end they add up through shared memory, and the blocks of a slice through `partials`, each a part of
 // the results (hopper_grouped_weight_sums.cuh).
 // Dynamic shared memory: 512 bytes to align it by, and the ring, or what warps leave of their sums.
-// Relies on its launcher for the grid (slices, shares: no more blocks than the device has room for are
-// fastest, more are right), and for tensors whose channels, of all groups, are side by side, with pixels
-// at multiples of 16 bytes. Needs sm_90a, 384 threads.
+// Relies on its launcher for the grid (slices, at most 255 shares: no more blocks than the device has room
+// for are fastest, more are right), and for tensors whose channels, of all groups, are side by side, with
+// pixels at multiples of 16 bytes. Needs sm_90a, 384 threads.
 // Deterministic: one order of additions for each result and number of shares. Pixels outside enter as
 // zeros, which times an infinity is NaN: sums that are not finite are taken again by the definition,
 // over the block's tiles. What a row of x is read beyond its end is the next row's first pixels, which

@@ -46,9 +46,9 @@ warpgroup: of three stages it may keep the one that its next tile is to come to,
 MOST_BOX = 256
 MOST_COLUMNS = 64
 MAX_SIZE, MAX_SPLITS = 2**30, 255
-# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's; a
-# tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And what a
-# slice's blocks take to add up: at least, for so many bytes of a block's sums, and for more shares.
+# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's;
+# a tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And
+# what a slice's blocks take to add up: at least, for bytes of a block's sums, for more shares.
 PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
 MEMORY_BYTES_A_CLOCK = 2400
 PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16

@@ -213,7 +213,8 @@ __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, 
   }
 }
 
-// ---- The blocks of a slice add up what they left, each a part of the vectors, in the order of shares.
+// ---- The blocks of a slice add up what they left, each a part of the vectors, in the order of shares,
+// and meet as those of hopper_weight_together.cuh do.
 //
 // A word for each slice counts its blocks: those that have begun, those whose partial sums are there,
 // of these the ones that do not wait for the others, and those that have seen all: eight bits each, so
