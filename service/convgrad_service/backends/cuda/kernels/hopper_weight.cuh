@@ -58,9 +58,9 @@ struct WeightSource {
   int stride[3];
   int dilation[3];
   int pad[3];
-  // Where float16 stands for float32 (scaled_halves.cuh): peaks and counts of x's channels, then of
-  // y's. x and y, above, are float32 then.
-  const u32* peaks;
+  // Where float16 stands for float32 (scaled_halves.cuh): of x's channels, in multiples of eight, then
+  // of y's. x and y, above, are float32 then.
+  const ChannelRange* ranges;
   float terms;  // the fewest of a sum, of those that have any
   int unused;
 };
@@ -168,18 +168,13 @@ __device__ __noinline__ float4 defined_four(const WeightResult& of, const Weight
   return sum;
 }
 
-// The same of sums of scaled channels, unscaled. `c` is even; peaks and counts of channels that there
-// are not are zeros, and what is found for rows that there are not is nobody's.
+// The same of sums of scaled channels, unscaled. `c` is even; ranges of channels that there are not are
+// zeros, and what is found for rows that there are not is nobody's.
 __device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
                                                 int k, int c, const float4& sum) {
-  const u32* const x = source.peaks + c;
-  const int x_counts = counts_at(of.in_channels), y_counts = counts_at(of.out_channels);
-  const uint2 peaks = *reinterpret_cast<const uint2*>(x);
-  const uint2 lost = *reinterpret_cast<const uint2*>(x + x_counts);
-  const u32* const y = source.peaks + 2 * x_counts;
-  const int rows[2] = {min(k, of.out_channels - 1), min(k + 8, of.out_channels - 1)};
-  const Scaled first = {peaks.x, lost.x}, second = {peaks.y, lost.y};
-  const Scaled low = {y[rows[0]], y[rows[0] + y_counts]}, high = {y[rows[1]], y[rows[1] + y_counts]};
+  const ChannelRange* const y = source.ranges + (of.in_channels + 7) / 8 * 8;
+  const Scaled first(source.ranges[c]), second(source.ranges[c + 1]);
+  const Scaled low(y[min(k, of.out_channels - 1)]), high(y[min(k + 8, of.out_channels - 1)]);
   return make_float4(
       unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
       unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));

@@ -125,10 +125,10 @@ class HopperWeight:
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
-        multiplied, read, peaks = work, (x.operand, y.operand), None
+        multiplied, read, ranges = work, (x.operand, y.operand), None
         if cut.scaled_bytes:
-            peaks = f"{work.prefix}peaks"
-            more, space = scaled_halves.copies_of(*read, work, peaks, device)
+            ranges = f"{work.prefix}ranges"
+            more, space = scaled_halves.copies_of(*read, work, ranges, device)
             steps += more
             workspace += space
             multiplied = scaled_halves.copies(work)
@@ -142,7 +142,7 @@ class HopperWeight:
                     cut.cluster,
                     sums=cut.sums,
                     planes=planes is not None,
-                    scaled=peaks is not None,
+                    scaled=ranges is not None,
                 ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
@@ -156,7 +156,7 @@ class HopperWeight:
                     w=work.w,
                     accumulate=work.accumulate,
                     partials=partials,
-                    peaks=peaks,
+                    ranges=ranges,
                     met=ZEROS if cut.together else None,
                 ),
                 cut.shared_bytes(device),
@@ -166,7 +166,7 @@ class HopperWeight:
         if partials is not None:
             workspace.append(Workspace(partials, cut.partial_bytes))
             if not cut.together:
-                steps.append(_sum(work, cut, x.operand, y.operand, partials, peaks))
+                steps.append(_sum(work, cut, x.operand, y.operand, partials, ranges))
         return Fragment(
             f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
@@ -233,7 +233,7 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
 
 
 def _sum(
-    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, peaks: str | None
+    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
 ) -> Launch:
     """Adds up the partial sums and finishes them."""
     args = WeightSumArgs()
@@ -247,10 +247,10 @@ def _sum(
         args.slices *= 2
     each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
-        _sum_instance(work.dtype, work.result_dtype, scaled=peaks is not None),
+        _sum_instance(work.dtype, work.result_dtype, scaled=ranges is not None),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, peaks=peaks),
+        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges),
         overlaps=True,
     )
 

@@ -68,7 +68,7 @@ SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
     *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
     ("batch", ctypes.c_int32),
     *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-    ("peaks", ctypes.c_uint64),
+    ("ranges", ctypes.c_uint64),
     ("terms", ctypes.c_float),
     ("unused", ctypes.c_int32),
 )

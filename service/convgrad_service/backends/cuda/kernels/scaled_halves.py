@@ -15,20 +15,33 @@ from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import Clear, Instance, Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguous_strides
 
-__all__ = ["copied_bytes", "copies", "copies_of", "instances", "peaks_bytes"]
+__all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
-BLOCK, MOST_LANES, EACH = 256, 64, 8
+BLOCK, MOST_LANES, EACH = 256, 32, 8
 BLOCKS_PER_MULTIPROCESSOR = 3
+# ChannelRange of scaled_halves.cuh.
+RANGE_BYTES = 16
 
 # ScaledTensor of scaled_halves.cu.
 TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_uint64) for name in ("from", "to", "peaks")),
+    *((name, ctypes.c_uint64) for name in ("from", "to", "ranges")),
     ("stride", ctypes.c_int64 * 4),
     ("by", ctypes.c_uint32 * 2 * 3),
     ("size", ctypes.c_int32 * 3),
     *(
         (name, ctypes.c_int32)
-        for name in ("pixels", "readable", "padded", "peaks_at", "lanes", "rows")
+        for name in (
+            "in_order",
+            "pixels",
+            "readable",
+            "padded",
+            "ranges_at",
+            "lanes",
+            "rows",
+            "chunks",
+            "blocks",
+            "sample_step",
+        )
     ),
     ("unused", ctypes.c_int32),
 )
@@ -61,69 +74,88 @@ def _copy(operand: Operand, name: str, batch: int, channels: int, size: Size3) -
     return replace(operand, buffer=name, dtype=DType.FLOAT16, strides=(n, 0, c, d, h, w))
 
 
-def peaks_bytes(work: ConvWork) -> int:
-    """Peaks and counts of the input's channels, then of grad_output's."""
-    return 8 * (_padded(work.in_channels) + _padded(work.out_channels))
+def ranges_bytes(work: ConvWork) -> int:
+    """Of the input's channels, then of grad_output's."""
+    return RANGE_BYTES * (_padded(work.in_channels) + _padded(work.out_channels))
 
 
 def copied_bytes(work: ConvWork) -> int:
-    """Read twice, and written at half the width."""
+    """Read once, and written at half the width."""
     x = prod(work.input) * _padded(work.in_channels)
-    return 10 * work.batch * (x + prod(work.output) * _padded(work.out_channels))
+    return 6 * work.batch * (x + prod(work.output) * _padded(work.out_channels))
 
 
 def copies_of(
-    x: Operand, y: Operand, work: ConvWork, peaks: str, device: CudaDevice
+    x: Operand, y: Operand, work: ConvWork, ranges: str, device: CudaDevice
 ) -> tuple[list[Step], list[Workspace]]:
-    """What fills `copies` and ``peaks`` from operands whose channels lie side by side."""
+    """What fills `copies` and ``ranges`` from operands whose channels lie side by side."""
     halves = copies(work)
     args = ScaledHalvesArgs()
-    peaks_at, most_chunks, most_blocks = 0, 1, 1
-    workspace = [Workspace(peaks, peaks_bytes(work))]
-    for name, operand, half, channels, size in (
+    operands = (
         ("x", x, halves.x, work.in_channels, work.input),
         ("y", y, halves.y, work.out_channels, work.output),
-    ):
+    )
+    sizes = [prod(size) * _padded(channels) for *_, channels, size in operands]
+    ranges_at, blocks = 0, 0
+    workspace = [Workspace(ranges, ranges_bytes(work))]
+    for (name, operand, half, channels, size), elements in zip(operands, sizes, strict=True):
         padded = _padded(channels)
         lanes = min(MOST_LANES, padded // 4)
+        rows, chunks = BLOCK // lanes, ceil_div(padded // 4, lanes)
+        pixels = work.batch * prod(size)
+        # As many blocks as there is to copy, of those that the device takes at once.
+        all_blocks = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
+        wanted = max(1, round(all_blocks * elements / sum(sizes)) // chunks)
+        strides = operand.strides[0], *operand.strides[3:]
         values = {
-            "pixels": work.batch * prod(size),
+            "in_order": _in_order(strides, (work.batch, *size)),
+            "pixels": pixels,
             "readable": ceil_div(channels, 4) * 4,
             "padded": padded,
-            "peaks_at": peaks_at,
+            "ranges_at": ranges_at,
             "lanes": lanes,
-            "rows": BLOCK // lanes,
+            "rows": rows,
+            "chunks": chunks,
+            "blocks": min(ceil_div(pixels, rows * EACH), wanted) * chunks,
+            # Odd, so that it meets every place of a row.
+            "sample_step": (pixels // (rows * EACH) - 1) | 1 if pixels > rows * EACH else 1,
         }
         for field, value in values.items():
             setattr(args, f"{name}_{field}", value)
-        getattr(args, f"{name}_stride")[:] = operand.strides[0], *operand.strides[3:]
+        getattr(args, f"{name}_stride")[:] = strides
         getattr(args, f"{name}_size")[:] = size
         for dim in range(3):
             getattr(args, f"{name}_by")[dim][:] = divider(size[dim])
-        chunks = ceil_div(padded // 4, lanes)
-        wanted = ceil_div(BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors, chunks)
-        blocks = min(ceil_div(values["pixels"], values["rows"] * EACH), wanted)
-        most_chunks, most_blocks = max(most_chunks, chunks), max(most_blocks, blocks)
-        peaks_at += 2 * padded
-        workspace.append(Workspace(half.buffer, values["pixels"] * padded * 2))
+        blocks += values["blocks"]
+        ranges_at += padded
+        workspace.append(Workspace(half.buffer, pixels * padded * 2))
     packed = pack(
         args,
         x_from=x,
         x_to=halves.x,
-        x_peaks=peaks,
+        x_ranges=ranges,
         y_from=y,
         y_to=halves.y,
-        y_peaks=peaks,
+        y_ranges=ranges,
     )
-    grid = most_blocks, most_chunks, 2
-    # What copies waits itself for the peaks.
+    # What copies again waits itself for what copied first.
     launches = [
-        Launch(one, grid, (BLOCK, 1, 1), packed, overlaps=number > 0)
+        Launch(one, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=number > 0)
         for number, one in enumerate(instances())
     ]
-    return [Clear(peaks, peaks_bytes(work)), *launches], workspace
+    return [Clear(ranges, ranges_bytes(work)), *launches], workspace
+
+
+def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
+    """Whether all pixels lie as far apart as those of a row."""
+    step = strides[3]
+    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
 
 
 def instances() -> Iterable[Instance]:
-    """What finds the peaks, then what copies."""
-    return [Instance.of("scaled_halves.cu", {"COPIES": copies}, HOPPER) for copies in (0, 1)]
+    """What copies, then what copies again what was scaled too much or too little."""
+    return [Instance.of("scaled_halves.cu", {"AGAIN": again}, HOPPER) for again in (0, 1)]
