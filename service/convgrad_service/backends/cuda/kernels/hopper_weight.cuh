@@ -168,13 +168,18 @@ __device__ __noinline__ float4 defined_four(const WeightResult& of, const Weight
   return sum;
 }
 
-// The same of sums of scaled channels, unscaled. `c` is even; ranges of channels that there are not are
+// What is known of grad_output's channel k, where it is scaled; of those that there are not something.
+__device__ __forceinline__ ChannelRange row_range(const WeightResult& of, const WeightSource& source,
+                                                  int k) {
+  return source.ranges[(of.in_channels + 7) / 8 * 8 + min(k, of.out_channels - 1)];
+}
+
+// Sums of scaled channels, unscaled. `c` is even; ranges of channels that there are not are
 // zeros, and what is found for rows that there are not is nobody's.
 __device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
                                                 int k, int c, const float4& sum) {
-  const ChannelRange* const y = source.ranges + (of.in_channels + 7) / 8 * 8;
   const Scaled first(source.ranges[c]), second(source.ranges[c + 1]);
-  const Scaled low(y[min(k, of.out_channels - 1)]), high(y[min(k + 8, of.out_channels - 1)]);
+  const Scaled low(row_range(of, source, k)), high(row_range(of, source, k + 8));
   return make_float4(
       unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
       unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));

@@ -48,12 +48,44 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
   float odd = 0;
+  Scaled rows[kScaled ? kRows : 1][2];
+  if constexpr (kScaled) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[i][half] = row_range(of, args.source, own.k + i * 64 + half * 8);
+      }
+    }
+  }
 #pragma unroll
   for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
       const i64 first_row = result_at(of, own.k, box);
+      if constexpr (kScaled) {
+#pragma unroll
+        for (int f = 0; f < kInBlock; ++f) {
+          const int c = f * 8 + own.column;
+          if (!box.real || c >= of.in_channels - box.c) continue;
+          const Scaled first(args.source.ranges[box.c + c]), second(args.source.ranges[box.c + c + 1]);
+          float* const to = static_cast<float*>(of.w) + first_row + c;
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const float(&from)[4] = sum[i][j][block * kInBlock + f];
+              const float one = unscaled(from[half * 2], args.source.terms, first, rows[i][half]);
+              const float two = unscaled(from[half * 2 + 1], args.source.terms, second, rows[i][half]);
+              if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
+              odd = fmaf(one, 0.0f, fmaf(two, 0.0f, odd));
+              put_pair(to + (i * 64 + half * 8) * of.w_stride[1], one, two);
+            }
+          }
+        }
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -101,6 +133,8 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
     const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
     box.c += f % kInBlock * 8 + own.column + i % 2;
     if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
+    // Many a scaled sum that is in doubt stands beside ones that are not.
+    if (kScaled && is_finite(static_cast<float*>(of.w)[result_at(of, k, box)])) continue;
     const float again = defined_sum<SOURCE>(args.source, k, box);
     if (sizeof(E) == 4 || of.wide) {
       static_cast<float*>(of.w)[result_at(of, k, box)] = again;
@@ -116,12 +150,9 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
                                          int warpgroup, int thread, const Box* boxes,
                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;
-  // Scaled sums are finished by whoever adds them up.
-  if constexpr (!kScaled) {
-    if (unit.whole) {
-      put_whole<E, kRows, kProducts, kFragments>(args, unit, warpgroup, thread, boxes, sum);
-      return;
-    }
+  if (unit.whole) {
+    put_whole<E, kRows, kProducts, kFragments>(args, unit, warpgroup, thread, boxes, sum);
+    return;
   }
   const int parted = of.row_tiles * of.column_tiles - of.whole;
   constexpr int kEach = kRows * kProducts * kFragments;

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const ChannelRange range = *range_of(e);
-        sized[e] = range.peak, wanted[e] = !stands(range);
+        wanted[e] = !stands(range), sized[e] = wanted[e] ? range.peak : range.guess;
       }
     }
     if (__syncthreads_or(wanted[0] || wanted[1] || wanted[2] || wanted[3]) == 0) return;

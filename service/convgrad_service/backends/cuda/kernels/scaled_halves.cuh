@@ -51,7 +51,8 @@ struct Scaled {
   int scale;
   float lost, top;
 
-  __device__ __forceinline__ explicit Scaled(const ChannelRange& of) {
+  Scaled() = default;
+  __device__ __forceinline__ Scaled(const ChannelRange& of) {
     const bool first = stands(of);
     scale = scale_of(first ? of.guess : of.peak);
     lost = static_cast<float>(first ? of.lost : of.lost_again);
