@@ -168,10 +168,22 @@ __device__ __noinline__ float4 defined_four(const WeightResult& of, const Weight
   return sum;
 }
 
+__device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
+
+// What unscales four sums of scaled channels (scaled_halves.cuh): of two channels, from the even `c` on,
+// and the rows k and k + 8.
+__device__ __forceinline__ float4 inverses_at(const WeightResult& of, const WeightSource& source, int k,
+                                              int c) {
+  const int columns = in_eights(of.in_channels), last = of.out_channels - 1;
+  const float* const inverses = inverses_of(source.ranges, columns + in_eights(of.out_channels));
+  const float2 two = *reinterpret_cast<const float2*>(inverses + c);
+  return make_float4(two.x, two.y, inverses[columns + min(k, last)], inverses[columns + min(k + 8, last)]);
+}
+
 // What is known of grad_output's channel k, where it is scaled; of those that there are not something.
 __device__ __forceinline__ ChannelRange row_range(const WeightResult& of, const WeightSource& source,
                                                   int k) {
-  return source.ranges[(of.in_channels + 7) / 8 * 8 + min(k, of.out_channels - 1)];
+  return source.ranges[in_eights(of.in_channels) + min(k, of.out_channels - 1)];
 }
 
 // Sums of scaled channels, unscaled. `c` is even; ranges of channels that there are not are
@@ -183,6 +195,14 @@ __device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const We
   return make_float4(
       unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
       unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));
+}
+
+// Four sums of scaled channels that have no simple inverse, or were not finite, as they ought to be.
+template <class E>
+__device__ __noinline__ float4 doubted_four(const WeightResult& of, const WeightSource& source, int k,
+                                            const Box& box, float4 sum) {
+  sum = unscaled_four(of, source, k, box.c, sum);
+  return is_finite(sum.x + sum.y + sum.z + sum.w) ? sum : defined_four<E>(of, source, k, box, sum);
 }
 
 // Two neighbours, aligned to both.

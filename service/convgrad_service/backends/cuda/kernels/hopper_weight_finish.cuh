@@ -48,13 +48,18 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
   float odd = 0;
-  Scaled rows[kScaled ? kRows : 1][2];
+  float rows[kScaled ? kRows : 1][2];  // inverses
+  const float* const inverses =
+      kScaled ? inverses_of(args.source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels))
+              : nullptr;
   if constexpr (kScaled) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows[i][half] = row_range(of, args.source, own.k + i * 64 + half * 8);
+        const int k = min(own.k + i * 64 + half * 8, of.out_channels - 1);
+        rows[i][half] = inverses[in_eights(of.in_channels) + k];
+        odd = fmaf(rows[i][half], 0.0f, odd);
       }
     }
   }
@@ -69,18 +74,21 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
         for (int f = 0; f < kInBlock; ++f) {
           const int c = f * 8 + own.column;
           if (!box.real || c >= of.in_channels - box.c) continue;
-          const Scaled first(args.source.ranges[box.c + c]), second(args.source.ranges[box.c + c + 1]);
+          const float2 two = *reinterpret_cast<const float2*>(inverses + box.c + c);
+          odd = fmaf(two.x, 0.0f, fmaf(two.y, 0.0f, odd));
           float* const to = static_cast<float*>(of.w) + first_row + c;
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
-              const float one = unscaled(from[half * 2], args.source.terms, first, rows[i][half]);
-              const float two = unscaled(from[half * 2 + 1], args.source.terms, second, rows[i][half]);
               if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
-              odd = fmaf(one, 0.0f, fmaf(two, 0.0f, odd));
-              put_pair(to + (i * 64 + half * 8) * of.w_stride[1], one, two);
+              // A sum without a simple inverse is stored as it is, and looked at below.
+              const float by[2] = {rows[i][half] * two.x, rows[i][half] * two.y};
+              const float first = from[half * 2] * (by[0] == by[0] ? by[0] : 1.0f);
+              const float second = from[half * 2 + 1] * (by[1] == by[1] ? by[1] : 1.0f);
+              odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
+              put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
             }
           }
         }
@@ -133,8 +141,17 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
     const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
     box.c += f % kInBlock * 8 + own.column + i % 2;
     if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
-    // Many a scaled sum that is in doubt stands beside ones that are not.
-    if (kScaled && is_finite(static_cast<float*>(of.w)[result_at(of, k, box)])) continue;
+    if constexpr (kScaled) {
+      float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
+      const float by = inverses[box.c] * inverses[in_eights(of.in_channels) + k];
+      float found = *at;
+      if (by != by) {
+        found = unscaled(found, args.source.terms, args.source.ranges[box.c],
+                         row_range(of, args.source, k));
+      }
+      *at = is_finite(found) ? found : defined_sum<SOURCE>(args.source, k, box);
+      continue;
+    }
     const float again = defined_sum<SOURCE>(args.source, k, box);
     if (sizeof(E) == 4 || of.wide) {
       static_cast<float*>(of.w)[result_at(of, k, box)] = again;
@@ -177,7 +194,8 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
 // tile's.
 template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
-                                            int index, float4 sum, const Box* boxes) {
+                                            int index, float4 sum, const Box* boxes,
+                                            const float4* inverses = nullptr) {
   const WeightResult& of = args.result;
   constexpr int kEach = kRows * kProducts * kFragments * 128;
   const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -189,9 +207,14 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const bool both = box.c + 1 < of.in_channels;
   const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
   const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-  if (kScaled) sum = unscaled_four(of, args.source, k, box.c, sum);
+  const float4 given = sum;
+  if (kScaled) {
+    const float4 by = inverses == nullptr ? inverses_at(of, args.source, k, box.c) : *inverses;
+    sum.x *= by.x * by.z, sum.y *= by.y * by.z, sum.z *= by.x * by.w, sum.w *= by.y * by.w;
+  }
   if (!is_finite(sum.x + sum.y + sum.z + sum.w)) {
-    sum = defined_four<SOURCE>(of, args.source, k, box, sum);
+    if constexpr (kScaled) sum = doubted_four<SOURCE>(of, args.source, k, box, given);
+    else sum = defined_four<SOURCE>(of, args.source, k, box, sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -252,10 +275,26 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     }
   }
   if (!odd) return;
+  float4 inverses[4];
+  if constexpr (kScaled) {
+    constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
+    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+    const int f = fragment % kFragments, outer = fragment / kFragments;
+    const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
+    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+    // All at once, before any result is stored.
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int c = box.c + (f % kInBlock + e) * 8 + owner % 4 * 2;
+      inverses[e] = inverses_at(of, args.source, k, min(c, in_eights(of.in_channels) - 2));
+    }
+  }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     if constexpr (kScaled) {
-      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes);
+      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes,
+                                                &inverses[e]);
     } else {
       finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
                                                   sum[e], boxes);

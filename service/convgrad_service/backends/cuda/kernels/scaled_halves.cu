@@ -2,18 +2,19 @@
 // two. The host's side is scaled_halves.py.
 //
 // The power is chosen by a sample of the channel's pixels, so that the tensor is read once: it takes
-// the largest finite magnitude among them to [2^10, 2^11), and of channels whose sample is zero the
+// the largest finite magnitude among them to [2^11, 2^12), and of channels whose sample is zero the
 // largest among the block's. The kernel writes the copies, channels side by side, zeros up to
 // multiples of eight, finds each channel's true largest magnitude, and counts the elements that are
-// not zero and lie below 2^-14 then: they lose bits. It runs twice. The second time (AGAIN 1) it copies
-// the channels again of which the sample told too little, by their largest magnitude; mostly there are
-// none, and its blocks end at once.
+// not zero and lie below 2^-14 then: they lose bits. It runs three times (PASS): first to clear what it
+// counts in, which costs less than a graph's own step for it, then to copy, and then to say for which
+// channels a sum is unscaled by one product, and to copy those channels again of which the sample told
+// too little, by their largest magnitude. Mostly there are none, and its blocks end at once.
 //
 // Block: 256 threads, `rows` pixels of `lanes` vectors of four channels, kEach times at once. The first
 // of[0].blocks blocks have the first tensor; neighbours of them have the same pixels, and others of
 // the `chunks` of channels. Static shared memory: 4 KB.
-// Relies on its launcher for `ranges` being zeros at first, for channels in multiples of 4, and for
-// elements aligned to 16 bytes. Deterministic: all blocks take the same sample, and largest values and
+// Relies on its launcher for channels in multiples of 4, and for elements aligned to 16 bytes.
+// Deterministic: all blocks take the same sample, and largest values and
 // counts know no order.
 // Index limits: pixels below 2^31 less a grid's; elements 64-bit.
 #include "accesses.cuh"
@@ -37,6 +38,7 @@ struct ScaledTensor {
   int readable;    // channels, rounded up to 4
   int padded;      // rounded up to 8: those of `to`
   int ranges_at;   // of this tensor
+  int all_ranges;  // of both
   int lanes;
   int rows;
   int chunks;
@@ -50,7 +52,8 @@ struct ScaledHalvesArgs {
 
 namespace {
 
-constexpr int kThreads = 256, kEach = 8;
+constexpr int kThreads = 256, kEach = 8, kClear = 0, kAgain = 2;
+constexpr bool kCopiesAgain = PASS == kAgain;
 
 __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pixel) {
   if (of.in_order) return of.from + pixel * of.stride[3];
@@ -85,7 +88,12 @@ __device__ __forceinline__ u32 finite_magnitude(float value) {
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
     scaled_halves(const __grid_constant__ ScaledHalvesArgs args) {
   start_next();
-  if (AGAIN) wait_for_previous();
+  if (PASS == kClear) {
+    const int index = blockIdx.x * kThreads + threadIdx.x;
+    if (index < args.of[0].all_ranges) args.of[0].ranges[index] = {};
+    return;
+  }
+  if (kCopiesAgain) wait_for_previous();
   __shared__ u32 found[kThreads][4];
   const bool second = blockIdx.x >= args.of[0].blocks;
   const ScaledTensor& of = second ? args.of[1] : args.of[0];
@@ -104,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       const int pixel = first + j * step;
       four[j] = {};
       if (real && pixel < of.pixels) {
-        four[j] = __ldcs(reinterpret_cast<const float4*>(pixel_of(of, pixel) + c));
+        four[j] = *reinterpret_cast<const float4*>(pixel_of(of, pixel) + c);
       }
     }
   };
@@ -121,12 +129,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   auto range_of = [&](int e) { return of.ranges + of.ranges_at + c + e; };
   u32 sized[4] = {};  // what the scales go by
   bool wanted[4] = {};
-  if (AGAIN) {
+  if (kCopiesAgain) {
     if (mine) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const ChannelRange range = *range_of(e);
         wanted[e] = !stands(range), sized[e] = wanted[e] ? range.peak : range.guess;
+        if (turn == 0 && row == 0) {
+          inverses_of(of.ranges, of.all_ranges)[of.ranges_at + c + e] = inverse_of(range);
+        }
       }
     }
     if (__syncthreads_or(wanted[0] || wanted[1] || wanted[2] || wanted[3]) == 0) return;
@@ -141,17 +152,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       sized[e] = guess_from(sized[e] != 0 ? sized[e] : of_block);
-      if (turn == 0 && row == 0 && mine) range_of(e)->guess = sized[e];
     }
   }
   float factor[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) factor[e] = power_of_two(scale_of(sized[e]));
-  const bool copies = mine && (!AGAIN || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
+  const bool copies = mine && (!kCopiesAgain || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
   u32 most[4] = {}, lost[4] = {};
   for (int first = turn * each + row; first < of.pixels && copies; first += turns * each) {
     load(first, of.rows);
-    if (!AGAIN) largest(most);
+    if (!kCopiesAgain) largest(most);
     f16* const to = of.to + static_cast<i64>(first) * of.padded + c;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -166,14 +176,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
                make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
     }
   }
+  if (!kCopiesAgain) wait_for_previous();  // `ranges` are clear
   if (copies) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (lost[e] == 0 || (AGAIN && !wanted[e])) continue;
-      atomicAdd(AGAIN ? &range_of(e)->lost_again : &range_of(e)->lost, lost[e]);
+      if (!kCopiesAgain && turn == 0 && row == 0) range_of(e)->guess = sized[e];
+      if (lost[e] == 0 || (kCopiesAgain && !wanted[e])) continue;
+      atomicAdd(kCopiesAgain ? &range_of(e)->lost_again : &range_of(e)->lost, lost[e]);
     }
   }
-  if (AGAIN) return;
+  if (kCopiesAgain) return;
   over_rows(found, of, kept_value(lane), most, larger);
   if (row > 0 || !real) return;
 #pragma unroll

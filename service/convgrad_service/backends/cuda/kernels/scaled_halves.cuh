@@ -14,9 +14,9 @@ struct alignas(16) ChannelRange {
   u32 guess, peak, lost, lost_again;
 };
 
-// The binades that a channel's largest magnitude may lie above those of a sample: a normal
-// distribution's is 1.5 to 4 times as large.
-constexpr u32 kHeadroom = 4;
+// A sample's largest magnitude goes to [2^11, 2^12), so that a channel's may be 16 times as large, or for
+// some 32: a normal distribution's is 1.5 to 4 times as large.
+constexpr u32 kHeadroom = 3;
 
 // 2^e, -127 < e < 128.
 __device__ __forceinline__ float power_of_two(int e) {
@@ -42,7 +42,24 @@ __device__ __forceinline__ u32 guess_from(u32 sampled) {
 // that was larger than need be.
 __device__ __forceinline__ bool stands(const ChannelRange& of) {
   const int above = exponent_of(of.guess) - exponent_of(of.peak);
-  return above >= 0 && (of.lost == 0 || above <= static_cast<int>(kHeadroom));
+  // What 2^14 is for the guess may be 2^15 for the peak, if it does not round to infinity.
+  const bool fits = above >= 0 || (above == -1 && (of.peak & 0x7fffff) < 0x7ff000);
+  return fits && (of.lost == 0 || above <= static_cast<int>(kHeadroom));
+}
+
+// What unscales a product of one channel in one product; NaN where more is to be asked: of channels that
+// lost bits, or were copied again, and of magnitudes so far from 1 that it might leave float's range.
+__device__ __forceinline__ float inverse_of(const ChannelRange& of) {
+  const int scale = scale_of(of.guess);
+  const bool simple = stands(of) && of.lost == 0 && -60 <= scale && scale <= 60;
+  return simple ? power_of_two(-scale) : __uint_as_float(0x7fffffff);
+}
+// They follow the ranges.
+__device__ __forceinline__ float* inverses_of(ChannelRange* ranges, int count) {
+  return reinterpret_cast<float*>(ranges + count);
+}
+__device__ __forceinline__ const float* inverses_of(const ChannelRange* ranges, int count) {
+  return reinterpret_cast<const float*>(ranges + count);
 }
 
 // Of a channel as it was copied: its power of two, how many elements have lost bits, and what no

@@ -12,15 +12,15 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.dense_axes import divider
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import Clear, Instance, Launch, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda_program import Instance, Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguous_strides
 
 __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
 BLOCK, MOST_LANES, EACH = 256, 32, 8
 BLOCKS_PER_MULTIPROCESSOR = 3
-# ChannelRange of scaled_halves.cuh.
-RANGE_BYTES = 16
+# ChannelRange of scaled_halves.cuh, and a float that follows them all.
+RANGE_BYTES = 16 + 4
 
 # ScaledTensor of scaled_halves.cu.
 TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
@@ -36,6 +36,7 @@ TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
             "readable",
             "padded",
             "ranges_at",
+            "all_ranges",
             "lanes",
             "rows",
             "chunks",
@@ -43,7 +44,6 @@ TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
             "sample_step",
         )
     ),
-    ("unused", ctypes.c_int32),
 )
 
 
@@ -113,6 +113,7 @@ def copies_of(
             "readable": ceil_div(channels, 4) * 4,
             "padded": padded,
             "ranges_at": ranges_at,
+            "all_ranges": ranges_bytes(work) // RANGE_BYTES,
             "lanes": lanes,
             "rows": rows,
             "chunks": chunks,
@@ -138,12 +139,15 @@ def copies_of(
         y_to=halves.y,
         y_ranges=ranges,
     )
-    # What copies again waits itself for what copied first.
+    clears, copying, again = instances()
+    clearing = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
+    # Each waits itself for the one before it.
     launches = [
-        Launch(one, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=number > 0)
-        for number, one in enumerate(instances())
+        Launch(clears, (clearing, 1, 1), (BLOCK, 1, 1), packed),
+        Launch(copying, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
+        Launch(again, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
     ]
-    return [Clear(ranges, ranges_bytes(work)), *launches], workspace
+    return list(launches), workspace
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
@@ -157,5 +161,5 @@ def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
 
 
 def instances() -> Iterable[Instance]:
-    """What copies, then what copies again what was scaled too much or too little."""
-    return [Instance.of("scaled_halves.cu", {"AGAIN": again}, HOPPER) for again in (0, 1)]
+    """What clears, what copies, and what copies again that was scaled too much or too little."""
+    return [Instance.of("scaled_halves.cu", {"PASS": number}, HOPPER) for number in range(3)]
