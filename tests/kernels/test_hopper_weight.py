@@ -180,8 +180,7 @@ def test_far_apart(backend: Backend, seed: int, name: str) -> None:
 
 def misjudged(backend: Backend, seed: int, name: str, layout: str | None) -> None:
     """float32 of ``precision: high`` with channels that a few of their pixels say little of: mostly
-    zeros, one pixel far above the others or the only one that is not zero. Of grad_output the latter
-    alone, in an order of its own."""
+    zeros, one pixel far above the others, or the only one that is not zero."""
     case = CASES[name].with_params("high", precision="high")
     rng = rng_for(seed, case.id, "misjudged")
     tensors = draw(case, rng, DTYPES["float32"], normals)

@@ -250,7 +250,9 @@ def _sum(
         _sum_instance(work.dtype, work.result_dtype, scaled=ranges is not None),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges),
+        pack(
+            args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges
+        ),
         overlaps=True,
     )
 

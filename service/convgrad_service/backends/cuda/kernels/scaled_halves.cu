@@ -10,7 +10,8 @@
 // channels a sum is unscaled by one product, and to copy those channels again of which the sample told
 // too little, by their largest magnitude. Mostly there are none, and its blocks end at once.
 //
-// Block: 256 threads, `rows` pixels of `lanes` vectors of four channels, kEach times at once. The first
+// Block: 256 threads, `rows` pixels of `lanes` vectors of four channels, kEach times at once; a sample is
+// kSampled times `rows` pixels. The first
 // of[0].blocks blocks have the first tensor; neighbours of them have the same pixels, and others of
 // the `chunks` of channels. Static shared memory: 4 KB.
 // Relies on its launcher for channels in multiples of 4, and for elements aligned to 16 bytes.
@@ -52,7 +53,7 @@ struct ScaledHalvesArgs {
 
 namespace {
 
-constexpr int kThreads = 256, kEach = 8, kClear = 0, kAgain = 2;
+constexpr int kThreads = 256, kEach = 8, kSampled = 4, kClear = 0, kAgain = 2;
 constexpr bool kCopiesAgain = PASS == kAgain;
 
 __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pixel) {
@@ -63,18 +64,17 @@ __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pix
          (rest2 - rest1 * of.size[1]) * of.stride[2] + (pixel - rest2 * of.size[2]) * of.stride[3];
 }
 
-// A sum or largest value of each lane's rows, to all of them. All threads.
-template <class F>
-__device__ __forceinline__ void over_rows(u32 (&found)[kThreads][4], const ScaledTensor& of,
-                                          int lane, u32 (&value)[4], F both) {
+// The largest values of each lane's rows, to all of them. All threads.
+__device__ __forceinline__ void over_rows(uint4 (&found)[kThreads], const ScaledTensor& of, int lane,
+                                          u32 (&value)[4]) {
   __syncthreads();
-#pragma unroll
-  for (int e = 0; e < 4; ++e) found[threadIdx.x][e] = value[e];
+  found[threadIdx.x] = make_uint4(value[0], value[1], value[2], value[3]);
   __syncthreads();
-#pragma unroll 1
+#pragma unroll 4
   for (int row = 0; row < of.rows; ++row) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) value[e] = both(value[e], found[row * of.lanes + lane][e]);
+    const uint4 other = found[row * of.lanes + lane];
+    value[0] = max(value[0], other.x), value[1] = max(value[1], other.y);
+    value[2] = max(value[2], other.z), value[3] = max(value[3], other.w);
   }
 }
 
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     return;
   }
   if (kCopiesAgain) wait_for_previous();
-  __shared__ u32 found[kThreads][4];
+  __shared__ uint4 found[kThreads];
   const bool second = blockIdx.x >= args.of[0].blocks;
   const ScaledTensor& of = second ? args.of[1] : args.of[0];
   const int block = blockIdx.x - (second ? args.of[0].blocks : 0);
@@ -106,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   auto larger = [](u32 a, u32 b) { return max(a, b); };
 
   float4 four[kEach];
-  auto load = [&](int first, int step) {
+  auto load = [&](auto& four, int first, int step) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < sizeof four / sizeof *four; ++j) {
       const int pixel = first + j * step;
       four[j] = {};
       if (real && pixel < of.pixels) {
@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       }
     }
   };
-  auto largest = [&](u32 (&most)[4]) {
+  auto largest = [&](const auto& four, u32 (&most)[4]) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < sizeof four / sizeof *four; ++j) {
       most[0] = max(most[0], finite_magnitude(four[j].x));
       most[1] = max(most[1], finite_magnitude(four[j].y));
       most[2] = max(most[2], finite_magnitude(four[j].z));
@@ -144,9 +144,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   } else {
     __shared__ u32 of_block;
     if (thread == 0) of_block = 0;
-    load(of.sample_step / 2 + row * of.sample_step, of.rows * of.sample_step);
-    largest(sized);
-    over_rows(found, of, lane, sized, larger);
+    // What is copied first comes beside the sample.
+    load(four, turn * each + row, of.rows);
+    float4 some[kSampled];
+    load(some, of.sample_step / 2 + row * of.sample_step, of.rows * of.sample_step);
+    largest(some, sized);
+    over_rows(found, of, lane, sized);
     if (row == 0 && real) atomicMax(&of_block, larger(larger(sized[0], sized[1]), larger(sized[2], sized[3])));
     __syncthreads();
 #pragma unroll
@@ -159,9 +162,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   for (int e = 0; e < 4; ++e) factor[e] = power_of_two(scale_of(sized[e]));
   const bool copies = mine && (!kCopiesAgain || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
   u32 most[4] = {}, lost[4] = {};
-  for (int first = turn * each + row; first < of.pixels && copies; first += turns * each) {
-    load(first, of.rows);
-    if (!kCopiesAgain) largest(most);
+  int first = turn * each + row;
+  if (kCopiesAgain && copies) load(four, first, of.rows);
+  while (first < of.pixels && copies) {
+    if (!kCopiesAgain) largest(four, most);
     f16* const to = of.to + static_cast<i64>(first) * of.padded + c;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -175,6 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       store_if(first + j * of.rows < of.pixels, to + j * of.rows * of.padded,
                make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
     }
+    first += turns * each;
+    load(four, first, of.rows);
   }
   if (!kCopiesAgain) wait_for_previous();  // `ranges` are clear
   if (copies) {
@@ -186,12 +192,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   if (kCopiesAgain) return;
-  over_rows(found, of, kept_value(lane), most, larger);
-  if (row > 0 || !real) return;
+  // Another block's may be larger already: so many at one place would wait for each other.
+  const bool last = row == 0 && real;
+  u32 known[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    // Another block's may be larger already: so many at one place would wait for each other.
-    u32* const peak = &range_of(e)->peak;
-    if (most[e] > *const_cast<const volatile u32*>(peak)) atomicMax(peak, most[e]);
+    known[e] = last ? *const_cast<const volatile u32*>(&range_of(e)->peak) : ~0u;
+  }
+  over_rows(found, of, kept_value(lane), most);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (most[e] > known[e]) atomicMax(&range_of(e)->peak, most[e]);
   }
 }

@@ -17,7 +17,7 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguo
 
 __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
-BLOCK, MOST_LANES, EACH = 256, 32, 8
+BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
 BLOCKS_PER_MULTIPROCESSOR = 3
 # ChannelRange of scaled_halves.cuh, and a float that follows them all.
 RANGE_BYTES = 16 + 4
@@ -119,7 +119,7 @@ def copies_of(
             "chunks": chunks,
             "blocks": min(ceil_div(pixels, rows * EACH), wanted) * chunks,
             # Odd, so that it meets every place of a row.
-            "sample_step": (pixels // (rows * EACH) - 1) | 1 if pixels > rows * EACH else 1,
+            "sample_step": max(pixels // (rows * SAMPLED) - 1, 0) | 1,
         }
         for field, value in values.items():
             setattr(args, f"{name}_{field}", value)
