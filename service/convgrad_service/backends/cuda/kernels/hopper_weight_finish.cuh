@@ -35,6 +35,13 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
+// Of scaled channels: an inverse where there is one. Where not `odd` becomes NaN, and a sum is stored
+// without it.
+__device__ __forceinline__ float simple_inverse(float inverse, float& odd) {
+  odd = fmaf(inverse, 0.0f, odd);
+  return inverse == inverse ? inverse : 1.0f;
+}
+
 // Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
 // found there need not be kept in registers.
 template <class E, int kRows, int kProducts, int kFragments>
@@ -58,8 +65,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int k = min(own.k + i * 64 + half * 8, of.out_channels - 1);
-        rows[i][half] = inverses[in_eights(of.in_channels) + k];
-        odd = fmaf(rows[i][half], 0.0f, odd);
+        rows[i][half] = simple_inverse(inverses[in_eights(of.in_channels) + k], odd);
       }
     }
   }
@@ -70,12 +76,18 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
       const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
       const i64 first_row = result_at(of, own.k, box);
       if constexpr (kScaled) {
+        const int channels = box.real ? of.in_channels - box.c : 0;
+        float2 columns[kInBlock];  // all at once, before any result is stored
+#pragma unroll
+        for (int f = 0; f < kInBlock; ++f) {
+          const int c = min(f * 8 + own.column, max(channels - 2, 0));
+          columns[f] = *reinterpret_cast<const float2*>(inverses + (box.real ? box.c + c : 0));
+        }
 #pragma unroll
         for (int f = 0; f < kInBlock; ++f) {
           const int c = f * 8 + own.column;
-          if (!box.real || c >= of.in_channels - box.c) continue;
-          const float2 two = *reinterpret_cast<const float2*>(inverses + box.c + c);
-          odd = fmaf(two.x, 0.0f, fmaf(two.y, 0.0f, odd));
+          if (c >= channels) continue;
+          const float2 two = {simple_inverse(columns[f].x, odd), simple_inverse(columns[f].y, odd)};
           float* const to = static_cast<float*>(of.w) + first_row + c;
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
@@ -83,10 +95,8 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
             for (int half = 0; half < 2; ++half) {
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
               if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
-              // A sum without a simple inverse is stored as it is, and looked at below.
-              const float by[2] = {rows[i][half] * two.x, rows[i][half] * two.y};
-              const float first = from[half * 2] * (by[0] == by[0] ? by[0] : 1.0f);
-              const float second = from[half * 2 + 1] * (by[1] == by[1] ? by[1] : 1.0f);
+              const float first = from[half * 2] * rows[i][half] * two.x;
+              const float second = from[half * 2 + 1] * rows[i][half] * two.y;
               odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
               put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
             }
@@ -143,9 +153,11 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
     if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
     if constexpr (kScaled) {
       float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
-      const float by = inverses[box.c] * inverses[in_eights(of.in_channels) + k];
+      const float column = inverses[box.c], row = inverses[in_eights(of.in_channels) + k];
       float found = *at;
-      if (by != by) {
+      if (column != column || row != row) {
+        if (column == column) found /= column;
+        if (row == row) found /= row;
         found = unscaled(found, args.source.terms, args.source.ranges[box.c],
                          row_range(of, args.source, k));
       }
