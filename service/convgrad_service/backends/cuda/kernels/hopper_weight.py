@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -13,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     overlapping,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.kernels.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.hopper_weight_args import (
     WeightSumArgs,
@@ -54,6 +56,8 @@ RESULTS = (
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
+# By how much dense_weight is slower than its model, in TF32 on an H200.
+DENSE_SLOWER = 1.2
 # A step may count past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
@@ -87,9 +91,6 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        pays = flat_planes(work) or self._everywhere or _halves_pay(work)
-        if work.dtype is DType.FLOAT32 and not pays:
-            return "float32 of few products for its size: copies would cost more than they save"
         dims = dims_of(work)
         for dim in range(3 - dims, 3):
             shift = (work.kernel[dim] - 1) * work.dilation[dim]
@@ -101,14 +102,20 @@ class HopperWeight:
             return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
-        if next(reachable(work, device), None) is None:
+        best = _best(work, device)
+        if best is None:
             return "windows lie too far from the input's corners for TMA"
+        if best.scaled_bytes and not self._everywhere:
+            others_s = DENSE_SLOWER * weight_expected_s(work, device)
+            if expected_s(best, device) > others_s:
+                return "float32 of few products for its size: copies would cost more than they save"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        cut = cut or _best(work, device)
         if cut is None:
-            cut = min(reachable(work, device), key=lambda one: expected_s(one, device))
+            raise ValueError("a convolution that why_not refuses")
         planes = flat_planes(work)
         if planes is not None:
             work = planes
@@ -202,11 +209,10 @@ class HopperWeight:
         ]
 
 
-def _halves_pay(work: ConvWork) -> bool:
-    """Whether copies in float16 cost less than they save: what either takes on an H200, roughly."""
-    flops = 2 * work.pixels * work.in_channels * work.out_channels * prod(work.kernel)
-    copies_s = 18e-6 + scaled_halves.copied_bytes(work) / 3.6e12 + flops / 650e12
-    return copies_s < 15e-6 + flops / 135e12
+@lru_cache(maxsize=16)
+def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
+    """Asked for twice by each plan, and long to find."""
+    return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:

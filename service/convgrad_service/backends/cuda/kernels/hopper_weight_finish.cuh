@@ -222,7 +222,8 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const float4 given = sum;
   if (kScaled) {
     const float4 by = inverses == nullptr ? inverses_at(of, args.source, k, box.c) : *inverses;
-    sum.x *= by.x * by.z, sum.y *= by.y * by.z, sum.z *= by.x * by.w, sum.w *= by.y * by.w;
+    sum = make_float4(sum.x * by.x * by.z, sum.y * by.y * by.z, sum.z * by.x * by.w,
+                      sum.w * by.y * by.w);
   }
   if (!is_finite(sum.x + sum.y + sum.z + sum.w)) {
     if constexpr (kScaled) sum = doubted_four<SOURCE>(of, args.source, k, box, given);

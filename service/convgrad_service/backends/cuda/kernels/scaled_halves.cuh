@@ -47,11 +47,13 @@ __device__ __forceinline__ bool stands(const ChannelRange& of) {
   return fits && (of.lost == 0 || above <= static_cast<int>(kHeadroom));
 }
 
-// What unscales a product of one channel in one product; NaN where more is to be asked: of channels that
-// lost bits, or were copied again, and of magnitudes so far from 1 that it might leave float's range.
+// What unscales a sum of products, for one channel of two; NaN where more is to be asked: of channels that
+// lost bits, or were copied again, and of magnitudes so far from 1 that a sum might leave float's range
+// between the two, or its bits.
 __device__ __forceinline__ float inverse_of(const ChannelRange& of) {
+  if (of.peak == 0) return 1;
   const int scale = scale_of(of.guess);
-  const bool simple = stands(of) && of.lost == 0 && -60 <= scale && scale <= 60;
+  const bool simple = stands(of) && of.lost == 0 && -75 <= scale && scale <= 96;
   return simple ? power_of_two(-scale) : __uint_as_float(0x7fffffff);
 }
 // They follow the ranges.
