@@ -170,34 +170,57 @@ __device__ __noinline__ float4 defined_four(const WeightResult& of, const Weight
 
 __device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
 
-// What unscales four sums of scaled channels (scaled_halves.cuh): of two channels, from the even `c` on,
-// and the rows k and k + 8.
-__device__ __forceinline__ float4 inverses_at(const WeightResult& of, const WeightSource& source, int k,
-                                              int c) {
-  const int columns = in_eights(of.in_channels), last = of.out_channels - 1;
-  const float* const inverses = inverses_of(source.ranges, columns + in_eights(of.out_channels));
-  const float2 two = *reinterpret_cast<const float2*>(inverses + c);
-  return make_float4(two.x, two.y, inverses[columns + min(k, last)], inverses[columns + min(k + 8, last)]);
+// How sums of a scaled channel are unscaled (scaled_halves.cuh), and for its part the least sum beyond
+// doubt.
+struct Inverse {
+  float by, least;
+};
+struct InversePair {
+  Inverse first, second;
+};
+
+__device__ __forceinline__ const Unscaling* unscalings(const WeightResult& of,
+                                                       const WeightSource& source) {
+  return unscalings_of(source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels));
+}
+// Of grad_output's channel k; of one that there is not something.
+__device__ __forceinline__ int row_of(const WeightResult& of, int k) {
+  return in_eights(of.in_channels) + min(k, of.out_channels - 1);
+}
+__device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
+  const Unscaling row = unscalings(of, source)[row_of(of, k)];
+  return {row.inverse, beyond_doubt(row.lost, source.terms)};
+}
+// Of two of the input's channels, from the even `c` on.
+__device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
+                                                   int c) {
+  const float4 two = *reinterpret_cast<const float4*>(unscalings(of, source) + c);
+  return {{two.x, beyond_doubt(__float_as_uint(two.y), source.terms)},
+          {two.z, beyond_doubt(__float_as_uint(two.w), source.terms)}};
+}
+// NaN where it is in doubt, or there is no inverse.
+__device__ __forceinline__ float quickly_unscaled(float sum, const Inverse& x, const Inverse& y) {
+  return fabsf(sum) >= x.least + y.least ? sum * x.by * y.by : __uint_as_float(0x7fffffff);
 }
 
-// What is known of grad_output's channel k, where it is scaled; of those that there are not something.
-__device__ __forceinline__ ChannelRange row_range(const WeightResult& of, const WeightSource& source,
-                                                  int k) {
-  return source.ranges[in_eights(of.in_channels) + min(k, of.out_channels - 1)];
+// One sum of scaled channels, unscaled.
+__device__ __forceinline__ float unscaled_at(const WeightResult& of, const WeightSource& source, int k,
+                                             int c, float sum) {
+  const Unscaling* const by = unscalings(of, source);
+  const int row = row_of(of, k);
+  return unscaled(sum, source.terms, Scaled(source.ranges[c], by[c]),
+                  Scaled(source.ranges[row], by[row]));
 }
-
-// Sums of scaled channels, unscaled. `c` is even; ranges of channels that there are not are
-// zeros, and what is found for rows that there are not is nobody's.
+// Four of them. `c` is even; what is known of channels that there are not are zeros, and what is found for
+// rows that there are not is nobody's.
 __device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
                                                 int k, int c, const float4& sum) {
-  const Scaled first(source.ranges[c]), second(source.ranges[c + 1]);
-  const Scaled low(row_range(of, source, k)), high(row_range(of, source, k + 8));
-  return make_float4(
-      unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
-      unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));
+  return make_float4(unscaled_at(of, source, k, c, sum.x), unscaled_at(of, source, k, c + 1, sum.y),
+                     unscaled_at(of, source, k + 8, c, sum.z),
+                     unscaled_at(of, source, k + 8, c + 1, sum.w));
 }
 
-// Four sums of scaled channels that have no simple inverse, or were not finite, as they ought to be.
+// Four sums of scaled channels that are in doubt, or were not finite, as they ought to be.
 template <class E>
 __device__ __noinline__ float4 doubted_four(const WeightResult& of, const WeightSource& source, int k,
                                             const Box& box, float4 sum) {

@@ -35,11 +35,11 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
-// Of scaled channels: an inverse where there is one. Where not `odd` becomes NaN, and a sum is stored
-// without it.
-__device__ __forceinline__ float simple_inverse(float inverse, float& odd) {
-  odd = fmaf(inverse, 0.0f, odd);
-  return inverse == inverse ? inverse : 1.0f;
+// The same where it is to be stored whatever it is: then `odd` becomes NaN, and what there is not is 1.
+__device__ __forceinline__ Inverse there(Inverse inverse, float& odd) {
+  odd = fmaf(inverse.by, 0.0f, odd);
+  if (inverse.by != inverse.by) inverse.by = 1;
+  return inverse;
 }
 
 // Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
@@ -55,17 +55,13 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
   float odd = 0;
-  float rows[kScaled ? kRows : 1][2];  // inverses
-  const float* const inverses =
-      kScaled ? inverses_of(args.source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels))
-              : nullptr;
+  Inverse rows[kScaled ? kRows : 1][2];
   if constexpr (kScaled) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int k = min(own.k + i * 64 + half * 8, of.out_channels - 1);
-        rows[i][half] = simple_inverse(inverses[in_eights(of.in_channels) + k], odd);
+        rows[i][half] = there(inverse_at(of, args.source, own.k + i * 64 + half * 8), odd);
       }
     }
   }
@@ -77,28 +73,34 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
       const i64 first_row = result_at(of, own.k, box);
       if constexpr (kScaled) {
         const int channels = box.real ? of.in_channels - box.c : 0;
-        float2 columns[kInBlock];  // all at once, before any result is stored
+        constexpr int kBeside = kRows * kProducts * kFragments > 32 ? 2 : 4;  // as registers allow
 #pragma unroll
-        for (int f = 0; f < kInBlock; ++f) {
-          const int c = min(f * 8 + own.column, max(channels - 2, 0));
-          columns[f] = *reinterpret_cast<const float2*>(inverses + (box.real ? box.c + c : 0));
-        }
+        for (int group = 0; group < kInBlock; group += kBeside) {
+          InversePair columns[kBeside];  // before any result of theirs is stored
 #pragma unroll
-        for (int f = 0; f < kInBlock; ++f) {
-          const int c = f * 8 + own.column;
-          if (c >= channels) continue;
-          const float2 two = {simple_inverse(columns[f].x, odd), simple_inverse(columns[f].y, odd)};
-          float* const to = static_cast<float*>(of.w) + first_row + c;
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
+            columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
+          }
 #pragma unroll
-          for (int i = 0; i < kRows; ++i) {
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = (group + f) * 8 + own.column;
+            if (c >= channels) continue;
+            const Inverse x[2] = {there(columns[f].first, odd), there(columns[f].second, odd)};
+            float* const to = static_cast<float*>(of.w) + first_row + c;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const float(&from)[4] = sum[i][j][block * kInBlock + f];
-              if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
-              const float first = from[half * 2] * rows[i][half] * two.x;
-              const float second = from[half * 2 + 1] * rows[i][half] * two.y;
-              odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
-              put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const float(&from)[4] = sum[i][j][block * kInBlock + group + f];
+                if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
+                const Inverse& y = rows[i][half];
+                const float first = from[half * 2], second = from[half * 2 + 1];
+                odd = fmaf(quickly_unscaled(first, x[0], y), 0.0f, odd);
+                odd = fmaf(quickly_unscaled(second, x[1], y), 0.0f, odd);
+                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first * x[0].by * y.by,
+                         second * x[1].by * y.by);
+              }
             }
           }
         }
@@ -153,14 +155,12 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
     if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
     if constexpr (kScaled) {
       float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
-      const float column = inverses[box.c], row = inverses[in_eights(of.in_channels) + k];
+      const Unscaling* const by = unscalings(of, args.source);
+      const float column = by[box.c].inverse, row = by[row_of(of, k)].inverse;
       float found = *at;
-      if (column != column || row != row) {
-        if (column == column) found /= column;
-        if (row == row) found /= row;
-        found = unscaled(found, args.source.terms, args.source.ranges[box.c],
-                         row_range(of, args.source, k));
-      }
+      if (column == column) found /= column;
+      if (row == row) found /= row;
+      found = unscaled_at(of, args.source, k, box.c, found);
       *at = is_finite(found) ? found : defined_sum<SOURCE>(args.source, k, box);
       continue;
     }
@@ -207,7 +207,8 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
 template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
                                             int index, float4 sum, const Box* boxes,
-                                            const float4* inverses = nullptr) {
+                                            const InversePair* of_columns = nullptr,
+                                            const InversePair* of_rows = nullptr) {
   const WeightResult& of = args.result;
   constexpr int kEach = kRows * kProducts * kFragments * 128;
   const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -221,9 +222,13 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
   const float4 given = sum;
   if (kScaled) {
-    const float4 by = inverses == nullptr ? inverses_at(of, args.source, k, box.c) : *inverses;
-    sum = make_float4(sum.x * by.x * by.z, sum.y * by.y * by.z, sum.z * by.x * by.w,
-                      sum.w * by.y * by.w);
+    const InversePair x = of_columns == nullptr ? inverses_at(of, args.source, box.c) : *of_columns;
+    const InversePair y = of_rows == nullptr ? InversePair{inverse_at(of, args.source, k),
+                                                           inverse_at(of, args.source, k + 8)}
+                                             : *of_rows;
+    sum = make_float4(
+        quickly_unscaled(sum.x, x.first, y.first), quickly_unscaled(sum.y, x.second, y.first),
+        quickly_unscaled(sum.z, x.first, y.second), quickly_unscaled(sum.w, x.second, y.second));
   }
   if (!is_finite(sum.x + sum.y + sum.z + sum.w)) {
     if constexpr (kScaled) sum = doubted_four<SOURCE>(of, args.source, k, box, given);
@@ -288,7 +293,7 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     }
   }
   if (!odd) return;
-  float4 inverses[4];
+  InversePair columns[4], y;
   if constexpr (kScaled) {
     constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
     const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -297,17 +302,18 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
     const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
     // All at once, before any result is stored.
+    y = {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int c = box.c + (f % kInBlock + e) * 8 + owner % 4 * 2;
-      inverses[e] = inverses_at(of, args.source, k, min(c, in_eights(of.in_channels) - 2));
+      columns[e] = inverses_at(of, args.source, min(c, in_eights(of.in_channels) - 2));
     }
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     if constexpr (kScaled) {
       finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes,
-                                                &inverses[e]);
+                                                &columns[e], &y);
     } else {
       finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
                                                   sum[e], boxes);

@@ -6,17 +6,15 @@
 // largest among the block's. The kernel writes the copies, channels side by side, zeros up to
 // multiples of eight, finds each channel's true largest magnitude, and counts the elements that are
 // not zero and lie below 2^-14 then: they lose bits. It runs three times (PASS): first to clear what it
-// counts in, which costs less than a graph's own step for it, then to copy, and then to say for which
-// channels a sum is unscaled by one product, and to copy those channels again of which the sample told
-// too little, by their largest magnitude. Mostly there are none, and its blocks end at once.
+// counts in, which costs less than a graph's own step for it, then to copy, and then to say how sums are
+// unscaled, and to copy those channels again of which the sample told too little, by their largest
+// magnitude. Mostly there are none, and its blocks end at once.
 //
 // Block: 256 threads, `rows` pixels of `lanes` vectors of four channels, kEach times at once; a sample is
-// kSampled times `rows` pixels. The first
-// of[0].blocks blocks have the first tensor; neighbours of them have the same pixels, and others of
-// the `chunks` of channels. Static shared memory: 4 KB.
+// kSampled times `rows` pixels. The first of[0].blocks blocks have the first tensor; neighbours of them
+// have the same pixels, and others of the `chunks` of channels. Static shared memory: 4 KB.
 // Relies on its launcher for channels in multiples of 4, and for elements aligned to 16 bytes.
-// Deterministic: all blocks take the same sample, and largest values and
-// counts know no order.
+// Deterministic: all blocks take the same sample, and largest values and counts know no order.
 // Index limits: pixels below 2^31 less a grid's; elements 64-bit.
 #include "accesses.cuh"
 #include "divider.cuh"
@@ -90,7 +88,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   start_next();
   if (PASS == kClear) {
     const int index = blockIdx.x * kThreads + threadIdx.x;
-    if (index < args.of[0].all_ranges) args.of[0].ranges[index] = {};
+    if (index < args.of[0].all_ranges) {
+      args.of[0].ranges[index] = {};
+      unscalings_of(args.of[0].ranges, args.of[0].all_ranges)[index] = {};
+    }
     return;
   }
   if (kCopiesAgain) wait_for_previous();
@@ -127,6 +128,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   };
 
   auto range_of = [&](int e) { return of.ranges + of.ranges_at + c + e; };
+  auto unscaling_of = [&](int e) {
+    return unscalings_of(of.ranges, of.all_ranges) + of.ranges_at + c + e;
+  };
   u32 sized[4] = {};  // what the scales go by
   bool wanted[4] = {};
   if (kCopiesAgain) {
@@ -136,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
         const ChannelRange range = *range_of(e);
         wanted[e] = !stands(range), sized[e] = wanted[e] ? range.peak : range.guess;
         if (turn == 0 && row == 0) {
-          inverses_of(of.ranges, of.all_ranges)[of.ranges_at + c + e] = inverse_of(range);
+          unscaling_of(e)->inverse = inverse_of(range);
+          if (!wanted[e]) unscaling_of(e)->lost = range.lost;
         }
       }
     }
@@ -188,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     for (int e = 0; e < 4; ++e) {
       if (!kCopiesAgain && turn == 0 && row == 0) range_of(e)->guess = sized[e];
       if (lost[e] == 0 || (kCopiesAgain && !wanted[e])) continue;
-      atomicAdd(kCopiesAgain ? &range_of(e)->lost_again : &range_of(e)->lost, lost[e]);
+      atomicAdd(kCopiesAgain ? &unscaling_of(e)->lost : &range_of(e)->lost, lost[e]);
     }
   }
   if (kCopiesAgain) return;

@@ -8,10 +8,16 @@
 namespace convgrad {
 
 // What is known of a channel. Magnitudes are bits of finite floats: that by which it was scaled at
-// first, its largest one. Then how many elements lost bits; and how many, scaled by the largest, where
-// it was copied again.
+// first, its largest one. Then how many elements lost bits.
 struct alignas(16) ChannelRange {
-  u32 guess, peak, lost, lost_again;
+  u32 guess, peak, lost, unused;
+};
+
+// How a channel's sums are unscaled: the power of two, or NaN where that may leave float's range; and how
+// many elements have lost bits, as it was copied in the end. They follow the ranges.
+struct alignas(8) Unscaling {
+  float inverse;
+  u32 lost;
 };
 
 // A sample's largest magnitude goes to [2^11, 2^12), so that a channel's may be 16 times as large, or for
@@ -47,21 +53,28 @@ __device__ __forceinline__ bool stands(const ChannelRange& of) {
   return fits && (of.lost == 0 || above <= static_cast<int>(kHeadroom));
 }
 
-// What unscales a sum of products, for one channel of two; NaN where more is to be asked: of channels that
-// lost bits, or were copied again, and of magnitudes so far from 1 that a sum might leave float's range
-// between the two, or its bits.
+__device__ __forceinline__ int final_scale(const ChannelRange& of) {
+  return scale_of(stands(of) ? of.guess : of.peak);
+}
+
+// NaN for magnitudes so far from 1 that a sum might leave float's range between two inverses, or its
+// bits.
 __device__ __forceinline__ float inverse_of(const ChannelRange& of) {
   if (of.peak == 0) return 1;
-  const int scale = scale_of(of.guess);
-  const bool simple = stands(of) && of.lost == 0 && -75 <= scale && scale <= 96;
-  return simple ? power_of_two(-scale) : __uint_as_float(0x7fffffff);
+  const int scale = final_scale(of);
+  return -75 <= scale && scale <= 96 ? power_of_two(-scale) : __uint_as_float(0x7fffffff);
 }
-// They follow the ranges.
-__device__ __forceinline__ float* inverses_of(ChannelRange* ranges, int count) {
-  return reinterpret_cast<float*>(ranges + count);
+__device__ __forceinline__ Unscaling* unscalings_of(ChannelRange* ranges, int count) {
+  return reinterpret_cast<Unscaling*>(ranges + count);
 }
-__device__ __forceinline__ const float* inverses_of(const ChannelRange* ranges, int count) {
-  return reinterpret_cast<const float*>(ranges + count);
+__device__ __forceinline__ const Unscaling* unscalings_of(const ChannelRange* ranges, int count) {
+  return reinterpret_cast<const Unscaling*>(ranges + count);
+}
+
+// A sum is beyond doubt, whatever its channels' magnitudes, from so much on for each of them (`unscaled`,
+// below: no magnitude reaches 2^16).
+__device__ __forceinline__ float beyond_doubt(u32 lost, float terms) {
+  return static_cast<float>(lost) * (0x1p17f / terms);
 }
 
 // Of a channel as it was copied: its power of two, how many elements have lost bits, and what no
@@ -70,13 +83,10 @@ struct Scaled {
   int scale;
   float lost, top;
 
-  Scaled() = default;
-  __device__ __forceinline__ Scaled(const ChannelRange& of) {
-    const bool first = stands(of);
-    scale = scale_of(first ? of.guess : of.peak);
-    lost = static_cast<float>(first ? of.lost : of.lost_again);
-    top = of.peak == 0 ? 0 : power_of_two(exponent_of(of.peak) - 126 + scale);
-  }
+  __device__ __forceinline__ Scaled(const ChannelRange& of, const Unscaling& by)
+      : scale(final_scale(of)),
+        lost(static_cast<float>(by.lost)),
+        top(of.peak == 0 ? 0 : power_of_two(exponent_of(of.peak) - 126 + scale)) {}
 };
 
 // A sum of products of two scaled channels, as it would be unscaled. NaN where what was lost might

@@ -19,8 +19,8 @@ __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
 BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
 BLOCKS_PER_MULTIPROCESSOR = 3
-# ChannelRange of scaled_halves.cuh, and a float that follows them all.
-RANGE_BYTES = 16 + 4
+# ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
+RANGE_BYTES = 16 + 8
 
 # ScaledTensor of scaled_halves.cu.
 TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
