@@ -18,7 +18,8 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguo
 __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
 BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
-BLOCKS_PER_MULTIPROCESSOR = 3
+# Of what copies; and of what copies again, which then has room beside it, and waits there already.
+BLOCKS_PER_MULTIPROCESSOR, AGAIN_PER_MULTIPROCESSOR = 2, 1
 # ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
 RANGE_BYTES = 16 + 8
 
@@ -90,22 +91,54 @@ def copies_of(
 ) -> tuple[list[Step], list[Workspace]]:
     """What fills `copies` and ``ranges`` from operands whose channels lie side by side."""
     halves = copies(work)
+    workspace = [Workspace(ranges, ranges_bytes(work))]
+    for half, channels, size in (
+        (halves.x, work.in_channels, work.input),
+        (halves.y, work.out_channels, work.output),
+    ):
+        workspace.append(Workspace(half.buffer, work.batch * prod(size) * _padded(channels) * 2))
+    clears, copying, again = instances()
+    count = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
+    steps: list[Step] = []
+    for one, each in (
+        (clears, 0),
+        (copying, BLOCKS_PER_MULTIPROCESSOR),
+        (again, AGAIN_PER_MULTIPROCESSOR),
+    ):
+        args, blocks = _arguments(x, y, work, max(1, each) * device.multiprocessors)
+        packed = pack(
+            args,
+            x_from=x,
+            x_to=halves.x,
+            x_ranges=ranges,
+            y_from=y,
+            y_to=halves.y,
+            y_ranges=ranges,
+        )
+        # Each waits itself for the one before it.
+        grid = (blocks if each else count), 1, 1
+        steps.append(Launch(one, grid, (BLOCK, 1, 1), packed, overlaps=each > 0))
+    return steps, workspace
+
+
+def _arguments(
+    x: Operand, y: Operand, work: ConvWork, most_blocks: int
+) -> tuple[ScaledHalvesArgs, int]:
+    """With about so many blocks, and with how many."""
     args = ScaledHalvesArgs()
     operands = (
-        ("x", x, halves.x, work.in_channels, work.input),
-        ("y", y, halves.y, work.out_channels, work.output),
+        ("x", x, work.in_channels, work.input),
+        ("y", y, work.out_channels, work.output),
     )
     sizes = [prod(size) * _padded(channels) for *_, channels, size in operands]
     ranges_at, blocks = 0, 0
-    workspace = [Workspace(ranges, ranges_bytes(work))]
-    for (name, operand, half, channels, size), elements in zip(operands, sizes, strict=True):
+    for (name, operand, channels, size), elements in zip(operands, sizes, strict=True):
         padded = _padded(channels)
         lanes = min(MOST_LANES, padded // 4)
         rows, chunks = BLOCK // lanes, ceil_div(padded // 4, lanes)
         pixels = work.batch * prod(size)
-        # As many blocks as there is to copy, of those that the device takes at once.
-        all_blocks = BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors
-        wanted = max(1, round(all_blocks * elements / sum(sizes)) // chunks)
+        # As many as there is to copy.
+        wanted = max(1, round(most_blocks * elements / sum(sizes)) // chunks)
         strides = operand.strides[0], *operand.strides[3:]
         values = {
             "in_order": _in_order(strides, (work.batch, *size)),
@@ -129,25 +162,7 @@ def copies_of(
             getattr(args, f"{name}_by")[dim][:] = divider(size[dim])
         blocks += values["blocks"]
         ranges_at += padded
-        workspace.append(Workspace(half.buffer, pixels * padded * 2))
-    packed = pack(
-        args,
-        x_from=x,
-        x_to=halves.x,
-        x_ranges=ranges,
-        y_from=y,
-        y_to=halves.y,
-        y_ranges=ranges,
-    )
-    clears, copying, again = instances()
-    clearing = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
-    # Each waits itself for the one before it.
-    launches = [
-        Launch(clears, (clearing, 1, 1), (BLOCK, 1, 1), packed),
-        Launch(copying, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
-        Launch(again, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
-    ]
-    return list(launches), workspace
+    return args, blocks
 
 
 def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
