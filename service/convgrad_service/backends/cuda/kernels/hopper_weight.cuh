@@ -62,7 +62,8 @@ struct WeightSource {
   // of y's. x and y, above, are float32 then.
   const ChannelRange* ranges;
   float terms;  // the fewest of a sum, of those that have any
-  int unused;
+  float doubt;  // what a sum must be for each element that lost bits: 2^17 / terms, for no magnitude
+                // reaches 2^16 (see `unscaled`)
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -189,14 +190,14 @@ __device__ __forceinline__ int row_of(const WeightResult& of, int k) {
 }
 __device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
   const Unscaling row = unscalings(of, source)[row_of(of, k)];
-  return {row.inverse, beyond_doubt(row.lost, source.terms)};
+  return {row.inverse, static_cast<float>(row.lost) * source.doubt};
 }
 // Of two of the input's channels, from the even `c` on.
 __device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
                                                    int c) {
   const float4 two = *reinterpret_cast<const float4*>(unscalings(of, source) + c);
-  return {{two.x, beyond_doubt(__float_as_uint(two.y), source.terms)},
-          {two.z, beyond_doubt(__float_as_uint(two.w), source.terms)}};
+  return {{two.x, static_cast<float>(__float_as_uint(two.y)) * source.doubt},
+          {two.z, static_cast<float>(__float_as_uint(two.w)) * source.doubt}};
 }
 // NaN where it is in doubt, or there is no inverse.
 __device__ __forceinline__ float quickly_unscaled(float sum, const Inverse& x, const Inverse& y) {

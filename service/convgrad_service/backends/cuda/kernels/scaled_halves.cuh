@@ -71,12 +71,6 @@ __device__ __forceinline__ const Unscaling* unscalings_of(const ChannelRange* ra
   return reinterpret_cast<const Unscaling*>(ranges + count);
 }
 
-// A sum is beyond doubt, whatever its channels' magnitudes, from so much on for each of them (`unscaled`,
-// below: no magnitude reaches 2^16).
-__device__ __forceinline__ float beyond_doubt(u32 lost, float terms) {
-  return static_cast<float>(lost) * (0x1p17f / terms);
-}
-
 // Of a channel as it was copied: its power of two, how many elements have lost bits, and what no
 // magnitude reaches.
 struct Scaled {

@@ -18,8 +18,8 @@ from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguo
 __all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
 BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
-# Of what copies; and of what copies again, which then has room beside it, and waits there already.
-BLOCKS_PER_MULTIPROCESSOR, AGAIN_PER_MULTIPROCESSOR = 2, 1
+# Few enough that of what copies again some have room beside it, and wait there already.
+BLOCKS_PER_MULTIPROCESSOR = 2
 # ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
 RANGE_BYTES = 16 + 8
 
@@ -97,27 +97,24 @@ def copies_of(
         (halves.y, work.out_channels, work.output),
     ):
         workspace.append(Workspace(half.buffer, work.batch * prod(size) * _padded(channels) * 2))
+    args, blocks = _arguments(x, y, work, BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors)
+    packed = pack(
+        args,
+        x_from=x,
+        x_to=halves.x,
+        x_ranges=ranges,
+        y_from=y,
+        y_to=halves.y,
+        y_ranges=ranges,
+    )
     clears, copying, again = instances()
-    count = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
-    steps: list[Step] = []
-    for one, each in (
-        (clears, 0),
-        (copying, BLOCKS_PER_MULTIPROCESSOR),
-        (again, AGAIN_PER_MULTIPROCESSOR),
-    ):
-        args, blocks = _arguments(x, y, work, max(1, each) * device.multiprocessors)
-        packed = pack(
-            args,
-            x_from=x,
-            x_to=halves.x,
-            x_ranges=ranges,
-            y_from=y,
-            y_to=halves.y,
-            y_ranges=ranges,
-        )
-        # Each waits itself for the one before it.
-        grid = (blocks if each else count), 1, 1
-        steps.append(Launch(one, grid, (BLOCK, 1, 1), packed, overlaps=each > 0))
+    clearing = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
+    # Each waits itself for the one before it.
+    steps: list[Step] = [
+        Launch(clears, (clearing, 1, 1), (BLOCK, 1, 1), packed),
+        Launch(copying, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
+        Launch(again, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
+    ]
     return steps, workspace
 
 
