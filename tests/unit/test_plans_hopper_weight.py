@@ -143,6 +143,35 @@ def test_float32_is_copied_to_float16_first() -> None:
     assert sizes["ranges"] == 512 * 24
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "batch", "halves"),
+    [
+        ((64, 256), 56, 1, 1, 64, False),
+        ((256, 512), 56, 1, 2, 64, False),
+        ((2048, 512), 7, 1, 1, 64, True),
+        ((1024, 2048), 14, 1, 2, 64, True),
+        ((128, 128), 56, 3, 2, 64, True),
+        ((128, 128), 56, 3, 2, 4, False),
+        ((256, 256), 56, 3, 1, 1, True),
+    ],
+)
+def test_float32_becomes_float16_where_that_is_expected_to_be_faster(
+    channels: tuple[int, int], size: int, kernel: int, stride: int, batch: int, halves: bool
+) -> None:
+    work = work_of(
+        "bwd_weight",
+        channels=channels,
+        size=size,
+        kernel=kernel,
+        stride=stride,
+        pad=kernel // 2,
+        batch=batch,
+        dtype=DType.FLOAT32,
+        precision="high",
+    )
+    assert (HopperWeight().why_not(work, H200) is None) is halves
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize(("pad", "dilation"), [(0, 1), (1, 1), (6, 1), (4, 4), (2, 5)])
 def test_fewest_terms_of_a_sum(stride: int, pad: int, dilation: int) -> None:
