@@ -35,7 +35,7 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
-// The same where it is to be stored whatever it is: then `odd` becomes NaN, and what there is not is 1.
+// For sums that are stored whatever they are: where there is no inverse `odd` becomes NaN, and it is 1.
 __device__ __forceinline__ Inverse there(Inverse inverse, float& odd) {
   odd = fmaf(inverse.by, 0.0f, odd);
   if (inverse.by != inverse.by) inverse.by = 1;

@@ -104,7 +104,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   const int c = (chunk * of.lanes + lane) * 4;
   const bool mine = row < of.rows && c < of.padded, real = mine && c < of.readable;
   const int each = of.rows * kEach;
-  auto larger = [](u32 a, u32 b) { return max(a, b); };
 
   float4 four[kEach];
   auto load = [&](auto& four, int first, int step) {
@@ -155,7 +154,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     load(some, of.sample_step / 2 + row * of.sample_step, of.rows * of.sample_step);
     largest(some, sized);
     over_rows(found, of, lane, sized);
-    if (row == 0 && real) atomicMax(&of_block, larger(larger(sized[0], sized[1]), larger(sized[2], sized[3])));
+    if (row == 0 && real) {
+      atomicMax(&of_block, max(max(sized[0], sized[1]), max(sized[2], sized[3])));
+    }
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
