@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from convgrad.dtypes import DType
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import (
@@ -14,9 +15,13 @@ from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import (
     shares_of,
 )
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200, CudaDevice
+from convgrad_service.plans.cuda_program import Fragment, Launch
 from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.problems import GroupedConvBwdWeight
+from convgrad_service.problems.geometry import ConvShape
+from convgrad_service.problems.layouts import LAYOUTS
 from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
@@ -38,9 +43,11 @@ GEOMETRIES = {
     "asymmetric_padding": Conv(1, 16, 16, (12, 28), (3, 3), padding=((0, 1), (2, 1)), groups=2),
     "padding_beyond": Conv(1, 16, 16, (5, 4), (3, 3), padding=((4, 0), (1, 5)), groups=2),
     "no_padding": Conv(2, 32, 32, (3, 4), (3, 3), groups=2),
+    # Rows that end within eight columns: products read the next row's first pixels.
+    "rows_end_early": Conv(1, 16, 16, (6, 17), (3, 3), padding=((1, 1), (2, 2)), groups=2),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
-NOT_FINITE = ("c4", "c16", "c32", "padding_beyond")
+NOT_FINITE = ("c4", "c16", "c32", "padding_beyond", "rows_end_early")
 EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups_4" in case.name]
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -50,9 +57,7 @@ class InTurn(HopperGroupedWeight):
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
         few = replace(device, multiprocessors=2)
-        small = min(
-            shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns, one.width)
-        )
+        small = min(shares_of(work, few), key=lambda one: (one.images, one.rows, one.columns))
         return super().launches(work, few, small)
 
 
@@ -60,7 +65,7 @@ class Together(HopperGroupedWeight):
     """As many images to a tile as there may be."""
 
     def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
-        most = max(shares_of(work, device), key=lambda one: (one.images, one.width))
+        most = max(shares_of(work, device), key=lambda one: one.images)
         return super().launches(work, device, most)
 
 
@@ -99,6 +104,46 @@ def test_emulated_float16(seed: int, name: str) -> None:
 def test_emulated_not_finite(seed: int, name: str) -> None:
     layout = with_layouts(2, grouped=False)[-1]
     not_finite(emulated(HopperGroupedWeight()), seed, CASES[name], "bfloat16", layout)
+
+
+@emulation
+@pytest.mark.parametrize("split_k", [1, 2, 5, 1000])
+@pytest.mark.parametrize("name", ["c4", "c16", "c32"])
+def test_emulated_shares(seed: int, name: str, split_k: int) -> None:
+    case = CASES[name].with_params("split", split_k=split_k)
+    layouts = with_layouts(2, grouped=False)[-1:]
+    gates(emulated(InTurn()), seed, case, "bfloat16", layouts)
+
+
+def test_shares_are_counted() -> None:
+    """In eight bits."""
+    conv = ConvShape(
+        batch=2000,
+        groups=2,
+        in_channels=32,
+        out_channels=32,
+        input_size=(7, 7),
+        kernel_size=(3, 3),
+        output_size=(7, 7),
+        stride=(1, 1),
+        padding=((1, 1), (1, 1)),
+        dilation=(1, 1),
+    )
+    for split_k in (None, 1, 300):
+        problem = GroupedConvBwdWeight(
+            conv=conv,
+            dtype=DType.BFLOAT16,
+            layout=LAYOUTS["NHWC"],
+            weight_dtype=DType.BFLOAT16,
+            split_k=split_k,
+        )
+        plan = plan_for(problem, H200, replace(FAMILIES, bwd_weight=(HopperGroupedWeight(),)))
+        (launch,) = plan.steps
+        assert isinstance(launch, Launch)
+        slices, shares, _ = launch.grid
+        assert slices == 1
+        assert shares == {1: 1, 300: 255}.get(split_k or 0, shares)
+        assert launch.shared_bytes <= H200.shared_bytes_per_block
 
 
 @emulation

@@ -44,6 +44,8 @@ GEOMETRIES = {
     "padding_beyond": Conv(1, 32, 32, (5, 4), (3, 3), padding=((4, 0), (1, 5))),
     "rows_left_over": Conv(1, 32, 32, (12, 11), (3, 2), (5, 3)),
     "pointwise": Conv(3, 64, 128, (7, 7), (1, 1)),
+    # More pixels than a sample of any channel takes.
+    "many_pixels": Conv(3, 40, 24, (19, 23), (1, 1)),
     "output_1": Conv(3, 32, 32, (5, 4), (5, 4)),
     "1d": Conv(2, 64, 64, (150,), (3,), padding=4, dilation=4),
     "1d_strided": Conv(1, 32, 64, (99,), (16,), 8, 4),
@@ -65,6 +67,7 @@ KINDS: dict[str, Callable[[Cut], bool]] = {
     "128x192_taps_together": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "64x288_together": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "256x64": lambda cut: cut.cluster == 1,
+    "128x192_whole": lambda cut: cut.cluster == 1 and cut.whole == cut.tiles,
 }
 # Each kind is compiled for the emulator, so few geometries meet many of them.
 EMULATED = [(name, "128x192", "bfloat16") for name in CASES]
@@ -83,6 +86,7 @@ EMULATED += [
         "128x192_together",
         "128x192_taps_together",
         "128x192_summed",
+        "128x192_whole",
         "64x288",
     )
     for name in (
@@ -174,8 +178,47 @@ def test_far_apart(backend: Backend, seed: int, name: str) -> None:
     far_apart(backend, seed, name, with_layouts(CASES[name].ndim, grouped=False)[-1])
 
 
+def misjudged(backend: Backend, seed: int, name: str, layout: str | None) -> None:
+    """float32 of ``precision: high`` with channels that a few of their pixels say little of: mostly
+    zeros, one pixel far above the others, or the only one that is not zero."""
+    case = CASES[name].with_params("high", precision="high")
+    rng = rng_for(seed, case.id, "misjudged")
+    tensors = draw(case, rng, DTYPES["float32"], normals)
+    for start, tensor in enumerate(tensors.values()):
+        flat = np.moveaxis(tensor, 1, -1).reshape(-1, tensor.shape[1])
+        for channel in range(flat.shape[1]):
+            pixels, kind = flat[:, channel], (channel + start) % 4
+            at = rng.integers(len(pixels))
+            if kind == 1:
+                pixels *= rng.random(len(pixels)) < 0.02
+            elif kind == 2:
+                pixels[at] = np.ldexp(pixels[at], int(rng.integers(3, 30)))
+            elif kind == 3:
+                pixels[np.arange(len(pixels)) != at] = 0
+        tensor[:] = np.moveaxis(flat.reshape(tensor.shape[0], *tensor.shape[2:], -1), -1, 1)
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(backend, case, tensors, layout)
+    check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}", ROUNDED)
+
+
+MISJUDGED = ("many_pixels", "1d", "plain")
+
+
+@pytest.mark.parametrize("name", MISJUDGED)
+def test_misjudged(backend: Backend, seed: int, name: str) -> None:
+    misjudged(backend, seed, name, with_layouts(CASES[name].ndim, grouped=False)[-1])
+
+
 @emulation
-@pytest.mark.parametrize("kind", ["128x192", "128x192_together"])
+@pytest.mark.parametrize("kind", ["128x192", "128x192_whole", "128x192_together"])
+@pytest.mark.parametrize("name", MISJUDGED)
+def test_emulated_misjudged(seed: int, name: str, kind: str) -> None:
+    layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
+    misjudged(EmulatedBackend(of_kind(kind)), seed, name, layout)
+
+
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_whole", "128x192_together"])
 @pytest.mark.parametrize("name", FAR_APART)
 def test_emulated_far_apart(seed: int, name: str, kind: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]

@@ -53,8 +53,25 @@ def test_one_launch_computes_both(channels: int, outputs: int, size: int, stride
 def test_many_outputs_are_two_launches() -> None:
     assert "512 outputs" in why_not(separable(512, 512))
     made = plan(separable(728, 728, (19, 19)))
-    # The intermediate's pixels start at whole lines.
-    assert [one.size_bytes for one in made.workspace] == [64 * 19 * 19 * 768 * 2]
+    # The intermediate's pixels start at whole lines, and so do the weights' rows.
+    assert [one.size_bytes for one in made.workspace] == [64 * 19 * 19 * 768 * 2, 728 * 768 * 2]
+
+
+@pytest.mark.parametrize(("channels", "copies"), [(512, 0), (728, 1)])
+def test_the_second_of_two_launches_begins_while_the_first_ends(channels: int, copies: int) -> None:
+    steps = [step for step in plan(plain(channels)).steps if isinstance(step, Launch)]
+    assert [step.instance.entry for step in steps] == [
+        "depthwise",
+        *["row_copy"] * copies,
+        "hopper_gather",
+    ]
+    assert [step.overlaps for step in steps] == [False, *[True] * (copies + 1)]
+
+
+def plain(channels: int) -> Problem:
+    """Nothing but the two convolutions."""
+    problem = separable(channels, channels)
+    return replace(problem, bias0=False, bias1=False, activation0="none", activation1="none")
 
 
 def test_other_problems_are_left_to_others() -> None:

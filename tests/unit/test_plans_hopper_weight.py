@@ -137,10 +137,39 @@ def test_float32_is_copied_to_float16_first() -> None:
     )
     fragment = HopperWeight().launches(work, H200)
     kernels = [step.instance.entry for step in fragment.steps if isinstance(step, Launch)]
-    assert kernels == ["scaled_halves", "scaled_halves", "hopper_weight"]
+    assert kernels == ["scaled_halves"] * 3 + ["hopper_weight"]
     sizes = {space.name: space.size_bytes for space in fragment.workspace}
     assert sizes["input_halves"] == sizes["grad_output_halves"] == 64 * 56 * 56 * 256 * 2
-    assert sizes["peaks"] == 2 * 512 * 4
+    assert sizes["ranges"] == 512 * 24
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "batch", "halves"),
+    [
+        ((64, 256), 56, 1, 1, 64, False),
+        ((256, 512), 56, 1, 2, 64, False),
+        ((2048, 512), 7, 1, 1, 64, True),
+        ((1024, 2048), 14, 1, 2, 64, True),
+        ((128, 128), 56, 3, 2, 64, True),
+        ((128, 128), 56, 3, 2, 4, False),
+        ((256, 256), 56, 3, 1, 1, True),
+    ],
+)
+def test_float32_becomes_float16_where_that_is_expected_to_be_faster(
+    channels: tuple[int, int], size: int, kernel: int, stride: int, batch: int, halves: bool
+) -> None:
+    work = work_of(
+        "bwd_weight",
+        channels=channels,
+        size=size,
+        kernel=kernel,
+        stride=stride,
+        pad=kernel // 2,
+        batch=batch,
+        dtype=DType.FLOAT32,
+        precision="high",
+    )
+    assert (HopperWeight().why_not(work, H200) is None) is halves
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])

@@ -245,6 +245,7 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
             precision=problem.precision,
             deterministic=problem.deterministic,
             prefix=f"{prefix}{index}.",
+            follows=index == 1,
         )
 
     middle = f"{prefix}intermediate"

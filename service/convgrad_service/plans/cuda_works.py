@@ -142,7 +142,8 @@ class ConvWork(_Geometry):
     each of the result's channels (in x or y) and is None for bwd_weight. ``x``, ``w`` and ``y``
     that are read share ``dtype``; what is written has ``result_dtype``.
     ``prefix`` starts the names of workspace buffers, so that two works in one plan keep apart.
-    ``split_k`` is what the caller asked for, None for auto.
+    ``split_k`` is what the caller asked for, None for auto. ``follows`` is whether the launch
+    before it, of the same plan, writes what it reads, and nothing else is before it that it needs.
     """
 
     direction: Direction
@@ -161,6 +162,7 @@ class ConvWork(_Geometry):
     deterministic: bool = True
     split_k: int | None = None
     prefix: str = ""
+    follows: bool = False
 
     @property
     def _shape(self) -> ConvShape:

@@ -32,7 +32,9 @@ CHUNK_BYTES = 16
 
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Kernels that wait themselves for the one before them.
-WAITING = ("transpose", "transpose_planes", "transpose_runs")
+WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy")
+# Of a GPU's caches.
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,14 @@ def prepare_weight(
     name: str,
     device: CudaDevice,
     out_channels_last: bool = False,
+    whole_lines: bool = False,
 ) -> Prepared:
     """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks; or
-    (G, C/G, T, R, S, K/G)."""
+    (G, C/G, T, R, S, K/G). With ``whole_lines`` to whole lines of the caches, where there are more
+    than one."""
     order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
-    return _prepare(operand, (groups, out_channels, in_channels, *kernel), order, name, device)
+    extents = groups, out_channels, in_channels, *kernel
+    return _prepare(operand, extents, order, name, device, whole_lines)
 
 
 def _prepare(
@@ -104,13 +109,16 @@ def _prepare(
     order: tuple[int, ...],
     name: str,
     device: CudaDevice,
+    whole_lines: bool = False,
 ) -> Prepared:
     """``order`` is that of the canonical axes in memory; the last one's extent is padded."""
-    last = order[-1]
-    if in_whole_chunks(operand, extents, last):
+    last, dtype = order[-1], operand.dtype
+    chunk, line = (unit // dtype.itemsize for unit in (CHUNK_BYTES, LINE_BYTES))
+    whole_lines = whole_lines and extents[last] > line and extents[last] % line != 0
+    if in_whole_chunks(operand, extents, last) and not whole_lines:
         return Prepared(operand)
-    dtype = operand.dtype
-    chunk = CHUNK_BYTES // dtype.itemsize
+    if whole_lines:
+        chunk = line
     channels = extents[last]
     padded = ceil_div(channels, chunk) * chunk
     shape = tuple(padded if axis == last else extents[axis] for axis in order)

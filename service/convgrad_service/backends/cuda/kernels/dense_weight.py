@@ -37,7 +37,7 @@ from convgrad_service.plans.cuda_program import (
 )
 from convgrad_service.plans.cuda_works import ConvWork, Operand, contiguous_strides
 
-__all__ = ["DenseWeight"]
+__all__ = ["DenseWeight", "weight_expected_s"]
 
 # Channels of one group on either side, where there are groups; else the product of output channels
 # and of taps x input channels.
@@ -247,11 +247,22 @@ def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
     return [tile for tile in tiles if dtype is not DType.FLOAT32 or tile != TILES[0]]
 
 
+def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
+    """What the chosen tile should take."""
+    return _expected(work, device, False)[0]
+
+
 def weight_tile(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[DenseTile, int]:
     """The tile and the number of splits that should take the least time.
 
     They follow from the problem and the device model alone, so equal requests give equal bits.
     """
+    _, tile, splits = _expected(work, device, wide)
+    return tile, splits
+
+
+def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
+    """The least time, the tile and the number of splits."""
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
     options = []
@@ -280,8 +291,7 @@ def weight_tile(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[DenseTi
             if count > 1:
                 expected += LAUNCH_S + results * 4 * (2 * count + 1) / COPY_BYTES_PER_S
             options.append((expected, tile, count))
-    _, tile, count = min(options, key=lambda option: option[0])
-    return tile, count
+    return min(options, key=lambda option: option[0])
 
 
 def _prepared(

@@ -11,8 +11,9 @@
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements. Deterministic: sums run in the order of rows, then taps.
 // Padding enters as zeros; a sum that is not finite is computed again with the valid taps alone,
-// since 0 * Inf is NaN.
+// since 0 * Inf is NaN. A kernel that is launched to overlap this one may start with it (overlap.cuh).
 #include "depthwise_args.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
@@ -48,6 +49,39 @@ constexpr int kStageBytes = Copier::kElements * sizeof(T);
 // Whether it pays to leave out the rows of a chunk's edge that some taps, or all, do not need: it
 // costs moves between registers.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
+
+// Whether results are judged two at a time, once they are rounded.
+constexpr bool kProbesPairs = !EPILOGUE && VECTOR == 2 && sizeof(T) == 2;
+// Whether the first tap to reach a sum begins it: with taps left out, another may be the first.
+constexpr bool kBegins = !kSkipTaps && (!BACKWARD || STRIDE == 1);
+
+// Of two in a word each takes one instruction.
+template <class E>
+__device__ __forceinline__ void widen_all(Sum<E> (&to)[VECTOR], const Vector<E, VECTOR>& from) {
+  if constexpr (VECTOR == 2 && sizeof(E) == 2) {
+    to[0] = widen(E{static_cast<unsigned short>(from.raw)});
+    to[1] = widen(E{static_cast<unsigned short>(from.raw >> 16)});
+  } else {
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) to[v] = widen(from.at[v]);
+  }
+}
+
+// What is not 0 once a result, or the sum that it is of, was not finite.
+template <bool kPairs>
+struct OddOf {
+  using type = bool;
+};
+template <>
+struct OddOf<true> {
+  using type = u32;
+};
+using Odd = OddOf<kProbesPairs>::type;
+
+template <class E, class Marked>
+__device__ __forceinline__ void judge(Marked& odd, const Vector<E, VECTOR>& result) {
+  if constexpr (kProbesPairs && sizeof(E) == 2) mark_odd<E>(odd, result.raw);
+}
 
 // One result from its valid taps alone.
 __device__ S exact(const DepthwiseArgs& args, int n, int c, int row, int column) {
@@ -91,24 +125,56 @@ __device__ __forceinline__ T finished(const DepthwiseArgs& args, S sum, int n, i
 
 struct Strip {
   const DepthwiseArgs& args;
-  T* y;  // at this image's and thread's channels, and the strip's first column
+  // At this image's and thread's channels and the strip's first column; in row 0, or where there are
+  // few taps, in the next row.
+  T* y;
   int n, c, column;
+  u32 inside;  // where there are few taps: the columns that lie in the result, a bit each
+  Odd odd;
 
-  // Writes a row of sums; whether any was not finite.
-  __device__ __forceinline__ bool put(const S (&sums)[kOwn][VECTOR], int row) const {
+  // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
+  __device__ __forceinline__ Strip(const DepthwiseArgs& args, int n, int c, int first_row,
+                                   int column)
+      : args(args),
+        y(static_cast<T*>(args.y) + n * args.y_stride[0] + column * args.y_stride[2] + c),
+        n(n),
+        c(c),
+        column(c < args.channels ? column : args.y_size[1]),
+        inside(0),
+        odd(0) {
+    if constexpr (kSkipTaps) return;
+    y += first_row * args.y_stride[1];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = this->column + i;
+      inside |= static_cast<u32>(at >= 0 && at < args.y_size[1]) << i;
+    }
+    inside = kept_value(inside);
+  }
+
+  // Writes the next row of sums.
+  __device__ __forceinline__ void put(const S (&sums)[kOwn][VECTOR], int row) {
     const bool there = row >= 0 && row < args.y_size[0];
+    const u32 columns = there ? inside : 0;
     const int low = there ? -column : kOwn, high = args.y_size[1] - column;
-    T* to = y + row * args.y_stride[1];
+    T* to = y;
+    if constexpr (kSkipTaps) {
+      to += row * args.y_stride[1];
+    } else {
+      y += args.y_stride[1];
+    }
     const int pitch = static_cast<int>(args.y_stride[2]);
     S probe = 0;  // NaN once any sum is not finite
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       Channels result;
+      if constexpr (!kProbesPairs) {
 #pragma unroll
-      for (int v = 0; v < VECTOR; ++v) probe += sums[i][v] * S(0);
-      const bool inside = i >= low && i < high;
+        for (int v = 0; v < VECTOR; ++v) probe += sums[i][v] * S(0);
+      }
+      const bool wanted = kSkipTaps ? i >= low && i < high : (columns & 1u << i) != 0;
 #if EPILOGUE
-      if (inside)
+      if (wanted)
 #endif
       {
 #pragma unroll
@@ -116,10 +182,15 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      store_if(inside, to, result.raw);
-      to += pitch;
+      judge<T>(odd, result);
+      if constexpr (kSkipTaps) {
+        store_if(wanted, to, result.raw);
+        to += pitch;
+      } else {
+        store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
+      }
     }
-    return probe != S(0);
+    if constexpr (!kProbesPairs) odd |= probe != S(0);
   }
 
   // Rows of results, each from its valid taps alone.
@@ -144,6 +215,7 @@ __device__ __forceinline__ int floor_div(int a, int b) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise(const __grid_constant__ DepthwiseArgs args) {
+  start_next();
   extern __shared__ __align__(16) unsigned char shared[];
   S* const weights = reinterpret_cast<S*>(shared);
   const Tiling& tiling = args.tiling;
@@ -210,15 +282,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #else
   const int column = first_column;
 #endif
-  // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
-  Strip result = {args,
-                  static_cast<T*>(args.y) + n * args.y_stride[0] + column * args.y_stride[2] + c,
-                  n,
-                  c,
-                  c < args.channels ? column : args.y_size[1]};
+#if BACKWARD
+  Strip result(args, n, c, first_row * STRIDE - args.pad[0], column);
+#else
+  Strip result(args, n, c, first_row, column);
+#endif
 
   S sums[kSlots][kOwn][VECTOR] = {};
-  bool odd = false;  // some sum was not finite
   for (int turn = 0; turn < steps; turn += kTurn) {
 #pragma unroll
     for (int j = 0; j < kTurn; ++j) {
@@ -233,9 +303,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           S row[kRead][VECTOR];
 #pragma unroll
           for (int i = 0; i < kRead; ++i) {
-            const Channels read = Channels::load(from + i * kChannels);
-#pragma unroll
-            for (int v = 0; v < VECTOR; ++v) row[i][v] = widen(read.at[v]);
+            widen_all<T>(row[i], Channels::load(from + i * kChannels));
           }
 #pragma unroll
           for (int r = 0; r < KERNEL_H; ++r) {
@@ -265,14 +333,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 const int to = (i - (kReachW - 1)) * STRIDE + s;
                 if (to < 0 || to >= kOwn) continue;
 #pragma unroll
-                for (int v = 0; v < VECTOR; ++v) sums[slot][to][v] += row[i][v] * weight[v];
+                for (int v = 0; v < VECTOR; ++v) {
+                  const bool begins = kBegins && r == KERNEL_H - 1 && s == 0;
+                  const S before = begins ? S(0) : sums[slot][to][v];
+                  sums[slot][to][v] = row[i][v] * weight[v] + before;
+                }
               }
 #else
 #pragma unroll
               for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
                 for (int v = 0; v < VECTOR; ++v) {
-                  sums[slot][i][v] += row[i * STRIDE + s][v] * weight[v];
+                  const S before = kBegins && r == 0 && s == 0 ? S(0) : sums[slot][i][v];
+                  sums[slot][i][v] = row[i * STRIDE + s][v] * weight[v] + before;
                 }
               }
 #endif
@@ -285,27 +358,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         for (int a = 0; a < STRIDE; ++a) {
           const int slot = (j * STRIDE + a) % kSlots;
           if (step >= kReachH - 1) {
-            odd |= result.put(sums[slot], (top + step) * STRIDE + a - args.pad[0]);
+            result.put(sums[slot], (top + step) * STRIDE + a - args.pad[0]);
           }
 #else
         if (positive_mod(j - (KERNEL_H - 1), STRIDE) == 0) {
           const int slot = positive_mod(j - (KERNEL_H - 1), kTurn) / STRIDE;
           if (step >= KERNEL_H - 1) {
-            odd |= result.put(sums[slot], first_row + (step - (KERNEL_H - 1)) / STRIDE);
+            result.put(sums[slot], first_row + (step - (KERNEL_H - 1)) / STRIDE);
           }
 #endif
+          if constexpr (!kBegins) {
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
+            for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-            for (int v = 0; v < VECTOR; ++v) sums[slot][i][v] = 0;
+              for (int v = 0; v < VECTOR; ++v) sums[slot][i][v] = 0;
+            }
           }
         }
       }
     }
   }
 #if BACKWARD
-  if (odd) result.put_exact(first_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
+  if (result.odd != 0) result.put_exact(first_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
 #else
-  if (odd) result.put_exact(first_row, tiling.rows);
+  if (result.odd != 0) result.put_exact(first_row, tiling.rows);
 #endif
 }

@@ -86,7 +86,7 @@ struct RowCopier {
   i64 pitch;
   int row, rows;
   u32 inside, target;
-  bool has_last;  // whether this lane has a chunk in the last round
+  int has_last;  // whether this lane has a chunk in the last round
 
   // Rows from `row` on, which may be outside as may the first column, `left`; `channel` is the
   // first. `to` is where the first stage is.
@@ -105,7 +105,7 @@ struct RowCopier {
     }
     inside = kept_value(inside);
     target = kept_value(shared_address(to) + lane * kChunkBytes);
-    has_last = kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks;
+    has_last = kept_value(kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks);
   }
 
   // The next row, `offset_bytes` from the first stage on.

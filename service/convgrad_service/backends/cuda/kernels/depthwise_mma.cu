@@ -24,11 +24,13 @@
 // Padding and the second factor's zeros meet elements that may be Inf; a sum that is not finite is
 // computed again from the valid taps alone.
 #include "depthwise_mma.cuh"
+#include "overlap.cuh"
 
 using namespace convgrad;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     depthwise_mma(const __grid_constant__ DepthwiseMmaArgs args) {
+  start_next();
   extern __shared__ __align__(128) unsigned char shared[];
   const StripTiling& tiling = args.tiling;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -245,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   } else {
     __syncthreads();
   }
-  wait_for_previous();
+  // Who looks ahead at tiles reads arguments alone.
+  if (warp != 2) wait_for_previous();
   if (threadIdx.x < 128) {
     leave_registers<PRODUCER_REGISTERS>();
     if (warp == 0) {

@@ -231,7 +231,7 @@ class HopperGather:
                 bias=work.bias,
             ),
             tile.shared_bytes(stages),
-            overlaps=bool(sides.steps),
+            overlaps=bool(sides.steps) or work.follows,
         )
         return Fragment(
             f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",

@@ -9,6 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.dense_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
@@ -28,34 +29,38 @@ __all__ = ["HopperGroupedWeight", "Share", "shares_of"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 KERNEL = (1, 3, 3)
 TAPS = 3
-WIDTHS = (32,)
+WIDTH = 32
 """Neighbouring channels that a block takes of both sides: a product's rows are so many channels of
 two rows of the input. With 16 of four rows less is in vain, but pixels are copied, and read by
 products, in rows of 32 bytes, which takes longer than what is saved (measured on an H200)."""
 GROUP_CHANNELS = (4, 8, 16, 32)
-ROWS_OF_PRODUCT, COLUMNS = 64, 8
-WARPGROUPS, THREADS = 2, 384
+NEAR = (8, 16, 32)
+"""Channels that have products wanted, of as many neighbours: a group's, and 8 at least."""
+ROWS, COLUMNS = 2, 8
+SUMMERS, THREADS = 256, 384
 APART = 1
 ALIGNMENT, STATIC_BYTES = 512, 1024
 LEAST_STAGES, MOST_STAGES = 4, 16
+"""A warpgroup keeps a tile until it has its next one, and images in turn begin with the other
+warpgroup: of three stages it may keep the one that its next tile is to come to, for ever."""
 MOST_BOX = 256
 MOST_COLUMNS = 64
-MAX_SIZE, MAX_GRID_Y = 2**30, 65535
-# What an H200 takes, in clocks: a product for each 8 of its columns; a pixel's copy; a tile, and a
-# block, besides; and what a slice's last block takes to add up: at least, and bytes in a clock.
-PRODUCT_CLOCKS, PIXEL_CLOCKS, TILE_CLOCKS, BLOCK_CLOCKS = 4, 2.3, 200, 12000
-SUM_CLOCKS, SUM_BYTES_A_CLOCK = 1500, 40
+MAX_SIZE, MAX_SPLITS = 2**30, 255
+# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's;
+# a tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And
+# what a slice's blocks take to add up: at least, for bytes of a block's sums, for more shares.
+PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
+MEMORY_BYTES_A_CLOCK = 2400
+PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Images, rows and columns of a tile, the channels of a block, and into how many parts all
-    tiles are split."""
+    """Images, rows and columns of a tile, and into how many parts all tiles are split."""
 
     images: int
     rows: int
     columns: int
-    width: int
     splits: int
 
 
@@ -65,44 +70,29 @@ class HopperGroupedWeightArgs(ctypes.Structure):
     _fields_ = (
         ("x_map", MapField),
         ("y_map", MapField),
-        *((name, ctypes.c_uint64) for name in ("x", "y", "partials", "w", "accumulate", "arrived")),
-        *((name, ctypes.c_int64 * 3) for name in ("x_stride", "y_stride")),
-        ("w_stride", ctypes.c_int64 * 6),
+        ("tiles", ctypes.c_int32),
+        ("more", ctypes.c_int32),
+        ("by_columns", ctypes.c_uint32 * 2),
+        ("by_rows", ctypes.c_uint32 * 2),
+        *((name, ctypes.c_int32) for name in ("row_tiles", "column_tiles")),
+        *((name, ctypes.c_int32) for name in ("tile_rows", "tile_columns", "images")),
+        ("pad", ctypes.c_int32 * 2),
+        ("stages", ctypes.c_int32),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("y_at", "stage_bytes", "x_bytes", "y_bytes", "x_gap")
+        ),
+        *((name, ctypes.c_int32) for name in ("outer_rows", "inner")),
+        *((name, ctypes.c_uint32) for name in ("x_row", "y_row", "x_image", "y_image")),
+        *((name, ctypes.c_uint32) for name in ("x_outer", "y_outer", "inner_bytes")),
+        *((name, ctypes.c_uint32) for name in ("x_eight", "y_eight")),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size")),
+        *((name, ctypes.c_int32) for name in ("batch", "channels", "group_channels", "wide")),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        ("plain", ctypes.c_int32),
-        ("wide", ctypes.c_int32),
-        *((name, ctypes.c_int32) for name in ("channels", "group_channels", "parts")),
-        ("batch", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "tile_rows",
-                "tile_columns",
-                "images",
-                "row_tiles",
-                "column_tiles",
-                "tiles",
-                "more",
-                "stages",
-                "y_at",
-                "stage_bytes",
-                "x_bytes",
-                "y_bytes",
-                "outer_rows",
-                "inner",
-                "x_row",
-                "y_row",
-                "x_image",
-                "y_image",
-                "x_outer",
-                "y_outer",
-                "inner_bytes",
-                "x_eight",
-                "y_eight",
-            )
-        ),
+        *((name, ctypes.c_uint64) for name in ("x", "y", "partials", "w", "accumulate", "met")),
+        *((name, ctypes.c_int64 * 3) for name in ("x_stride", "y_stride")),
+        ("w_stride", ctypes.c_int64 * 6),
     )
 
 
@@ -152,7 +142,7 @@ class HopperGroupedWeight:
         x_map, y_map = _maps(boxes)
         partials = f"{work.prefix}partials"
         launch = Launch(
-            _instance(work.dtype, boxes.share.width),
+            _instance(work.dtype, boxes.near),
             (boxes.slices, share.splits, 1),
             (THREADS, 1, 1),
             pack_maps(
@@ -163,7 +153,7 @@ class HopperGroupedWeight:
                 partials=partials,
                 w=work.w,
                 accumulate=work.accumulate,
-                arrived=ZEROS,
+                met=ZEROS,
             ),
             boxes.shared_bytes(device),
         )
@@ -175,7 +165,7 @@ class HopperGroupedWeight:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        return [_instance(dtype, width) for dtype in DTYPES for width in WIDTHS]
+        return [_instance(dtype, near) for dtype in DTYPES for near in NEAR]
 
 
 class _Boxes:
@@ -183,23 +173,37 @@ class _Boxes:
 
     def __init__(self, work: ConvWork, share: Share) -> None:
         self.work, self.share = work, share
-        self.pixel_bytes = share.width * 2
-        self.together = ROWS_OF_PRODUCT // share.width
+        self.pixel_bytes = WIDTH * 2
         self.eights = ceil_div(share.columns, COLUMNS)
         # An odd number of pixels: the next row is in other banks.
         self.y_extent = self.eights * COLUMNS + APART, share.rows + TAPS - 1, share.images
-        self.x_extent = self.eights * COLUMNS + TAPS - 1 + APART, share.rows, share.images
-        self.y_at = _aligned(prod(self.x_extent) * self.pixel_bytes)
+        self.column_tiles = ceil_div(work.output[2], share.columns)
+        self.x_extent = self._x_columns(), share.rows, share.images
+        x_bytes = prod(self.x_extent) * self.pixel_bytes
+        # Beyond a row's last pixel products read the next row's first ones, which are outside the
+        # input; beyond the last row's, zeros that no copy overwrites.
+        beyond = self.eights * COLUMNS + TAPS - 1 - self.x_extent[0]
+        self.y_at = _aligned(x_bytes + max(beyond, 0) * self.pixel_bytes)
+        self.x_gap = self.y_at - x_bytes if beyond > 0 else 0
         self.stage_bytes = self.y_at + _aligned(prod(self.y_extent) * self.pixel_bytes)
         self.row_tiles = ceil_div(work.input[1], share.rows)
-        self.column_tiles = ceil_div(work.output[2], share.columns)
         self.tiles = ceil_div(work.batch, share.images) * self.row_tiles * self.column_tiles
-        # Blocks of a group's channels that it has on each side.
-        self.parts = max(1, work.in_channels // share.width)
-        self.slices = ceil_div(work.groups * work.in_channels, share.width) * self.parts
-        self.partial_bytes = self.slices * 9 * share.width * min(work.in_channels, share.width) * 4
-        slab = 9 * share.width * (share.width + 4) * 4
-        self.sum_bytes = WARPGROUPS * self.together * slab
+        self.slices = ceil_div(work.groups * work.in_channels, WIDTH)
+        self.near = max(work.in_channels, NEAR[0])
+        each = TAPS * self.near // 8
+        self.partial_bytes = self.slices * SUMMERS * (ceil_div(each, 2) + ceil_div(each, 4)) * 16
+        # What warps leave each other of their vectors: one of two, and three of four.
+        self.sum_bytes = SUMMERS * (each // 2 + each) * 16
+
+    def _x_columns(self) -> int:
+        """Of a row of the input: as many as products read, or, of whole rows, those in it and
+        before it alone, an odd number."""
+        read = self.eights * COLUMNS + TAPS - 1
+        if self.column_tiles > 1:
+            return read + APART
+        before, width, given = self.work.pad[2], self.work.input[2], self.work.output[2]
+        least = max(width + before, given + TAPS - 1 - before)
+        return min(read + APART, least | 1)
 
     @property
     def pairs_rows(self) -> bool:
@@ -216,13 +220,13 @@ class _Boxes:
     def products(self, rows: int) -> int:
         """Of a tile with so many rows of the input."""
         if self.pairs_rows:
-            return ceil_div(rows, 2 * self.together) * self.eights
-        return ceil_div(rows, self.together) * (self.eights // 2)
+            return ceil_div(rows, 2 * ROWS) * self.eights
+        return ceil_div(rows, ROWS) * (self.eights // 2)
 
 
 def _least(work: ConvWork) -> Share:
     """With the smallest boxes."""
-    return Share(1, ROWS_OF_PRODUCT // WIDTHS[0] * 2, COLUMNS, WIDTHS[0], 1)
+    return Share(1, 2 * ROWS, COLUMNS, 1)
 
 
 def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
@@ -230,35 +234,33 @@ def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
     width = work.output[2]
     whole = ceil_div(width, COLUMNS) * COLUMNS
     columns = {min(width, extent) for extent in range(COLUMNS, MOST_COLUMNS + 1, COLUMNS)}
-    for channels in WIDTHS:
-        for extent in sorted(columns):
-            if extent < min(whole, MOST_COLUMNS) // 2 and extent < width:
+    for extent in sorted(columns):
+        if extent < min(whole, MOST_COLUMNS) // 2 and extent < width:
+            continue
+        for rows in range(2, MOST_BOX - TAPS, 2):
+            one = Share(1, rows, extent, 1)
+            boxes = _Boxes(work, one)
+            step = ROWS * (2 if boxes.pairs_rows else 1)
+            if rows % step or rows >= work.input[1] + step:
                 continue
-            for rows in range(2, MOST_BOX - TAPS, 2):
-                one = Share(1, rows, extent, channels, 1)
-                boxes = _Boxes(work, one)
-                step = boxes.together * (2 if boxes.pairs_rows else 1)
-                if rows % step or rows >= work.input[1] + step:
-                    continue
-                if boxes.stages(device) < LEAST_STAGES:
+            if boxes.stages(device) < LEAST_STAGES:
+                break
+            yield from _split(work, one, device)
+            for images in (2, 4, 8):
+                one = Share(images, rows, extent, 1)
+                if rows < work.input[1] or images > work.batch:
                     break
-                yield from _split(work, one, device)
-                for images in (2, 4, 8):
-                    one = Share(images, rows, extent, channels, 1)
-                    boxes = _Boxes(work, one)
-                    if rows < work.input[1] or images > work.batch:
-                        break
-                    if boxes.stages(device) >= LEAST_STAGES:
-                        yield from _split(work, one, device)
+                if _Boxes(work, one).stages(device) >= LEAST_STAGES:
+                    yield from _split(work, one, device)
 
 
 def _split(work: ConvWork, share: Share, device: CudaDevice) -> Iterator[Share]:
     """In as many parts as fill the device once, and in fewer, whose sums are added up sooner."""
     boxes = _Boxes(work, share)
     if work.split_k is not None:
-        yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_GRID_Y)))
+        yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_SPLITS)))
         return
-    most = min(max(1, device.multiprocessors // boxes.slices), boxes.tiles, MAX_GRID_Y)
+    most = min(max(1, device.multiprocessors // boxes.slices), boxes.tiles, MAX_SPLITS)
     for wanted in dict.fromkeys(max(1, most // part) for part in (1, 2, 3, 4, 6, 8)):
         # No block has more tiles than it would have with fewer.
         yield replace(share, splits=ceil_div(boxes.tiles, ceil_div(boxes.tiles, wanted)))
@@ -269,17 +271,21 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     boxes = _Boxes(work, share)
     turns = ceil_div(boxes.slices * share.splits, device.multiprocessors)
     tiles = ceil_div(boxes.tiles, share.splits)
-    met = (boxes.together + TAPS - 1) * share.width // COLUMNS
     whole, rest = divmod(work.input[1], share.rows)
     products = (whole * boxes.products(share.rows) + boxes.products(rest)) / boxes.row_tiles
-    multiplied = products * TAPS * PRODUCT_CLOCKS * met
-    rows = work.input[1] / boxes.row_tiles
-    pixels = rows * boxes.x_extent[0] + (rows + TAPS - 1) * boxes.y_extent[0]
-    copied = pixels * PIXEL_CLOCKS
-    one = share.images * max(multiplied, copied) + TILE_CLOCKS
-    partial = share.splits * boxes.partial_bytes / boxes.slices
-    added = SUM_CLOCKS + partial / SUM_BYTES_A_CLOCK if share.splits > 1 else 0
-    return turns * (tiles * one + BLOCK_CLOCKS) + added
+    multiplied = share.images * products * PRODUCT_CLOCKS + TILE_CLOCKS
+    copied = max((prod(boxes.x_extent) + prod(boxes.y_extent)) * PIXEL_CLOCKS, BOX_CLOCKS)
+    pixels = prod(work.input) + prod(work.output)
+    size = work.batch * pixels * work.groups * work.in_channels * work.dtype.itemsize
+    fetched = size / (turns * MEMORY_BYTES_A_CLOCK)
+    # Products wait for the first tile, or the last tile's are behind all copies.
+    loop = max(copied + tiles * multiplied, max(tiles * copied, fetched) + multiplied)
+    added: float = PUT_CLOCKS
+    if share.splits > 1:
+        more = ceil_div(share.splits, SHARES_AT_ONCE) - 1
+        partial = boxes.partial_bytes / boxes.slices / SUM_BYTES_A_CLOCK
+        added = MEET_CLOCKS + partial + more * SHARES_CLOCKS
+    return turns * (START_CLOCKS + loop) + added
 
 
 def _args(
@@ -290,16 +296,16 @@ def _args(
     for strides, operand in ((args.x_stride, work.x), (args.y_stride, work.y)):
         strides[:] = (operand.strides[0], *operand.strides[4:])
     args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
-    args.plain = boxes.parts == 1 and work.accumulate is None and _in_order(work)
     args.wide = work.result_dtype is DType.FLOAT32
     args.channels = work.groups * work.in_channels
-    args.group_channels, args.parts = work.in_channels, boxes.parts
+    args.group_channels = work.in_channels
+    args.by_columns[:], args.by_rows[:] = divider(boxes.column_tiles), divider(boxes.row_tiles)
     args.x_size[:], args.y_size[:], args.pad[:] = work.input[1:], work.output[1:], work.pad[1:]
     share, args.batch = boxes.share, work.batch
     args.images, args.tile_rows, args.tile_columns = share.images, share.rows, share.columns
     for name in ("row_tiles", "column_tiles", "y_at", "stage_bytes"):
         setattr(args, name, getattr(boxes, name))
-    args.stages = boxes.stages(device)
+    args.stages, args.x_gap = boxes.stages(device), boxes.x_gap
     args.x_bytes = prod(boxes.x_extent) * boxes.pixel_bytes
     args.y_bytes = prod(boxes.y_extent) * boxes.pixel_bytes
     args.x_image, args.y_image = args.x_bytes // share.images, args.y_bytes // share.images
@@ -307,13 +313,13 @@ def _args(
         extent[0] * boxes.pixel_bytes for extent in (boxes.x_extent, boxes.y_extent)
     )
     eight = COLUMNS * boxes.pixel_bytes
-    x_set, y_set = boxes.together * args.x_row, boxes.together * args.y_row
+    x_set, y_set = ROWS * args.x_row, ROWS * args.y_row
     if boxes.pairs_rows:
-        args.outer_rows, args.inner = 2 * boxes.together, boxes.eights
+        args.outer_rows, args.inner = 2 * ROWS, boxes.eights
         args.x_outer, args.y_outer, args.inner_bytes = 2 * x_set, 2 * y_set, eight
         args.x_eight, args.y_eight = x_set, y_set
     else:
-        args.outer_rows, args.inner = boxes.together, boxes.eights // 2
+        args.outer_rows, args.inner = ROWS, boxes.eights // 2
         args.x_outer, args.y_outer, args.inner_bytes = x_set, y_set, 2 * eight
         args.x_eight = args.y_eight = eight
     return args
@@ -337,25 +343,16 @@ def _maps(boxes: _Boxes) -> tuple[TileMap, TileMap]:
             sizes,
             tuple(stride * work.dtype.itemsize for stride in strides),
             swizzle=boxes.pixel_bytes,
-            box=(boxes.share.width, *extent),
+            box=(WIDTH, *extent),
         )
 
     return of(work.x, work.input, boxes.x_extent), of(work.y, work.output, boxes.y_extent)
-
-
-def _in_order(work: ConvWork) -> bool:
-    """Whether the weight lies in the order (K, R, S, C)."""
-    channels = work.in_channels
-    row = KERNEL[2] * channels
-    strides = (9 * channels * work.out_channels, 9 * channels, 1, 0, row, channels)
-    given = work.w.strides
-    return all(given[axis] == strides[axis] for axis in (0, 1, 2, 4, 5))
 
 
 def _aligned(size: int) -> int:
     return ceil_div(size, 512) * 512
 
 
-def _instance(dtype: DType, width: int) -> Instance:
-    defines = {"ELEMENT": CUDA_TYPES[dtype], "CHANNELS": width}
+def _instance(dtype: DType, near: int) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], "NEAR": near}
     return Instance.of("hopper_grouped_weight.cu", defines, HOPPER)

@@ -163,13 +163,14 @@ def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
         f"{work.prefix}weight_channels_last",
         device,
         out_channels_last=_turned(work),
+        whole_lines=work.follows,
     )
     return Sides(
         work,
         x.operand,
         w.operand,
         result,
-        overlapping((*x.steps, *w.steps), device),
+        overlapping((*x.steps, *w.steps), device, first=work.follows),
         (*x.workspace, *w.workspace),
     )
 

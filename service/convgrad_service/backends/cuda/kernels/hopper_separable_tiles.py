@@ -13,8 +13,8 @@ __all__ = ["TILES", "Schedule", "SeparableTile", "expected_s", "schedules"]
 
 CLOCK = 1.6e9
 ALIGNED = 1024
-# Bytes a second of an H200's memory.
-MEMORY = 4.0e12
+# Bytes a second of an H200's memory, and of its L2 cache as these kernels have it.
+MEMORY, L2_CACHE = 4.0e12, 5.2e12
 MAKERS, LOADERS = 2, 1
 
 
@@ -182,7 +182,8 @@ def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Sched
 
 
 def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float:
-    """The time of the busiest block, and not less than memory takes."""
+    """The time of the busiest block, and not less than memory takes, or the L2 cache: boxes
+    overlap, and those of a tile come again for each slice of the outputs."""
     tile, first, second = schedule.tile, work.first, work.second
     chunks = ceil_div(first.groups, tile.chunk)
     slices = ceil_div(second.out_channels, tile.outputs)
@@ -197,7 +198,11 @@ def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float
     turns = ceil_div(tiles * slices, device.multiprocessors)
     read = first.batch * first.groups * first.input[1] * first.input[2]
     written = second.out_channels * first.pixels
-    return max(turns * item / CLOCK, 2 * (read + written) / MEMORY) + 5e-6
+    boxes = tile.box[0] * tile.box[1] * tile.images * tile.row_bytes
+    weights = 0 if schedule.resident else tile.weight_bytes
+    loaded = tiles * slices * chunks * (boxes + weights)
+    memory = max(2 * (read + written) / MEMORY, loaded / L2_CACHE)
+    return max(turns * item / CLOCK, memory) + 5e-6
 
 
 def _whole(number: int, by: int) -> int:

@@ -146,6 +146,7 @@ TILES = (
     HopperTile(256, 128),
     HopperTile(192, 128, 3),
     HopperTile(256, 160),
+    HopperTile(128, 224),
     HopperTile(128, 128),
     HopperTile(256, 64),
     HopperTile(128, 64),

@@ -58,11 +58,12 @@ struct WeightSource {
   int stride[3];
   int dilation[3];
   int pad[3];
-  // Where float16 stands for float32 (scaled_halves.cuh): peaks and counts of x's channels, then of
-  // y's. x and y, above, are float32 then.
-  const u32* peaks;
+  // Where float16 stands for float32 (scaled_halves.cuh): of x's channels, in multiples of eight, then
+  // of y's. x and y, above, are float32 then.
+  const ChannelRange* ranges;
   float terms;  // the fewest of a sum, of those that have any
-  int unused;
+  float doubt;  // what a sum must be for each element that lost bits: 2^17 / terms, for no magnitude
+                // reaches 2^16 (see `unscaled`)
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -168,21 +169,64 @@ __device__ __noinline__ float4 defined_four(const WeightResult& of, const Weight
   return sum;
 }
 
-// The same of sums of scaled channels, unscaled. `c` is even; peaks and counts of channels that there
-// are not are zeros, and what is found for rows that there are not is nobody's.
+__device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
+
+// How sums of a scaled channel are unscaled (scaled_halves.cuh), and for its part the least sum beyond
+// doubt.
+struct Inverse {
+  float by, least;
+};
+struct InversePair {
+  Inverse first, second;
+};
+
+__device__ __forceinline__ const Unscaling* unscalings(const WeightResult& of,
+                                                       const WeightSource& source) {
+  return unscalings_of(source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels));
+}
+// Of grad_output's channel k; of one that there is not something.
+__device__ __forceinline__ int row_of(const WeightResult& of, int k) {
+  return in_eights(of.in_channels) + min(k, of.out_channels - 1);
+}
+__device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
+  const Unscaling row = unscalings(of, source)[row_of(of, k)];
+  return {row.inverse, static_cast<float>(row.lost) * source.doubt};
+}
+// Of two of the input's channels, from the even `c` on.
+__device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
+                                                   int c) {
+  const float4 two = *reinterpret_cast<const float4*>(unscalings(of, source) + c);
+  return {{two.x, static_cast<float>(__float_as_uint(two.y)) * source.doubt},
+          {two.z, static_cast<float>(__float_as_uint(two.w)) * source.doubt}};
+}
+// NaN where it is in doubt, or there is no inverse.
+__device__ __forceinline__ float quickly_unscaled(float sum, const Inverse& x, const Inverse& y) {
+  return fabsf(sum) >= x.least + y.least ? sum * x.by * y.by : __uint_as_float(0x7fffffff);
+}
+
+// One sum of scaled channels, unscaled.
+__device__ __forceinline__ float unscaled_at(const WeightResult& of, const WeightSource& source, int k,
+                                             int c, float sum) {
+  const Unscaling* const by = unscalings(of, source);
+  const int row = row_of(of, k);
+  return unscaled(sum, source.terms, Scaled(source.ranges[c], by[c]),
+                  Scaled(source.ranges[row], by[row]));
+}
+// Four of them. `c` is even; what is known of channels that there are not are zeros, and what is found for
+// rows that there are not is nobody's.
 __device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
                                                 int k, int c, const float4& sum) {
-  const u32* const x = source.peaks + c;
-  const int x_counts = counts_at(of.in_channels), y_counts = counts_at(of.out_channels);
-  const uint2 peaks = *reinterpret_cast<const uint2*>(x);
-  const uint2 lost = *reinterpret_cast<const uint2*>(x + x_counts);
-  const u32* const y = source.peaks + 2 * x_counts;
-  const int rows[2] = {min(k, of.out_channels - 1), min(k + 8, of.out_channels - 1)};
-  const Scaled first = {peaks.x, lost.x}, second = {peaks.y, lost.y};
-  const Scaled low = {y[rows[0]], y[rows[0] + y_counts]}, high = {y[rows[1]], y[rows[1] + y_counts]};
-  return make_float4(
-      unscaled(sum.x, source.terms, first, low), unscaled(sum.y, source.terms, second, low),
-      unscaled(sum.z, source.terms, first, high), unscaled(sum.w, source.terms, second, high));
+  return make_float4(unscaled_at(of, source, k, c, sum.x), unscaled_at(of, source, k, c + 1, sum.y),
+                     unscaled_at(of, source, k + 8, c, sum.z),
+                     unscaled_at(of, source, k + 8, c + 1, sum.w));
+}
+
+// Four sums of scaled channels that are in doubt, or were not finite, as they ought to be.
+template <class E>
+__device__ __noinline__ float4 doubted_four(const WeightResult& of, const WeightSource& source, int k,
+                                            const Box& box, float4 sum) {
+  sum = unscaled_four(of, source, k, box.c, sum);
+  return is_finite(sum.x + sum.y + sum.z + sum.w) ? sum : defined_four<E>(of, source, k, box, sum);
 }
 
 // Two neighbours, aligned to both.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -13,6 +14,7 @@ from convgrad_service.backends.cuda.kernels.channels_last import (
     overlapping,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.kernels.dense_weight import weight_expected_s
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.hopper_weight_args import (
     WeightSumArgs,
@@ -54,6 +56,8 @@ RESULTS = (
     *((dtype, DType.FLOAT32) for dtype in DTYPES),
 )
 LEAST_CHANNELS = 16
+# dense_weight in TF32 on an H200, over its model; and what this kernel takes beside its own.
+DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
 # A step may count past the last pixel.
 MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
 MOST_STEP = 8
@@ -87,9 +91,6 @@ class HopperWeight:
                 f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
                 f"expected {self._least_channels} on either side"
             )
-        pays = flat_planes(work) or self._everywhere or _halves_pay(work)
-        if work.dtype is DType.FLOAT32 and not pays:
-            return "float32 of few products for its size: copies would cost more than they save"
         dims = dims_of(work)
         for dim in range(3 - dims, 3):
             shift = (work.kernel[dim] - 1) * work.dilation[dim]
@@ -101,14 +102,20 @@ class HopperWeight:
             return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
         if work.accumulate is not None and work.accumulate.strides != work.w.strides:
             return "accumulate does not lie as the result does"
-        if next(reachable(work, device), None) is None:
+        best = _best(work, device)
+        if best is None:
             return "windows lie too far from the input's corners for TMA"
+        if best.scaled_bytes and not self._everywhere:
+            others_s = DENSE_SLOWER * weight_expected_s(work, device)
+            if expected_s(best, device) + MARGIN_S > others_s:
+                return "float32 of few products for its size: copies would cost more than they save"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
         """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        cut = cut or _best(work, device)
         if cut is None:
-            cut = min(reachable(work, device), key=lambda one: expected_s(one, device))
+            raise ValueError("a convolution that why_not refuses")
         planes = flat_planes(work)
         if planes is not None:
             work = planes
@@ -125,10 +132,10 @@ class HopperWeight:
         )
         steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
         workspace = [*x.workspace, *y.workspace]
-        multiplied, read, peaks = work, (x.operand, y.operand), None
+        multiplied, read, ranges = work, (x.operand, y.operand), None
         if cut.scaled_bytes:
-            peaks = f"{work.prefix}peaks"
-            more, space = scaled_halves.copies_of(*read, work, peaks, device)
+            ranges = f"{work.prefix}ranges"
+            more, space = scaled_halves.copies_of(*read, work, ranges, device)
             steps += more
             workspace += space
             multiplied = scaled_halves.copies(work)
@@ -142,7 +149,7 @@ class HopperWeight:
                     cut.cluster,
                     sums=cut.sums,
                     planes=planes is not None,
-                    scaled=peaks is not None,
+                    scaled=ranges is not None,
                 ),
                 (cut.blocks(device), 1, 1),
                 (cut.tile.threads, 1, 1),
@@ -156,7 +163,7 @@ class HopperWeight:
                     w=work.w,
                     accumulate=work.accumulate,
                     partials=partials,
-                    peaks=peaks,
+                    ranges=ranges,
                     met=ZEROS if cut.together else None,
                 ),
                 cut.shared_bytes(device),
@@ -166,7 +173,7 @@ class HopperWeight:
         if partials is not None:
             workspace.append(Workspace(partials, cut.partial_bytes))
             if not cut.together:
-                steps.append(_sum(work, cut, x.operand, y.operand, partials, peaks))
+                steps.append(_sum(work, cut, x.operand, y.operand, partials, ranges))
         return Fragment(
             f"{self.name}_{cut.name}{'_planes' if planes else ''}",
             tuple(steps),
@@ -202,11 +209,10 @@ class HopperWeight:
         ]
 
 
-def _halves_pay(work: ConvWork) -> bool:
-    """Whether copies in float16 cost less than they save: what either takes on an H200, roughly."""
-    flops = 2 * work.pixels * work.in_channels * work.out_channels * prod(work.kernel)
-    copies_s = 18e-6 + scaled_halves.copied_bytes(work) / 3.6e12 + flops / 650e12
-    return copies_s < 15e-6 + flops / 135e12
+@lru_cache(maxsize=16)
+def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
+    """Asked for twice by each plan, and long to find."""
+    return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
 
 
 def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
@@ -233,7 +239,7 @@ def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
 
 
 def _sum(
-    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, peaks: str | None
+    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
 ) -> Launch:
     """Adds up the partial sums and finishes them."""
     args = WeightSumArgs()
@@ -247,10 +253,12 @@ def _sum(
         args.slices *= 2
     each = SUM_BLOCK // args.slices * SUM_EACH
     return Launch(
-        _sum_instance(work.dtype, work.result_dtype, scaled=peaks is not None),
+        _sum_instance(work.dtype, work.result_dtype, scaled=ranges is not None),
         (vectors // each, cut.parted, 1),
         (SUM_BLOCK, 1, 1),
-        pack(args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, peaks=peaks),
+        pack(
+            args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges
+        ),
         overlaps=True,
     )
 

@@ -68,9 +68,9 @@ SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
     *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
     ("batch", ctypes.c_int32),
     *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-    ("peaks", ctypes.c_uint64),
+    ("ranges", ctypes.c_uint64),
     ("terms", ctypes.c_float),
-    ("unused", ctypes.c_int32),
+    ("doubt", ctypes.c_float),
 )
 
 
@@ -151,6 +151,7 @@ def fill_source(
     for name in ("stride", "dilation", "pad"):
         getattr(args, name)[:] = getattr(work, name)
     args.terms = least_terms(work)
+    args.doubt = 2.0**17 / args.terms
 
 
 def least_terms(work: ConvWork) -> int:

@@ -35,6 +35,13 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
+// For sums that are stored whatever they are: where there is no inverse `odd` becomes NaN, and it is 1.
+__device__ __forceinline__ Inverse there(Inverse inverse, float& odd) {
+  odd = fmaf(inverse.by, 0.0f, odd);
+  if (inverse.by != inverse.by) inverse.by = 1;
+  return inverse;
+}
+
 // Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
 // found there need not be kept in registers.
 template <class E, int kRows, int kProducts, int kFragments>
@@ -48,12 +55,57 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
   float odd = 0;
+  Inverse rows[kScaled ? kRows : 1][2];
+  if constexpr (kScaled) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[i][half] = there(inverse_at(of, args.source, own.k + i * 64 + half * 8), odd);
+      }
+    }
+  }
 #pragma unroll
   for (int j = 0; j < kProducts; ++j) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
       const i64 first_row = result_at(of, own.k, box);
+      if constexpr (kScaled) {
+        const int channels = box.real ? of.in_channels - box.c : 0;
+        constexpr int kBeside = kRows * kProducts * kFragments > 32 ? 2 : 4;  // as registers allow
+#pragma unroll
+        for (int group = 0; group < kInBlock; group += kBeside) {
+          InversePair columns[kBeside];  // before any result of theirs is stored
+#pragma unroll
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
+            columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
+          }
+#pragma unroll
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = (group + f) * 8 + own.column;
+            if (c >= channels) continue;
+            const Inverse x[2] = {there(columns[f].first, odd), there(columns[f].second, odd)};
+            float* const to = static_cast<float*>(of.w) + first_row + c;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const float(&from)[4] = sum[i][j][block * kInBlock + group + f];
+                if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
+                const Inverse& y = rows[i][half];
+                const float first = from[half * 2], second = from[half * 2 + 1];
+                odd = fmaf(quickly_unscaled(first, x[0], y), 0.0f, odd);
+                odd = fmaf(quickly_unscaled(second, x[1], y), 0.0f, odd);
+                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first * x[0].by * y.by,
+                         second * x[1].by * y.by);
+              }
+            }
+          }
+        }
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -101,6 +153,17 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
     const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
     box.c += f % kInBlock * 8 + own.column + i % 2;
     if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
+    if constexpr (kScaled) {
+      float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
+      const Unscaling* const by = unscalings(of, args.source);
+      const float column = by[box.c].inverse, row = by[row_of(of, k)].inverse;
+      float found = *at;
+      if (column == column) found /= column;
+      if (row == row) found /= row;
+      found = unscaled_at(of, args.source, k, box.c, found);
+      *at = is_finite(found) ? found : defined_sum<SOURCE>(args.source, k, box);
+      continue;
+    }
     const float again = defined_sum<SOURCE>(args.source, k, box);
     if (sizeof(E) == 4 || of.wide) {
       static_cast<float*>(of.w)[result_at(of, k, box)] = again;
@@ -116,12 +179,9 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
                                          int warpgroup, int thread, const Box* boxes,
                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
   const WeightResult& of = args.result;
-  // Scaled sums are finished by whoever adds them up.
-  if constexpr (!kScaled) {
-    if (unit.whole) {
-      put_whole<E, kRows, kProducts, kFragments>(args, unit, warpgroup, thread, boxes, sum);
-      return;
-    }
+  if (unit.whole) {
+    put_whole<E, kRows, kProducts, kFragments>(args, unit, warpgroup, thread, boxes, sum);
+    return;
   }
   const int parted = of.row_tiles * of.column_tiles - of.whole;
   constexpr int kEach = kRows * kProducts * kFragments;
@@ -146,7 +206,9 @@ __device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Uni
 // tile's.
 template <int kRows, int kProducts, int kFragments>
 __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
-                                            int index, float4 sum, const Box* boxes) {
+                                            int index, float4 sum, const Box* boxes,
+                                            const InversePair* of_columns = nullptr,
+                                            const InversePair* of_rows = nullptr) {
   const WeightResult& of = args.result;
   constexpr int kEach = kRows * kProducts * kFragments * 128;
   const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
@@ -158,9 +220,19 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const bool both = box.c + 1 < of.in_channels;
   const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
   const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-  if (kScaled) sum = unscaled_four(of, args.source, k, box.c, sum);
+  const float4 given = sum;
+  if (kScaled) {
+    const InversePair x = of_columns == nullptr ? inverses_at(of, args.source, box.c) : *of_columns;
+    const InversePair y = of_rows == nullptr ? InversePair{inverse_at(of, args.source, k),
+                                                           inverse_at(of, args.source, k + 8)}
+                                             : *of_rows;
+    sum = make_float4(
+        quickly_unscaled(sum.x, x.first, y.first), quickly_unscaled(sum.y, x.second, y.first),
+        quickly_unscaled(sum.z, x.first, y.second), quickly_unscaled(sum.w, x.second, y.second));
+  }
   if (!is_finite(sum.x + sum.y + sum.z + sum.w)) {
-    sum = defined_four<SOURCE>(of, args.source, k, box, sum);
+    if constexpr (kScaled) sum = doubted_four<SOURCE>(of, args.source, k, box, given);
+    else sum = defined_four<SOURCE>(of, args.source, k, box, sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -221,10 +293,27 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
     }
   }
   if (!odd) return;
+  InversePair columns[4], y;
+  if constexpr (kScaled) {
+    constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
+    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+    const int f = fragment % kFragments, outer = fragment / kFragments;
+    const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
+    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+    // All at once, before any result is stored.
+    y = {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int c = box.c + (f % kInBlock + e) * 8 + owner % 4 * 2;
+      columns[e] = inverses_at(of, args.source, min(c, in_eights(of.in_channels) - 2));
+    }
+  }
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     if constexpr (kScaled) {
-      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes);
+      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes,
+                                                &columns[e], &y);
     } else {
       finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
                                                   sum[e], boxes);

@@ -296,7 +296,7 @@ def cuts(
     """All that may be worth while; ``direct`` where whole tiles need no second kernel. Of
     ``planes`` each image has whole steps."""
     for cut in _all_tiled(work, device, planes=planes):
-        for found in _shared_out(work, device, cut, direct and not cut.scaled_bytes):
+        for found in _shared_out(work, device, cut, direct):
             yield found
             if _meets(found, device):
                 yield replace(found, together=True)

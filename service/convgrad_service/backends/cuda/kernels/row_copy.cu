@@ -5,6 +5,7 @@
 // Relies on its launcher for the grid, ceil(rows * chunks / 256) blocks, and for targets whose rows
 // are whole, aligned chunks.
 // Index limits: 64-bit throughout; blocks below 2^31.
+#include "overlap.cuh"
 #include "vectors.cuh"
 
 using namespace convgrad;
@@ -18,12 +19,15 @@ struct RowCopyArgs {
   i64 chunks;  // of one row, in all and of all rows
   i64 all_chunks;
   i64 elements;  // of one row of the source
+  int follows;   // the source is what the kernel before this one writes
 };
 
 extern "C" __global__ void __launch_bounds__(256)
     row_copy(const __grid_constant__ RowCopyArgs args) {
   using T = ELEMENT;
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+  start_next();
+  if (args.follows) wait_for_previous();
   const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   if (index >= args.all_chunks) return;
   i64 column, from = 0, to = 0;
@@ -44,4 +48,6 @@ extern "C" __global__ void __launch_bounds__(256)
     if (column + e < args.elements) chunk.at[e] = source[e];
   }
   chunk.store(static_cast<T*>(args.target) + to + column);
+  // Who waits for this kernel waits for the one before it too.
+  if (!args.follows) wait_for_previous();
 }

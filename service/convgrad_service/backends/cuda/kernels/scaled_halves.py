@@ -12,25 +12,39 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.dense_axes import divider
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import Clear, Instance, Launch, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda_program import Instance, Launch, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3, contiguous_strides
 
-__all__ = ["copied_bytes", "copies", "copies_of", "instances", "peaks_bytes"]
+__all__ = ["copied_bytes", "copies", "copies_of", "instances", "ranges_bytes"]
 
-BLOCK, MOST_LANES, EACH = 256, 64, 8
-BLOCKS_PER_MULTIPROCESSOR = 3
+BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
+# Few enough that of what copies again some have room beside it, and wait there already.
+BLOCKS_PER_MULTIPROCESSOR = 2
+# ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
+RANGE_BYTES = 16 + 8
 
 # ScaledTensor of scaled_halves.cu.
 TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_uint64) for name in ("from", "to", "peaks")),
+    *((name, ctypes.c_uint64) for name in ("from", "to", "ranges")),
     ("stride", ctypes.c_int64 * 4),
     ("by", ctypes.c_uint32 * 2 * 3),
     ("size", ctypes.c_int32 * 3),
     *(
         (name, ctypes.c_int32)
-        for name in ("pixels", "readable", "padded", "peaks_at", "lanes", "rows")
+        for name in (
+            "in_order",
+            "pixels",
+            "readable",
+            "padded",
+            "ranges_at",
+            "all_ranges",
+            "lanes",
+            "rows",
+            "chunks",
+            "blocks",
+            "sample_step",
+        )
     ),
-    ("unused", ctypes.c_int32),
 )
 
 
@@ -61,69 +75,103 @@ def _copy(operand: Operand, name: str, batch: int, channels: int, size: Size3) -
     return replace(operand, buffer=name, dtype=DType.FLOAT16, strides=(n, 0, c, d, h, w))
 
 
-def peaks_bytes(work: ConvWork) -> int:
-    """Peaks and counts of the input's channels, then of grad_output's."""
-    return 8 * (_padded(work.in_channels) + _padded(work.out_channels))
+def ranges_bytes(work: ConvWork) -> int:
+    """Of the input's channels, then of grad_output's."""
+    return RANGE_BYTES * (_padded(work.in_channels) + _padded(work.out_channels))
 
 
 def copied_bytes(work: ConvWork) -> int:
-    """Read twice, and written at half the width."""
+    """Read once, and written at half the width."""
     x = prod(work.input) * _padded(work.in_channels)
-    return 10 * work.batch * (x + prod(work.output) * _padded(work.out_channels))
+    return 6 * work.batch * (x + prod(work.output) * _padded(work.out_channels))
 
 
 def copies_of(
-    x: Operand, y: Operand, work: ConvWork, peaks: str, device: CudaDevice
+    x: Operand, y: Operand, work: ConvWork, ranges: str, device: CudaDevice
 ) -> tuple[list[Step], list[Workspace]]:
-    """What fills `copies` and ``peaks`` from operands whose channels lie side by side."""
+    """What fills `copies` and ``ranges`` from operands whose channels lie side by side."""
     halves = copies(work)
-    args = ScaledHalvesArgs()
-    peaks_at, most_chunks, most_blocks = 0, 1, 1
-    workspace = [Workspace(peaks, peaks_bytes(work))]
-    for name, operand, half, channels, size in (
-        ("x", x, halves.x, work.in_channels, work.input),
-        ("y", y, halves.y, work.out_channels, work.output),
+    workspace = [Workspace(ranges, ranges_bytes(work))]
+    for half, channels, size in (
+        (halves.x, work.in_channels, work.input),
+        (halves.y, work.out_channels, work.output),
     ):
-        padded = _padded(channels)
-        lanes = min(MOST_LANES, padded // 4)
-        values = {
-            "pixels": work.batch * prod(size),
-            "readable": ceil_div(channels, 4) * 4,
-            "padded": padded,
-            "peaks_at": peaks_at,
-            "lanes": lanes,
-            "rows": BLOCK // lanes,
-        }
-        for field, value in values.items():
-            setattr(args, f"{name}_{field}", value)
-        getattr(args, f"{name}_stride")[:] = operand.strides[0], *operand.strides[3:]
-        getattr(args, f"{name}_size")[:] = size
-        for dim in range(3):
-            getattr(args, f"{name}_by")[dim][:] = divider(size[dim])
-        chunks = ceil_div(padded // 4, lanes)
-        wanted = ceil_div(BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors, chunks)
-        blocks = min(ceil_div(values["pixels"], values["rows"] * EACH), wanted)
-        most_chunks, most_blocks = max(most_chunks, chunks), max(most_blocks, blocks)
-        peaks_at += 2 * padded
-        workspace.append(Workspace(half.buffer, values["pixels"] * padded * 2))
+        workspace.append(Workspace(half.buffer, work.batch * prod(size) * _padded(channels) * 2))
+    args, blocks = _arguments(x, y, work, BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors)
     packed = pack(
         args,
         x_from=x,
         x_to=halves.x,
-        x_peaks=peaks,
+        x_ranges=ranges,
         y_from=y,
         y_to=halves.y,
-        y_peaks=peaks,
+        y_ranges=ranges,
     )
-    grid = most_blocks, most_chunks, 2
-    # What copies waits itself for the peaks.
-    launches = [
-        Launch(one, grid, (BLOCK, 1, 1), packed, overlaps=number > 0)
-        for number, one in enumerate(instances())
+    clears, copying, again = instances()
+    clearing = ceil_div(ranges_bytes(work) // RANGE_BYTES, BLOCK)
+    # Each waits itself for the one before it.
+    steps: list[Step] = [
+        Launch(clears, (clearing, 1, 1), (BLOCK, 1, 1), packed),
+        Launch(copying, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
+        Launch(again, (blocks, 1, 1), (BLOCK, 1, 1), packed, overlaps=True),
     ]
-    return [Clear(peaks, peaks_bytes(work)), *launches], workspace
+    return steps, workspace
+
+
+def _arguments(
+    x: Operand, y: Operand, work: ConvWork, most_blocks: int
+) -> tuple[ScaledHalvesArgs, int]:
+    """With about so many blocks, and with how many."""
+    args = ScaledHalvesArgs()
+    operands = (
+        ("x", x, work.in_channels, work.input),
+        ("y", y, work.out_channels, work.output),
+    )
+    sizes = [prod(size) * _padded(channels) for *_, channels, size in operands]
+    ranges_at, blocks = 0, 0
+    for (name, operand, channels, size), elements in zip(operands, sizes, strict=True):
+        padded = _padded(channels)
+        lanes = min(MOST_LANES, padded // 4)
+        rows, chunks = BLOCK // lanes, ceil_div(padded // 4, lanes)
+        pixels = work.batch * prod(size)
+        # As many as there is to copy.
+        wanted = max(1, round(most_blocks * elements / sum(sizes)) // chunks)
+        strides = operand.strides[0], *operand.strides[3:]
+        values = {
+            "in_order": _in_order(strides, (work.batch, *size)),
+            "pixels": pixels,
+            "readable": ceil_div(channels, 4) * 4,
+            "padded": padded,
+            "ranges_at": ranges_at,
+            "all_ranges": ranges_bytes(work) // RANGE_BYTES,
+            "lanes": lanes,
+            "rows": rows,
+            "chunks": chunks,
+            "blocks": min(ceil_div(pixels, rows * EACH), wanted) * chunks,
+            # Odd, so that it meets every place of a row.
+            "sample_step": max(pixels // (rows * SAMPLED) - 1, 0) | 1,
+        }
+        for field, value in values.items():
+            setattr(args, f"{name}_{field}", value)
+        getattr(args, f"{name}_stride")[:] = strides
+        getattr(args, f"{name}_size")[:] = size
+        for dim in range(3):
+            getattr(args, f"{name}_by")[dim][:] = divider(size[dim])
+        blocks += values["blocks"]
+        ranges_at += padded
+    return args, blocks
+
+
+def _in_order(strides: tuple[int, ...], extents: tuple[int, ...]) -> bool:
+    """Whether all pixels lie as far apart as those of a row."""
+    step = strides[3]
+    for stride, extent in zip(reversed(strides), reversed(extents), strict=True):
+        if extent > 1 and stride != step:
+            return False
+        step *= extent
+    return True
 
 
 def instances() -> Iterable[Instance]:
-    """What finds the peaks, then what copies."""
-    return [Instance.of("scaled_halves.cu", {"COPIES": copies}, HOPPER) for copies in (0, 1)]
+    """What clears, what copies, and what copies again that was scaled too much or too little."""
+    return [Instance.of("scaled_halves.cu", {"PASS": number}, HOPPER) for number in range(3)]

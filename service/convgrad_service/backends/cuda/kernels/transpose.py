@@ -59,6 +59,7 @@ class RowCopyArgs(ctypes.Structure):
             for name in ("extent", "source_stride", "target_stride")
         ),
         *((name, ctypes.c_int64) for name in ("chunks", "all_chunks", "elements")),
+        ("follows", ctypes.c_int32),
     )
 
 
@@ -219,6 +220,7 @@ class RowCopy:
         args.chunks = row.extent * work.dtype.itemsize // CHUNK_BYTES
         args.all_chunks = args.chunks * prod(args.extent)
         args.elements = row.extent if box.padded is None else box.limit
+        args.follows = work.follows
         launch = Launch(
             _instance(self.name, work.dtype.itemsize),
             linear_grid(args.all_chunks, BLOCK),

@@ -1,0 +1,99 @@
+"""A separable forward by two launches on Hopper, the second one's weights at whole lines of the
+caches; on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.families import DEPTHWISE, FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
+from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
+from tests.cases import Case, fused
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+PLACES = [
+    pytest.param(EmulatedBackend, marks=emulated, id="emulated"),
+    pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+]
+Place = Callable[..., Backend]
+TF32 = 2.0**-10  # what rounding the factors costs
+
+TILES = (HopperTile(128, 224), HopperTile(192, 128, alternate=True), HopperTile(128, 64, split=2))
+
+
+def separable(
+    name: str, channels: int, outputs: int, size: tuple[int, int], stride: int = 1, kernel: int = 3
+) -> Case:
+    pad = kernel // 2
+    first = Conv(3, channels, channels, size, (kernel, kernel), stride, pad, 1, channels)
+    return fused(name, first, Conv(0, 0, outputs, (), (1, 1)), ("none", "none"), (False, False))
+
+
+CASES = [
+    # Weights in rows of one line and a part, and as they are; outputs beyond one tile.
+    separable("lines", 72, 232, (9, 11)),
+    separable("as_they_are", 128, 64, (7, 7)),
+    separable("strided", 88, 136, (15, 13), 2),
+    separable("one_pixel", 72, 64, (1, 1)),
+    separable("5x5", 72, 64, (8, 9), 1, 5),
+]
+
+
+def backend(place: Place, tile: HopperTile) -> Backend:
+    """With nothing but the two kernels that are meant."""
+    gather = HopperGather(True, Schedule(tile))
+    return place(families=replace(FAMILIES, fused=[], fwd=[*DEPTHWISE, gather]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_two_launches(place: Place, seed: int, case: Case, tile: HopperTile, dtype: str) -> None:
+    """Within both gates, and the same bits again."""
+    computed = backend(place, tile)
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(computed, case, tensors, "NHWC")
+        check(found, wanted, gate, f"seed {seed}, {case.id}, {tile}")
+    again = answers(computed, case, tensors, "NHWC")
+    np.testing.assert_array_equal(found["output"], again["output"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_float32(place: Place, seed: int) -> None:
+    """In TF32, whose rows of shared memory are 32 channels."""
+    for case in CASES[:2]:
+        tensors, wanted = drawn(seed, case, "float32", "bounded")
+        computed = backend(place, HopperTile(128, 160, alternate=True))
+        high = case.with_params("high", precision="high")
+        found = answers(computed, high, tensors, "NHWC")
+        check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_stays_where_it_belongs(place: Place, seed: int, value: float) -> None:
+    """In an input it reaches only the pixels around it."""
+    case, computed = CASES[0], backend(place, TILES[0])
+    tensors, _ = drawn(seed, case, "float16", "exact")
+    spoiled = tensors["input"].copy()
+    spoiled[1, 3, 4, 6] = value
+    found = answers(computed, case, {**tensors, "input": spoiled}, "NHWC")["output"]
+    clean = answers(computed, case, tensors, "NHWC")["output"]
+    finite = np.isfinite(found)
+    np.testing.assert_array_equal(found[finite], clean[finite])
+    met = np.zeros(found.shape, bool)
+    met[1, :, 3:6, 5:8] = True
+    np.testing.assert_array_equal(~finite, met)
