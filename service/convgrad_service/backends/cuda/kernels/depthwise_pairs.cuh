@@ -1,0 +1,199 @@
+// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps, exact
+// results. Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
+#pragma once
+
+#include "accesses.cuh"
+#include "divider.cuh"
+#include "kept.cuh"
+#include "tensor_core.cuh"
+#include "vectors.cuh"
+
+namespace convgrad {
+
+struct DepthwisePairsArgs {
+  const void* x;  // the source: input, or grad_output
+  const void* w;
+  void* y;          // the result: output, or grad_input
+  i64 x_stride[3];  // N H W, in elements; a pixel's channels lie side by side
+  i64 w_stride[3];  // C R S
+  i64 y_stride[3];
+  u32 x_pitch;  // of a row, in 16 bytes
+  u32 y_pitch;
+  int batch;
+  int channels;
+  int x_size[2];
+  int y_size[2];
+  int pad[2];
+  int kernel[2];  // as far as it reaches, dilated
+  int dilation[2];
+  int flipped;   // forward: the kernel is read from its last row and column on
+  int left;      // the first strip's first column of x
+  int first_tap; // of the kernel's columns: from x's column `left` to the result's column 0
+  int base;      // the first chunk's first row, in units of STRIDE from -pad on
+  int last;      // the last row that anything is added to, likewise
+  int rows;      // of a chunk, in those units
+  int strips;    // of an image
+  int read;      // columns of x that a strip reads
+  int stage_bytes;
+  Divider by_strips, by_units;
+};
+
+using T = ELEMENT;
+
+constexpr int kTileStrips = 8 * GROUPS;
+constexpr int kOwnChannels = 2 * PAIRS;  // of a warp
+constexpr int kParts = OCTETS * 8 / kOwnChannels;
+constexpr int kThreads = 32 * kParts * GROUPS;
+constexpr int kChannels = OCTETS * 8;
+constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
+constexpr int kOpen = kReach * STRIDE;         // open rows of the result
+constexpr int kStripColumns = 8;               // of the result
+constexpr int kUnitColumns = 8 / STRIDE;       // of x, that a strip does not share
+// Columns of x from one product's row to the next one's, and products' rows that a lane reads.
+constexpr int kApart = 4 / STRIDE;
+constexpr int kBlocks = STRIDE == 1 ? UNITS + 1 : 2 * UNITS;
+constexpr int kBlocksApart = STRIDE;  // of those, from one unit to the next
+// A pixel's place: an odd number of 16 bytes apart, and where a warp's eight pixels are of two
+// groups of eight, those half the banks apart; so that no two of them meet in a bank.
+constexpr int kPixelBytes = (OCTETS % 2 == 0 ? OCTETS + 1 : OCTETS) * 16;
+constexpr int kApartBytes = STRIDE == 1 ? 64 : 0;
+constexpr int kRoundPixels = kThreads / OCTETS;  // that a round of copies takes
+constexpr int kRounds = (2 * kTileStrips * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
+constexpr int kSureRounds = ((kTileStrips + 1) * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
+static_assert(kRoundPixels % 32 == 0, "a round begins with a group of eight pixels");
+
+__host__ __device__ constexpr int place_of(int pixel, int apart_bytes) {
+  return pixel * kPixelBytes + pixel / 8 * apart_bytes;
+}
+
+// Of results: a lane writes four columns of each of a strip's halves.
+constexpr int kResultApartBytes = 64;
+constexpr int kResultBytes = place_of(kTileStrips * kStripColumns, kResultApartBytes);  // of a row
+constexpr int kResultsBytes = STRIDE * kResultBytes;
+constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
+
+// A pixel's channels of a warp.
+union Pixels {
+  typename RawOf<4 * PAIRS>::type raw;
+  u32 words[PAIRS];
+};
+
+// A thread's part in copying rows of x.
+struct RowsCopier {
+  const T* from;
+  u32 next[kRounds];  // in 16 bytes
+  u32 inside;         // a bit for each that is there
+  u32 target;
+  int rounds;
+
+  // From strip `strip` of image n on, `pixels` of them; `end` are wanted. The first row is `row`.
+  __device__ __forceinline__ RowsCopier(const DepthwisePairsArgs& args, u32 to, int n, int strip,
+                                        int pixels, int end, int row)
+      : from(static_cast<const T*>(args.x)), inside(0) {
+    const int octet = threadIdx.x % OCTETS, own = threadIdx.x / OCTETS;
+    const int c = blockIdx.x * kChannels + octet * 8;
+    const int units = args.strips + 1;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int pixel = own + i * kRoundPixels;
+      const int unit = strip + pixel / kUnitColumns, images = divide(unit, args.by_units);
+      const int at = args.left + (unit - images * units) * kUnitColumns + pixel % kUnitColumns;
+      const bool there = pixel < end && n + images < args.batch && at >= 0 &&
+                         at < args.x_size[1] && c < args.channels;
+      // What is not there is not read, nor are rows outside: wherever that points.
+      const i64 start = there ? (n + images) * args.x_stride[0] + at * args.x_stride[2] + c : 0;
+      next[i] = static_cast<u32>((start + row * args.x_stride[1]) >> 3);
+      inside |= static_cast<u32>(there) << i;
+    }
+    rounds = (pixels + kRoundPixels - 1) / kRoundPixels;
+    target = to + place_of(own, kApartBytes) + octet * 16;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) next[i] = kept_value(next[i]);
+    inside = kept_value(inside);
+    target = kept_value(target);
+  }
+
+  // The next row, which is `row`, to `offset_bytes` from the first stage on.
+  __device__ __forceinline__ void copy(int offset_bytes, int row, int rows, u32 pitch) {
+    const u32 exists = static_cast<u32>(row) < static_cast<u32>(rows) ? inside : 0;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i < kSureRounds || i < rounds) {
+        copy_async<16>(target + offset_bytes + place_of(i * kRoundPixels, kApartBytes),
+                       from + static_cast<i64>(next[i]) * 8, (exists >> i & 1) * 16);
+      }
+      next[i] += pitch;
+    }
+  }
+};
+
+// A warp's kernel as second factors, from its channel `channel` on.
+using Taps = u32[KERNEL_H][PAIRS][UNITS];
+
+__device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& args, int channel) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  // Column g of a second factor: the result's column g / 2, of the pair's channel g % 2.
+  unsigned short raw[KERNEL_H][PAIRS][UNITS];
+  const T* const w = static_cast<const T*>(args.w);
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
+    bool wanted = s >= 0 && s < args.kernel[1];
+    if (args.flipped) s = args.kernel[1] - 1 - s;
+    if (args.dilation[1] > 1) {
+      wanted &= s % args.dilation[1] == 0;
+      s /= args.dilation[1];
+    }
+#pragma unroll
+    for (int r = 0; r < KERNEL_H; ++r) {
+      int row = args.flipped ? args.kernel[0] - 1 - r : r;
+      bool there = wanted && r < args.kernel[0];
+      if (args.dilation[0] > 1) {
+        there &= row % args.dilation[0] == 0;
+        row /= args.dilation[0];
+      }
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const int c = channel + 2 * pair + g % 2;
+        load_if(there && c < args.channels,
+                w + (c * args.w_stride[0] + row * args.w_stride[1] + s * args.w_stride[2]),
+                raw[r][pair][unit]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) {
+        taps[r][pair][unit] = static_cast<u32>(raw[r][pair][unit]) << (g % 2 * 16);
+      }
+    }
+  }
+}
+
+// One result from its valid taps alone.
+__device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, int row, int column) {
+  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
+  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
+  float sum = 0;
+  // In the order of x's rows, then of its columns.
+  for (int r = args.kernel[0] - 1; r >= 0; --r) {
+    for (int s = args.kernel[1] - 1; s >= 0; --s) {
+      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
+      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
+      const int h = u / STRIDE, k = v / STRIDE;
+      if (h >= args.x_size[0] || k >= args.x_size[1]) continue;
+      const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
+      const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
+      if (from_r % args.dilation[0] != 0 || from_s % args.dilation[1] != 0) continue;
+      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
+             widen(w[from_r / args.dilation[0] * args.w_stride[1] +
+                     from_s / args.dilation[1] * args.w_stride[2]]);
+    }
+  }
+  return narrow<T>(sum);
+}
+
+}  // namespace convgrad
