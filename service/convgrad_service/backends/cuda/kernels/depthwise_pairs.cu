@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     const int row = skipped + stage;
-    if (row < steps) copier.copy(stage * stage_bytes, top + row, args.x_size[0], args.x_pitch);
+    if (row < steps) copier.copy(stage * stage_bytes, top + row, args.x_size[0], args.x_stride[1]);
     commit_copies();
   }
 
@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int column = (of - images * args.strips) * 8 + pixel % 8, c = first_channel + octet * 8;
     const bool there = n + images < args.batch && column < args.y_size[1] && c < args.channels;
     writes |= static_cast<u32>(there) << i;
-    const i64 start = (n + images) * args.y_stride[0] + column * args.y_stride[2] + c;
-    out[i] = kept_value(static_cast<u32>((start + result_row * args.y_stride[1]) >> 3));
+    out[i] = kept_value((n + images) * args.y_stride[0] + result_row * args.y_stride[1] +
+                        column * args.y_stride[2] + c / 8);
   }
   writes = kept_value(writes);
 
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       if (step + STAGES - 1 < steps) {
-        copier.copy(before, h + STAGES - 1, args.x_size[0], args.x_pitch);
+        copier.copy(before, h + STAGES - 1, args.x_size[0], args.x_stride[1]);
       }
       commit_copies();
       // What the row before finished.
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                         result);
             store_if(there && (writes >> i & 1),
                      static_cast<T*>(args.y) + static_cast<i64>(out[i]) * 8, result);
-            out[i] += args.y_pitch;
+            out[i] += args.y_stride[1];
           }
         }
       }
@@ -203,15 +203,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int images = divide(strip + own_strip, args.by_strips);
   if (n + images >= args.batch) return;
   const int first = result_row, end = result_row + (steps - (kReach - 1)) * STRIDE;
+#pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int column = (strip + own_strip - images * args.strips) * 8 + half * 4 + t;
     if (column >= args.y_size[1]) continue;
+#pragma unroll 1
     for (int row = max(first, 0); row < min(end, args.y_size[0]); ++row) {
+#pragma unroll 1
       for (int i = 0; i < kOwnChannels; ++i) {
         const int c = first_channel + part * kOwnChannels + i;
         if (c >= args.channels) break;
-        static_cast<T*>(args.y)[(n + images) * args.y_stride[0] + row * args.y_stride[1] +
-                                column * args.y_stride[2] + c] =
+        const u32 piece = (n + images) * args.y_stride[0] + row * args.y_stride[1] +
+                          column * args.y_stride[2] + c / 8;
+        static_cast<T*>(args.y)[static_cast<i64>(piece) * 8 + c % 8] =
             exact(args, n + images, c, row, column);
       }
     }

@@ -14,11 +14,9 @@ struct DepthwisePairsArgs {
   const void* x;  // the source: input, or grad_output
   const void* w;
   void* y;          // the result: output, or grad_input
-  i64 x_stride[3];  // N H W, in elements; a pixel's channels lie side by side
-  i64 w_stride[3];  // C R S
-  i64 y_stride[3];
-  u32 x_pitch;  // of a row, in 16 bytes
-  u32 y_pitch;
+  u32 x_stride[3];  // N H W, in 16 bytes; a pixel's channels lie side by side
+  u32 y_stride[3];
+  int w_stride[3];  // C R S, in elements
   int batch;
   int channels;
   int x_size[2];
@@ -101,25 +99,24 @@ struct RowsCopier {
       const bool there = pixel < end && n + images < args.batch && at >= 0 &&
                          at < args.x_size[1] && c < args.channels;
       // What is not there is not read, nor are rows outside: wherever that points.
-      const i64 start = there ? (n + images) * args.x_stride[0] + at * args.x_stride[2] + c : 0;
-      next[i] = static_cast<u32>((start + row * args.x_stride[1]) >> 3);
+      next[i] = kept_value((n + images) * args.x_stride[0] + row * args.x_stride[1] +
+                           at * args.x_stride[2] + c / 8);
       inside |= static_cast<u32>(there) << i;
     }
     rounds = (pixels + kRoundPixels - 1) / kRoundPixels;
     target = to + place_of(own, kApartBytes) + octet * 16;
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) next[i] = kept_value(next[i]);
     inside = kept_value(inside);
     target = kept_value(target);
   }
 
   // The next row, which is `row`, to `offset_bytes` from the first stage on.
   __device__ __forceinline__ void copy(int offset_bytes, int row, int rows, u32 pitch) {
-    const u32 exists = static_cast<u32>(row) < static_cast<u32>(rows) ? inside : 0;
+    const u32 exists = kept_value(static_cast<u32>(row) < static_cast<u32>(rows) ? inside : 0);
+    const u32 to = kept_value(target + offset_bytes);
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i < kSureRounds || i < rounds) {
-        copy_async<16>(target + offset_bytes + place_of(i * kRoundPixels, kApartBytes),
+        copy_async<16>(to + place_of(i * kRoundPixels, kApartBytes),
                        from + static_cast<i64>(next[i]) * 8, (exists >> i & 1) * 16);
       }
       next[i] += pitch;
@@ -134,31 +131,31 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   // Column g of a second factor: the result's column g / 2, of the pair's channel g % 2.
   unsigned short raw[KERNEL_H][PAIRS][UNITS];
-  const T* const w = static_cast<const T*>(args.w);
+  const int last_row = (args.kernel[0] - 1) / args.dilation[0];
+  const int tap_row = args.flipped ? -args.w_stride[1] : args.w_stride[1];
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
     int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
-    bool wanted = s >= 0 && s < args.kernel[1];
+    // All channels of an octet are there, or none.
+    bool wanted = s >= 0 && s < args.kernel[1] && channel < args.channels;
     if (args.flipped) s = args.kernel[1] - 1 - s;
     if (args.dilation[1] > 1) {
       wanted &= s % args.dilation[1] == 0;
       s /= args.dilation[1];
     }
+    const T* w = static_cast<const T*>(args.w) + ((channel + g % 2) * args.w_stride[0] +
+                                                  (args.flipped ? last_row * args.w_stride[1] : 0) +
+                                                  s * args.w_stride[2]);
+    int between = 0;  // rows since the last of taps
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
-      int row = args.flipped ? args.kernel[0] - 1 - r : r;
-      bool there = wanted && r < args.kernel[0];
-      if (args.dilation[0] > 1) {
-        there &= row % args.dilation[0] == 0;
-        row /= args.dilation[0];
-      }
+      const bool there = wanted && between == 0 && r < args.kernel[0];
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
-        const int c = channel + 2 * pair + g % 2;
-        load_if(there && c < args.channels,
-                w + (c * args.w_stride[0] + row * args.w_stride[1] + s * args.w_stride[2]),
-                raw[r][pair][unit]);
+        load_if(there, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
       }
+      if (between == 0) w += tap_row;
+      if (++between == args.dilation[0]) between = 0;
     }
   }
 #pragma unroll
@@ -175,7 +172,6 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
 
 // One result from its valid taps alone.
 __device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, int row, int column) {
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
   const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
   float sum = 0;
   // In the order of x's rows, then of its columns.
@@ -188,7 +184,8 @@ __device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, in
       const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
       const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
       if (from_r % args.dilation[0] != 0 || from_s % args.dilation[1] != 0) continue;
-      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
+      const u32 piece = n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2] + c / 8;
+      sum += widen(static_cast<const T*>(args.x)[static_cast<i64>(piece) * 8 + c % 8]) *
              widen(w[from_r / args.dilation[0] * args.w_stride[1] +
                      from_s / args.dilation[1] * args.w_stride[2]]);
     }

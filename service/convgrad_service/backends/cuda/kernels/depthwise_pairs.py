@@ -84,9 +84,8 @@ class DepthwisePairsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "w", "y")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y")),
-        ("x_pitch", ctypes.c_uint32),
-        ("y_pitch", ctypes.c_uint32),
+        *((f"{name}_stride", ctypes.c_uint32 * 3) for name in ("x", "y")),
+        ("w_stride", ctypes.c_int32 * 3),
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
@@ -158,9 +157,9 @@ class DepthwisePairs:
         if flipped:
             pad = plane.reach[0] - 1 - pad[0], plane.reach[1] - 1 - pad[1]
         args = DepthwisePairsArgs()
-        args.x_stride[:], args.y_stride[:] = plane.strides(source), plane.strides(result)
+        args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
+        args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
         args.w_stride[:] = plane.weight_strides(work.w)
-        args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 8
         args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
         args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
