@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int steps = min(args.rows, args.last - first_row + 1) + kReach - 1;
   const int result_row = first_row * STRIDE - args.pad[0];
   // Rows of padding that come before any result is finished.
-  const int skipped = max(0, min(-top, kReach - 1));
+  const int skipped = max(0, min(-top, kReach - 1)) / ROWS * ROWS;
 
   // All strips' units of x, one more behind each image's.
   const auto pixel_of = [&](int own) {
@@ -50,12 +50,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int last_pixel = pixel_of(kTileStrips - 1);
   RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + 2 * kUnitColumns,
                     last_pixel + args.read, top + skipped);
-  const int stage_bytes = args.stage_bytes;
+  const int row_bytes = args.row_bytes, stage_bytes = ROWS * row_bytes;
+  // A stage's rows, from the `step`th on.
+  const auto copy = [&](int stage, int step) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (step + i < steps) {
+        copier.copy(stage + i * row_bytes, top + step + i, args.x_size[0], args.x_stride[1]);
+      }
+    }
+    commit_copies();
+  };
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    const int row = skipped + stage;
-    if (row < steps) copier.copy(stage * stage_bytes, top + row, args.x_size[0], args.x_stride[1]);
-    commit_copies();
+    copy(stage * stage_bytes, skipped + stage * ROWS);
   }
 
   Taps taps;
@@ -71,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // The pixels that this thread writes.
   u32 out[kWrites], writes = 0;
   const int octet = threadIdx.x % OCTETS, own = threadIdx.x / OCTETS;
-  const u32 written = kept_value(results + octet * 16 + place_of(own, kResultApartBytes));
+  const u32 written = kept_value(shared_address(shared) + results + octet * 16 + place_of(own, kResultApartBytes));
 #pragma unroll
   for (int i = 0; i < kWrites; ++i) {
     const int pixel = own + i * kRoundPixels, of = strip + pixel / 8;
@@ -89,88 +97,94 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
     for (int i = 0; i < PAIRS * 4; ++i) row[i / 4][i % 4] = 0;
   };
-  u32 marked = 0;           // once any sum was not finite
-  int now = 0, before = (STAGES - 1) * stage_bytes;  // this row's stage, and the last one's
-  int buffer = 0;           // which rows of results this step's are
-  for (int turn = 0; turn <= steps; turn += kReach) {
+  u32 marked = 0;                                    // once any sum was not finite
+  int now = 0, before = (STAGES - 1) * stage_bytes;  // these rows' stage, and the last ones'
+  int buffer = 0;                                    // where the results are that they finish
+  for (int turn = 0; turn < steps + ROWS; turn += kUnrolled) {
 #pragma unroll
-    for (int j = 0; j < kReach; ++j) {
-      const int step = turn + j;
-      if (step < skipped) continue;
-      if (step > steps) break;
-      const int h = top + step;
-      const bool exists = step < steps && static_cast<u32>(h) < static_cast<u32>(args.x_size[0]);
+    for (int first = 0; first < kUnrolled; first += ROWS) {
+      const int start = turn + first;
+      if (start < skipped) continue;
+      if (start >= steps + ROWS) break;
       wait_copies<STAGES - 2>();
       __syncthreads();
-      Pixels pixels[kBlocks];
-      if (exists) {
+      bool exists[ROWS];
+      Pixels pixels[ROWS][kBlocks];
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          load_shared(from + now + place_of(i * kApart, kApartBytes), pixels[i].raw);
+      for (int i = 0; i < ROWS; ++i) {
+        const int h = top + start + i;
+        exists[i] = start + i < steps && static_cast<u32>(h) < static_cast<u32>(args.x_size[0]);
+        if (!exists[i]) continue;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          load_shared(from + now + i * row_bytes + place_of(block * kApart, kApartBytes),
+                      pixels[i][block].raw);
         }
       }
-      if (step + STAGES - 1 < steps) {
-        copier.copy(before, h + STAGES - 1, args.x_size[0], args.x_stride[1]);
-      }
-      commit_copies();
-      // What the row before finished.
-      if (step >= kReach) {
+      copy(before, start + (STAGES - 1) * ROWS);
+      // What the rows before finished.
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int step = start - ROWS + i;
+        if (step < kReach - 1 || step >= steps) continue;
 #pragma unroll
         for (int a = 0; a < STRIDE; ++a) {
-          const int row = result_row + (step - kReach) * STRIDE + a;
+          const int row = result_row + (step - (kReach - 1)) * STRIDE + a;
           const bool there = row >= 0 && row < args.y_size[0];
 #pragma unroll
-          for (int i = 0; i < kWrites; ++i) {
+          for (int own = 0; own < kWrites; ++own) {
             uint4 result;
-            load_shared(shared_address(shared) + written + (kResultsBytes - buffer) +
-                            a * kResultBytes + place_of(i * kRoundPixels, kResultApartBytes),
+            load_shared(written + (kGroupBytes - buffer) + (i * STRIDE + a) * kResultBytes +
+                            place_of(own * kRoundPixels, kResultApartBytes),
                         result);
-            store_if(there && (writes >> i & 1),
-                     static_cast<T*>(args.y) + static_cast<i64>(out[i]) * 8, result);
-            out[i] += args.y_stride[1];
+            store_if(there && (writes >> own & 1),
+                     static_cast<T*>(args.y) + static_cast<i64>(out[own]) * 8, result);
+            out[own] += args.y_stride[1];
           }
         }
       }
-      if (step == steps) break;
-      if (exists) {
-        u32 factors[PAIRS][UNITS][2];
 #pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-#pragma unroll
-          for (int i = 0; i < 2 * UNITS; ++i) {
-            // The compiler would gather a factor's registers for each of its products.
-            factors[pair][i / 2][i % 2] =
-                kept_value(pixels[kBlocksApart * (i / 2) + i % 2].words[pair]);
-          }
-        }
-        // What is finished by this row comes first.
-#pragma unroll
-        for (int r = 0; r < KERNEL_H; ++r) {
+      for (int i = 0; i < ROWS; ++i) {
+        const int j = first + i, step = turn + j;
+        if (exists[i]) {
+          u32 factors[PAIRS][UNITS][2];
 #pragma unroll
           for (int pair = 0; pair < PAIRS; ++pair) {
-            float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
-            const u32(&own_taps)[UNITS] = taps[r][pair];
-            const u32(&factor)[UNITS][2] = factors[pair];
-            if (r >= kOpen - STRIDE) {
 #pragma unroll
-              for (int i = 0; i < 4; ++i) sum[i] = 0;
+            for (int block = 0; block < 2 * UNITS; ++block) {
+              // The compiler would gather a factor's registers for each of its products.
+              factors[pair][block / 2][block % 2] = kept_value(
+                  pixels[i][kBlocksApart * (block / 2) + block % 2].words[pair]);
             }
-            if constexpr (UNITS >= 2) {
-              const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
-              mma<T>(sum, both, own_taps[0], own_taps[1]);
+          }
+          // What is finished by this row comes first.
+#pragma unroll
+          for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+              float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
+              const u32(&own_taps)[UNITS] = taps[r][pair];
+              const u32(&factor)[UNITS][2] = factors[pair];
+              if (r >= kOpen - STRIDE) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[e] = 0;
+              }
+              if constexpr (UNITS >= 2) {
+                const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+                mma<T>(sum, both, own_taps[0], own_taps[1]);
+              }
+              if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
             }
-            if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
           }
         }
-      }
 #pragma unroll
-      for (int r = KERNEL_H; r < kOpen; ++r) clear(sums[(j * STRIDE + r) % kOpen]);
-      if (!exists) {
+        for (int r = KERNEL_H; r < kOpen; ++r) clear(sums[(j * STRIDE + r) % kOpen]);
+        if (!exists[i]) {
 #pragma unroll
-        for (int r = kOpen - STRIDE; r < KERNEL_H; ++r) clear(sums[(j * STRIDE + r) % kOpen]);
-      }
-      // What no later row of x reaches is done.
-      if (step >= kReach - 1) {
+          for (int r = kOpen - STRIDE; r < KERNEL_H; ++r) clear(sums[(j * STRIDE + r) % kOpen]);
+        }
+        // What no later row of x reaches is done.
+        if (step < kReach - 1 || step >= steps) continue;
 #pragma unroll
         for (int a = 0; a < STRIDE; ++a) {
           Pixels result[2];
@@ -187,12 +201,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             *reinterpret_cast<decltype(Pixels::raw)*>(
-                shared + to + buffer + a * kResultBytes + half * 4 * kPixelBytes) =
+                shared + to + buffer + (i * STRIDE + a) * kResultBytes + half * 4 * kPixelBytes) =
                 result[half].raw;
           }
         }
       }
-      buffer = kResultsBytes - buffer;
+      buffer = kGroupBytes - buffer;
       before = now;
       now += stage_bytes;
       if (now == results) now = 0;

@@ -32,7 +32,7 @@ struct DepthwisePairsArgs {
   int rows;      // of a chunk, in those units
   int strips;    // of an image
   int read;      // columns of x that a strip reads
-  int stage_bytes;
+  int row_bytes;  // of x in shared memory
   Divider by_strips, by_units;
 };
 
@@ -45,6 +45,7 @@ constexpr int kThreads = 32 * kParts * GROUPS;
 constexpr int kChannels = OCTETS * 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
 constexpr int kOpen = kReach * STRIDE;         // open rows of the result
+constexpr int kUnrolled = kReach % ROWS == 0 ? kReach : kReach * ROWS;  // rows of x until slots repeat
 constexpr int kStripColumns = 8;               // of the result
 constexpr int kUnitColumns = 8 / STRIDE;       // of x, that a strip does not share
 // Columns of x from one product's row to the next one's, and products' rows that a lane reads.
@@ -67,7 +68,7 @@ __host__ __device__ constexpr int place_of(int pixel, int apart_bytes) {
 // Of results: a lane writes four columns of each of a strip's halves.
 constexpr int kResultApartBytes = 64;
 constexpr int kResultBytes = place_of(kTileStrips * kStripColumns, kResultApartBytes);  // of a row
-constexpr int kResultsBytes = STRIDE * kResultBytes;
+constexpr int kGroupBytes = ROWS * STRIDE * kResultBytes;  // of all that a stage's rows finish
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
 
 // A pixel's channels of a warp.

@@ -33,8 +33,8 @@ GROUP_STRIPS = 8
 @dataclass(frozen=True, slots=True)
 class PairTile:
     """The most kernel rows, the stride, units of 4 columns of x that a product takes; a block's
-    octets of channels and groups of 8 strips; pairs of channels of a warp; rows in shared memory,
-    and the blocks that a multiprocessor is to hold.
+    octets of channels and groups of 8 strips; pairs of channels of a warp; rows between barriers,
+    how many times as many are in shared memory, and the blocks that a multiprocessor is to hold.
 
     ``start`` is what a block takes beside its rows, in rows.
     """
@@ -45,6 +45,7 @@ class PairTile:
     octets: int = 4
     groups: int = 1
     pairs: int = 4
+    rows: int = 1
     stages: int = 4
     blocks: int = 3
     start: int = 4
@@ -93,7 +94,7 @@ class DepthwisePairsArgs(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("flipped", "left", "first_tap", "base", "last", "rows", "strips", "read")
         ),
-        ("stage_bytes", ctypes.c_int32),
+        ("row_bytes", ctypes.c_int32),
         ("by_strips", Divider),
         ("by_units", Divider),
     )
@@ -168,12 +169,13 @@ class DepthwisePairs:
         args.base, args.last = pad[0] // stride, (y_size[0] - 1 + pad[0]) // stride
         args.strips = ceil_div(y_size[1], STRIP_COLUMNS)
         args.by_strips, args.by_units = Divider.of(args.strips), Divider.of(args.strips + 1)
-        args.stage_bytes = _stage_bytes(tile, _most_images(args.strips, tile.strips, plane.batch))
+        args.row_bytes = _row_bytes(tile, _most_images(args.strips, tile.strips, plane.batch))
 
         rows = args.last - args.base + 1
         tiles = ceil_div(plane.batch * args.strips, tile.strips)
         channel_tiles = ceil_div(work.groups, tile.channels)
-        shared_bytes = tile.stages * args.stage_bytes + 2 * stride * _place(tile, tile.strips * 8, 64)
+        results = 2 * stride * _place(tile, tile.strips * STRIP_COLUMNS, 64)
+        shared_bytes = tile.rows * (tile.stages * args.row_bytes + results)
         if chunk is None:
             resident = resident_blocks(device, shared_bytes, tile.blocks)
             reach = ceil_div(tile.kernel_rows, stride) - 1
@@ -234,7 +236,7 @@ def _place(tile: PairTile, pixels: int, apart_bytes: int) -> int:
     return pixels * pixel_bytes + pixels // 8 * apart_bytes
 
 
-def _stage_bytes(tile: PairTile, images: int) -> int:
+def _row_bytes(tile: PairTile, images: int) -> int:
     """Room for a tile's strips, and one more unit behind each image's, in whole rounds."""
     pixels = (tile.strips + images) * STRIP_COLUMNS // tile.stride
     each = tile.threads // tile.octets
@@ -250,6 +252,7 @@ def _instance(dtype: DType, tile: PairTile) -> Instance:
         "OCTETS": tile.octets,
         "GROUPS": tile.groups,
         "PAIRS": tile.pairs,
+        "ROWS": tile.rows,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
     }
