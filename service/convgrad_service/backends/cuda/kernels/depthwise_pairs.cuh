@@ -27,13 +27,14 @@ struct DepthwisePairsArgs {
   int flipped;   // forward: the kernel is read from its last row and column on
   int left;      // the first strip's first column of x
   int first_tap; // of the kernel's columns: from x's column `left` to the result's column 0
-  int base;      // the first chunk's first row, in units of STRIDE from -pad on
-  int last;      // the last row that anything is added to, likewise
-  int rows;      // of a chunk, in those units
+  int base;      // the first row that anything is added to, in units of STRIDE from -pad on
+  int rows;      // of an image, in those units
+  int tiles;     // of strips
+  int share;     // of the rows of all tiles, that a block has
   int strips;    // of an image
   int read;      // columns of x that a strip reads
   int row_bytes;  // of x in shared memory
-  Divider by_strips, by_units;
+  Divider by_rows, by_strips, by_units;
 };
 
 using T = ELEMENT;
@@ -70,6 +71,10 @@ constexpr int kResultApartBytes = 64;
 constexpr int kResultBytes = place_of(kTileStrips * kStripColumns, kResultApartBytes);  // of a row
 constexpr int kGroupBytes = ROWS * STRIDE * kResultBytes;  // of all that a stage's rows finish
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
+
+__device__ __forceinline__ void clear(float (&sum)[4]) {
+  sum[0] = sum[1] = sum[2] = sum[3] = 0;
+}
 
 // A pixel's channels of a warp.
 union Pixels {
@@ -117,8 +122,14 @@ struct RowsCopier {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i < kSureRounds || i < rounds) {
-        copy_async<16>(to + place_of(i * kRoundPixels, kApartBytes),
-                       from + static_cast<i64>(next[i]) * 8, (exists >> i & 1) * 16);
+        const u32 place = to + place_of(i * kRoundPixels, kApartBytes);
+        const T* const pixel = from + static_cast<i64>(next[i]) * 8;
+        const bool there = (exists & 1u << i) != 0;
+        if (WIDE) {
+          copy_chunk(place, pixel, there);
+        } else {
+          copy_async<16>(place, pixel, there ? 16 : 0);
+        }
       }
       next[i] += pitch;
     }
@@ -192,6 +203,30 @@ __device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, in
     }
   }
   return narrow<T>(sum);
+}
+
+// A lane's results of rows from `first` to `end`, each from its valid taps alone; `along` is its strip,
+// from image n on.
+__device__ __noinline__ void put_exact(const DepthwisePairsArgs& args, int n, int along, int channel,
+                                       int first, int end) {
+  const int images = divide(along, args.by_strips);
+  n += images;
+  if (n >= args.batch) return;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const int column = (along - images * args.strips) * 8 + half * 4 + threadIdx.x % 4;
+    if (column >= args.y_size[1]) continue;
+#pragma unroll 1
+    for (int row = max(first, 0); row < min(end, args.y_size[0]); ++row) {
+#pragma unroll 1
+      for (int c = channel; c < min(channel + kOwnChannels, args.channels); ++c) {
+        const u32 piece =
+            n * args.y_stride[0] + row * args.y_stride[1] + column * args.y_stride[2] + c / 8;
+        static_cast<T*>(args.y)[static_cast<i64>(piece) * 8 + c % 8] =
+            exact(args, n, c, row, column);
+      }
+    }
+  }
 }
 
 }  // namespace convgrad

@@ -48,6 +48,7 @@ class PairTile:
     rows: int = 1
     stages: int = 4
     blocks: int = 3
+    wide: bool = False
     start: int = 4
 
     @property
@@ -92,9 +93,11 @@ class DepthwisePairsArgs(ctypes.Structure):
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
         *(
             (name, ctypes.c_int32)
-            for name in ("flipped", "left", "first_tap", "base", "last", "rows", "strips", "read")
+            for name in ("flipped", "left", "first_tap", "base", "rows", "tiles", "share")
         ),
+        *((name, ctypes.c_int32) for name in ("strips", "read")),
         ("row_bytes", ctypes.c_int32),
+        ("by_rows", Divider),
         ("by_strips", Divider),
         ("by_units", Divider),
     )
@@ -148,9 +151,9 @@ class DepthwisePairs:
         device: CudaDevice,
         plane: Plane,
         tile: PairTile,
-        chunk: int | None = None,
+        share: int | None = None,
     ) -> Launch:
-        """With this tile, and chunks of so many rows (times the stride)."""
+        """With this tile, and so many rows a block (times the stride)."""
         stride, (source, result) = plane.stride, gather_sides(work)
         flipped = work.direction == "fwd"
         x_size, y_size = (plane.input, plane.output)[:: 1 if flipped else -1]
@@ -166,24 +169,24 @@ class DepthwisePairs:
         args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
         args.left, args.first_tap, reads = _columns(plane.reach[1], stride, pad[1])
         args.read = reads + 4 // stride
-        args.base, args.last = pad[0] // stride, (y_size[0] - 1 + pad[0]) // stride
+        args.base = pad[0] // stride
+        args.rows = rows = (y_size[0] - 1 + pad[0]) // stride - args.base + 1
+        args.by_rows = Divider.of(rows)
         args.strips = ceil_div(y_size[1], STRIP_COLUMNS)
         args.by_strips, args.by_units = Divider.of(args.strips), Divider.of(args.strips + 1)
         args.row_bytes = _row_bytes(tile, _most_images(args.strips, tile.strips, plane.batch))
 
-        rows = args.last - args.base + 1
-        tiles = ceil_div(plane.batch * args.strips, tile.strips)
+        args.tiles = tiles = ceil_div(plane.batch * args.strips, tile.strips)
         channel_tiles = ceil_div(work.groups, tile.channels)
         results = 2 * stride * _place(tile, tile.strips * STRIP_COLUMNS, 64)
         shared_bytes = tile.rows * (tile.stages * args.row_bytes + results)
-        if chunk is None:
-            resident = resident_blocks(device, shared_bytes, tile.blocks)
-            reach = ceil_div(tile.kernel_rows, stride) - 1
-            chunk = rows_of_chunks(rows, reach, tiles * channel_tiles, resident, tile.start)
-        args.rows = chunk
+        if share is None:
+            resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // channel_tiles)
+            share = ceil_div(tiles * rows, resident)
+        args.share = share
         return Launch(
             _instance(work.dtype, tile),
-            (channel_tiles, ceil_div(rows, chunk), tiles),
+            (channel_tiles, ceil_div(tiles * rows, share), 1),
             (tile.threads, 1, 1),
             pack(args, x=source, w=work.w, y=result),
             shared_bytes,
@@ -255,5 +258,6 @@ def _instance(dtype: DType, tile: PairTile) -> Instance:
         "ROWS": tile.rows,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
+        "WIDE": int(tile.wide),
     }
     return Instance.of("depthwise_pairs.cu", defines)
