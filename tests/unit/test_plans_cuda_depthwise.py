@@ -9,6 +9,7 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
@@ -27,7 +28,11 @@ from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 
-INSTANCES = {*DepthwiseMma().instances(), *DepthwiseWeightMma().instances()}
+INSTANCES = {
+    instance
+    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
+    for instance in family.instances()
+}
 OLDER = replace(H200, capability=(8, 0))
 
 

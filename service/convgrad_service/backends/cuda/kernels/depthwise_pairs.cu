@@ -126,27 +126,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           }
         }
         copy(before, start + (STAGES - 1) * ROWS);
-        // What the rows before finished.
+        // What the rows before finished: read here, written when products are under way.
+        uint4 finished[ROWS * STRIDE][kWrites];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
+        for (int i = 0; i < ROWS * STRIDE; ++i) {
+#pragma unroll
+          for (int own = 0; own < kWrites; ++own) {
+            load_shared(written + (kGroupBytes - buffer) + i * kResultBytes +
+                            place_of(own * kRoundPixels, kResultApartBytes),
+                        finished[i][own]);
+          }
+        }
+        const auto write_finished = [&](int i) {
           const int step = start - ROWS + i;
-          if (step < kReach - 1 || step >= steps) continue;
+          if (step < kReach - 1 || step >= steps) return;
 #pragma unroll
           for (int a = 0; a < STRIDE; ++a) {
             const int row = result_row + (step - (kReach - 1)) * STRIDE + a;
             const u32 there = row >= 0 && row < args.y_size[0] ? writes : 0;
 #pragma unroll
             for (int own = 0; own < kWrites; ++own) {
-              uint4 result;
-              load_shared(written + (kGroupBytes - buffer) + (i * STRIDE + a) * kResultBytes +
-                              place_of(own * kRoundPixels, kResultApartBytes),
-                          result);
               store_if((there & 1u << own) != 0,
-                       static_cast<T*>(args.y) + static_cast<i64>(out[own]) * 8, result);
+                       static_cast<T*>(args.y) + static_cast<i64>(out[own]) * 8,
+                       finished[i * STRIDE + a][own]);
               out[own] += args.y_stride[1];
             }
           }
-        }
+        };
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
           const int j = first + i, step = turn + j;
@@ -183,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
             }
           }
+          write_finished(i);
           // What no later row of x reaches is done.
           if (step < kReach - 1 || step >= steps) continue;
 #pragma unroll

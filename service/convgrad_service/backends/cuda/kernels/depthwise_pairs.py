@@ -12,7 +12,6 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     DTYPES,
     STRIP_COLUMNS,
     resident_blocks,
-    rows_of_chunks,
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
