@@ -24,6 +24,8 @@ struct DepthwisePairsArgs {
   int pad[2];
   int kernel[2];  // as far as it reaches, dilated
   int dilation[2];
+  int w_first;    // where the kernel's first tap is, and steps to the next ones down and along
+  int w_step[2];
   int flipped;   // forward: the kernel is read from its last row and column on
   int left;      // the first strip's first column of x
   int first_tap; // of the kernel's columns: from x's column `left` to the result's column 0
@@ -34,7 +36,7 @@ struct DepthwisePairsArgs {
   int strips;    // of an image
   int read;      // columns of x that a strip reads
   int row_bytes;  // of x in shared memory
-  Divider by_rows, by_strips, by_units;
+  Divider by_rows, by_strips, by_units, by_dilation;
 };
 
 using T = ELEMENT;
@@ -143,21 +145,15 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   // Column g of a second factor: the result's column g / 2, of the pair's channel g % 2.
   unsigned short raw[KERNEL_H][PAIRS][UNITS];
-  const int last_row = (args.kernel[0] - 1) / args.dilation[0];
-  const int tap_row = args.flipped ? -args.w_stride[1] : args.w_stride[1];
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
-    int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
+    const int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
+    const int tap = divide(s, args.by_dilation);
     // All channels of an octet are there, or none.
-    bool wanted = s >= 0 && s < args.kernel[1] && channel < args.channels;
-    if (args.flipped) s = args.kernel[1] - 1 - s;
-    if (args.dilation[1] > 1) {
-      wanted &= s % args.dilation[1] == 0;
-      s /= args.dilation[1];
-    }
-    const T* w = static_cast<const T*>(args.w) + ((channel + g % 2) * args.w_stride[0] +
-                                                  (args.flipped ? last_row * args.w_stride[1] : 0) +
-                                                  s * args.w_stride[2]);
+    const bool wanted = s >= 0 && s < args.kernel[1] && tap * args.dilation[1] == s &&
+                        channel < args.channels;
+    const T* w = static_cast<const T*>(args.w) +
+                 (args.w_first + (channel + g % 2) * args.w_stride[0] + tap * args.w_step[1]);
     int between = 0;  // rows since the last of taps
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
@@ -166,7 +162,7 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
       for (int pair = 0; pair < PAIRS; ++pair) {
         load_if(there, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
       }
-      if (between == 0) w += tap_row;
+      if (between == 0) w += args.w_step[0];
       if (++between == args.dilation[0]) between = 0;
     }
   }

@@ -90,6 +90,8 @@ class DepthwisePairsArgs(ctypes.Structure):
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
+        ("w_first", ctypes.c_int32),
+        ("w_step", ctypes.c_int32 * 2),
         *(
             (name, ctypes.c_int32)
             for name in ("flipped", "left", "first_tap", "base", "rows", "tiles", "share")
@@ -99,6 +101,7 @@ class DepthwisePairsArgs(ctypes.Structure):
         ("by_rows", Divider),
         ("by_strips", Divider),
         ("by_units", Divider),
+        ("by_dilation", Divider),
     )
 
 
@@ -166,6 +169,11 @@ class DepthwisePairs:
         args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
         args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
+        args.by_dilation = Divider.of(plane.dilation[1])
+        _, *steps = args.w_stride
+        if flipped:
+            args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
+        args.w_step[:] = [-step if flipped else step for step in steps]
         args.left, args.first_tap, reads = _columns(plane.reach[1], stride, pad[1])
         args.read = reads + 4 // stride
         args.base = pad[0] // stride
