@@ -33,15 +33,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, t = lane % 4;
   const int part = warp % kParts, own_strip = warp / kParts * 8 + g;
-  const int octet = threadIdx.x % OCTETS, own_pixel = threadIdx.x / OCTETS;
+  const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel();
   const int first_channel = blockIdx.x * kChannels, own_channel = first_channel + octet * 8;
   const int row_bytes = args.row_bytes, stage_bytes = ROWS * row_bytes;
   const int results = STAGES * stage_bytes;
   // What a lane has of a pixel, and where a thread reads results.
-  const int own_bytes = t * kPixelBytes + part * kOwnChannels * 2;
-  const u32 to = kept_value(results + own_bytes + place_of(own_strip * 8, kResultApartBytes));
-  const u32 written = kept_value(shared_address(shared) + results + octet * 16 +
-                                 place_of(own_pixel, kResultApartBytes));
+  const int own_bytes = part * kOwnChannels * 2;
+  const u32 to =
+      kept_value(results + own_bytes + result_place(own_strip * 8) + t * kResultPixelBytes);
+  const u32 written =
+      kept_value(shared_address(shared) + results + octet * 16 + result_place(first_pixel));
   // The compiler would gather a factor's registers again for each of its products, did it know that
   // this is nothing.
   const u32 zero = args.flipped >> 1;
@@ -87,13 +88,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     has_taps = true;
 
     const int from_pixel = pixel_of(own_strip);
-    const u32 from = kept_value(shared_address(shared) + own_bytes + from_pixel * kPixelBytes +
-                                from_pixel / 8 * kApartBytes);
+    const u32 from = kept_value(shared_address(shared) + own_bytes + place_of(from_pixel) +
+                                t * kPixelBytes);
     // The pixels that this thread writes.
     u32 out[kWrites], writes = 0;
 #pragma unroll
     for (int i = 0; i < kWrites; ++i) {
-      const int pixel = own_pixel + i * kRoundPixels, of = strip + pixel / 8;
+      const int pixel = first_pixel + i * kRoundPixels, of = strip + pixel / 8;
       const int images = divide(of, args.by_strips);
       const int column = (of - images * args.strips) * 8 + pixel % 8;
       const bool there =
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block) {
-            load_shared(from + now + i * row_bytes + place_of(block * kApart, kApartBytes),
+            load_shared(from + now + i * row_bytes + place_of(block * kApart),
                         pixels[i][block].raw);
           }
         }
@@ -133,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int own = 0; own < kWrites; ++own) {
             load_shared(written + (kGroupBytes - buffer) + i * kResultBytes +
-                            place_of(own * kRoundPixels, kResultApartBytes),
+                            result_place(own * kRoundPixels),
                         finished[i][own]);
           }
         }
@@ -204,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               }
               *reinterpret_cast<decltype(Pixels::raw)*>(
                   shared + to + buffer + (i * STRIDE + a) * kResultBytes +
-                  half * 4 * kPixelBytes) = result[half].raw;
+                  half * 4 * kResultPixelBytes) = result[half].raw;
             }
 #pragma unroll
             for (int word = 0; word < 2 * PAIRS; ++word) {

@@ -55,22 +55,34 @@ constexpr int kUnitColumns = 8 / STRIDE;       // of x, that a strip does not sh
 constexpr int kApart = 4 / STRIDE;
 constexpr int kBlocks = STRIDE == 1 ? UNITS + 1 : 2 * UNITS;
 constexpr int kBlocksApart = STRIDE;  // of those, from one unit to the next
-// A pixel's place: an odd number of 16 bytes apart, and where a warp's eight pixels are of two
-// groups of eight, those half the banks apart; so that no two of them meet in a bank.
-constexpr int kPixelBytes = (OCTETS % 2 == 0 ? OCTETS + 1 : OCTETS) * 16;
-constexpr int kApartBytes = STRIDE == 1 ? 64 : 0;
+// A pixel's place: such that those of 8 neighbouring lanes, 4 pixels of each of two strips, lie in
+// different banks. Where pixels are an odd number of 16 bytes apart, groups of 8 are half the banks
+// further apart; where they are 2 times an odd number, 16 bytes (which would take the strips of stride
+// 2 apart).
+constexpr bool kTwiceOdd = OCTETS % 4 == 2;
+constexpr int kPixelBytes = (kTwiceOdd && STRIDE == 1 ? OCTETS : OCTETS | 1) * 16;
+constexpr int kApartBytes = STRIDE == 1 ? (kTwiceOdd ? 16 : 64) : 0;
+constexpr int kResultPixelBytes = (kTwiceOdd ? OCTETS : OCTETS | 1) * 16;
+constexpr int kResultApartBytes = kTwiceOdd ? 16 : 64;
 constexpr int kRoundPixels = kThreads / OCTETS;  // that a round of copies takes
 constexpr int kRounds = (2 * kTileStrips * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
 constexpr int kSureRounds = ((kTileStrips + 1) * kUnitColumns + kRoundPixels - 1) / kRoundPixels;
 static_assert(kRoundPixels % 32 == 0, "a round begins with a group of eight pixels");
 
-__host__ __device__ constexpr int place_of(int pixel, int apart_bytes) {
-  return pixel * kPixelBytes + pixel / 8 * apart_bytes;
+__host__ __device__ constexpr int place_of(int pixel) {
+  return pixel * kPixelBytes + pixel / 8 * kApartBytes;
+}
+__host__ __device__ constexpr int result_place(int pixel) {
+  return pixel * kResultPixelBytes + pixel / 8 * kResultApartBytes;
+}
+// The first pixel that a thread copies or writes its octet of: neighbours have all octets of a pixel,
+// and where 8 of them have two pixels, those are 4 apart, in different banks.
+__device__ __forceinline__ int own_pixel() {
+  const int pixel = threadIdx.x / OCTETS;
+  return OCTETS % 8 == 4 ? pixel / 8 * 8 + pixel % 2 * 4 + pixel % 8 / 2 : pixel;
 }
 
-// Of results: a lane writes four columns of each of a strip's halves.
-constexpr int kResultApartBytes = 64;
-constexpr int kResultBytes = place_of(kTileStrips * kStripColumns, kResultApartBytes);  // of a row
+constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of a row
 constexpr int kGroupBytes = ROWS * STRIDE * kResultBytes;  // of all that a stage's rows finish
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
 
@@ -96,7 +108,7 @@ struct RowsCopier {
   __device__ __forceinline__ RowsCopier(const DepthwisePairsArgs& args, u32 to, int n, int strip,
                                         int pixels, int end, int row)
       : from(static_cast<const T*>(args.x)), inside(0) {
-    const int octet = threadIdx.x % OCTETS, own = threadIdx.x / OCTETS;
+    const int octet = threadIdx.x % OCTETS, own = own_pixel();
     const int c = blockIdx.x * kChannels + octet * 8;
     const int units = args.strips + 1;
 #pragma unroll
@@ -112,7 +124,7 @@ struct RowsCopier {
       inside |= static_cast<u32>(there) << i;
     }
     rounds = (pixels + kRoundPixels - 1) / kRoundPixels;
-    target = to + place_of(own, kApartBytes) + octet * 16;
+    target = to + place_of(own) + octet * 16;
     inside = kept_value(inside);
     target = kept_value(target);
   }
@@ -124,11 +136,11 @@ struct RowsCopier {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i < kSureRounds || i < rounds) {
-        const u32 place = to + place_of(i * kRoundPixels, kApartBytes);
+        const u32 place = to + place_of(i * kRoundPixels);
         const T* const pixel = from + static_cast<i64>(next[i]) * 8;
         const bool there = (exists & 1u << i) != 0;
-        if (WIDE) {
-          copy_chunk(place, pixel, there);
+        if constexpr (WIDE > 0) {
+          copy_chunk<WIDE == 2 ? 256 : 128>(place, pixel, there);
         } else {
           copy_async<16>(place, pixel, there ? 16 : 0);
         }

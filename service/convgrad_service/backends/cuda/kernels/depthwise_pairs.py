@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -24,9 +25,15 @@ from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["PAIR_TILES", "DepthwisePairs", "PairTile"]
 
-# Of a grid along y and z.
+# Of a grid along y.
 MOST_ALONG = 2**16 - 1
 GROUP_STRIPS = 8
+# What a part of a share takes to start, in rows, and how much of a multiprocessor one block alone
+# uses; from sweeps on one H200.
+START_ROWS = 3
+ALONE = 0.65
+# Of an image that are tried, beside equal shares.
+MOST_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class PairTile:
     octets of channels and groups of 8 strips; pairs of channels of a warp; rows between barriers,
     how many times as many are in shared memory, and the blocks that a multiprocessor is to hold.
 
-    ``start`` is what a block takes beside its rows, in rows.
+    ``cost`` is what an octet's row takes, in others' of the same kernel.
     """
 
     kernel_rows: int
@@ -47,8 +54,8 @@ class PairTile:
     rows: int = 1
     stages: int = 4
     blocks: int = 3
-    wide: bool = False
-    start: int = 4
+    wide: int = 1
+    cost: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -65,18 +72,19 @@ class PairTile:
         return self.octets * self.groups * 128 // self.pairs
 
 
-# By kernel rows, stride and units, for each the octets that a block may have.
+# Of those that hold a kernel the one that should be done soonest is used, or the first of them.
 PAIR_TILES = (
     PairTile(3, 1, 2, 4, blocks=4),
     PairTile(3, 1, 2, 6, blocks=2),
     PairTile(5, 1, 2, 4, blocks=3),
     PairTile(5, 1, 2, 6, blocks=2),
-    PairTile(7, 1, 3, 4, pairs=2, blocks=2),
-    PairTile(7, 1, 3, 6, pairs=2, blocks=1),
-    PairTile(3, 2, 1, 4, blocks=4),
+    PairTile(7, 1, 3, 4, blocks=2),
+    # For few pixels: its blocks are half as large.
+    PairTile(7, 1, 3, 2, pairs=2, stages=6, blocks=4, cost=1.15),
     PairTile(3, 2, 1, 6, blocks=2),
-    PairTile(5, 2, 1, 4, blocks=3),
+    PairTile(3, 2, 1, 4, blocks=3),
     PairTile(5, 2, 1, 6, blocks=2),
+    PairTile(5, 2, 1, 4, blocks=3),
 )
 
 
@@ -128,7 +136,9 @@ class DepthwisePairs:
         reason = why_not_strips(plane, work)
         if reason is not None:
             return reason
-        tile = self._tile(work, plane)
+        if work.groups * work.taps >= 2**31:
+            return "a weight of more than 2^31 elements"
+        tile = self._tile(work, plane, device)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
         launch = self.launch(work, device, plane, tile)
@@ -142,7 +152,7 @@ class DepthwisePairs:
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         plane = plane_of(work)
-        tile = None if plane is None else self._tile(work, plane)
+        tile = None if plane is None else self._tile(work, plane, device)
         if plane is None or tile is None:
             raise ValueError("no instance")
         return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
@@ -157,59 +167,44 @@ class DepthwisePairs:
     ) -> Launch:
         """With this tile, and so many rows a block (times the stride)."""
         stride, (source, result) = plane.stride, gather_sides(work)
-        flipped = work.direction == "fwd"
-        x_size, y_size = (plane.input, plane.output)[:: 1 if flipped else -1]
-        pad = plane.pad
-        if flipped:
-            pad = plane.reach[0] - 1 - pad[0], plane.reach[1] - 1 - pad[1]
+        flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
         args = DepthwisePairsArgs()
         args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
         args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
         args.w_stride[:] = plane.weight_strides(work.w)
         args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
-        args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
+        args.x_size[:] = plane.input if flipped else plane.output
+        args.y_size[:], args.pad[:] = _result(work, plane)
         args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
         args.by_dilation = Divider.of(plane.dilation[1])
         _, *steps = args.w_stride
         if flipped:
             args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
         args.w_step[:] = [-step if flipped else step for step in steps]
-        args.left, args.first_tap, reads = _columns(plane.reach[1], stride, pad[1])
+        args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
         args.read = reads + 4 // stride
-        args.base = pad[0] // stride
-        args.rows = rows = (y_size[0] - 1 + pad[0]) // stride - args.base + 1
-        args.by_rows = Divider.of(rows)
-        args.strips = ceil_div(y_size[1], STRIP_COLUMNS)
-        args.by_strips, args.by_units = Divider.of(args.strips), Divider.of(args.strips + 1)
-        args.row_bytes = _row_bytes(tile, _most_images(args.strips, tile.strips, plane.batch))
-
-        args.tiles = tiles = ceil_div(plane.batch * args.strips, tile.strips)
-        channel_tiles = ceil_div(work.groups, tile.channels)
-        results = 2 * stride * _place(tile, tile.strips * STRIP_COLUMNS, 64)
-        shared_bytes = tile.rows * (tile.stages * args.row_bytes + results)
-        if share is None:
-            resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // channel_tiles)
-            share = ceil_div(tiles * rows, resident)
-        args.share = share
+        args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
+        args.by_rows, args.by_strips = Divider.of(cut.rows), Divider.of(cut.strips)
+        args.by_units = Divider.of(cut.strips + 1)
+        args.row_bytes = cut.row_bytes
+        args.share = share = share or cut.cost_and_share(device)[1]
         return Launch(
             _instance(work.dtype, tile),
-            (channel_tiles, ceil_div(tiles * rows, share), 1),
+            (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
             (tile.threads, 1, 1),
             pack(args, x=source, w=work.w, y=result),
-            shared_bytes,
+            cut.shared_bytes,
         )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
 
-    def _tile(self, work: ConvWork, plane: Plane) -> PairTile | None:
-        """The smallest that holds the kernel, of those the one that leaves the fewest channels
-        empty."""
+    def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
+        """Of the smallest that hold the kernel the one that should be done soonest."""
         if work.direction == "fwd" and plane.stride > 1:
             return None
-        pad = plane.pad[1] if work.direction != "fwd" else plane.reach[1] - 1 - plane.pad[1]
-        reads = _columns(plane.reach[1], plane.stride, pad)[2]
+        reads = _columns(plane.reach[1], plane.stride, _result(work, plane)[1][1])[2]
         holding = [
             tile
             for tile in self._tiles
@@ -217,16 +212,88 @@ class DepthwisePairs:
             and plane.reach[0] <= tile.kernel_rows
             and reads <= tile.units * 4
         ]
+        if not holding:
+            return None
+        least = min((tile.kernel_rows, tile.units) for tile in holding)
         return min(
-            holding,
+            (tile for tile in holding if (tile.kernel_rows, tile.units) == least),
             key=lambda tile: (
-                tile.kernel_rows,
-                tile.units,
-                ceil_div(work.groups, tile.channels) * tile.channels,
-                -tile.octets,
+                tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
             ),
-            default=None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A work, cut for a tile.
+
+    ``strips`` and ``rows`` are an image's, the rows in units of the stride from ``base`` on.
+    ``tiles`` of strips have all of the batch's. ``row_bytes`` is a row of x in shared memory.
+    """
+
+    tile: PairTile
+    strips: int
+    base: int
+    rows: int
+    tiles: int
+    channel_tiles: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, work: ConvWork, plane: Plane, tile: PairTile) -> _Cut:
+        (height, width), pad = _result(work, plane)
+        strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
+        # A tile's strips are of so many images at most, and each has one more unit behind it.
+        images = (tile.strips + strips - 2) // strips + 1
+        pixels = (tile.strips + images) * STRIP_COLUMNS // tile.stride
+        round_pixels = tile.threads // tile.octets
+        return cls(
+            tile,
+            strips,
+            base,
+            (height - 1 + pad[0]) // plane.stride - base + 1,
+            ceil_div(plane.batch * strips, tile.strips),
+            ceil_div(work.groups, tile.channels),
+            _place(tile, ceil_div(pixels, round_pixels) * round_pixels, tile.stride > 1),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        results = self.tile.stride * _place(self.tile, self.tile.strips * STRIP_COLUMNS)
+        return self.tile.rows * (self.tile.stages * self.row_bytes + 2 * results)
+
+    def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
+        """What all blocks take, and a block's share of all tiles' rows, such that it is least.
+
+        Blocks of a multiprocessor share it, but one alone does not use all of it. What a share has
+        of one tile takes its rows, those that it reads beside, and a start.
+        """
+        beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
+        resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
+        together = resident // device.multiprocessors
+        every = self.rows * self.tiles
+
+        def cost(share: int) -> tuple[float, int]:
+            blocks = ceil_div(every, share)
+            parts = blocks + self.tiles - 1 - (every - 1) // lcm(share, self.rows)
+            waves, rest = divmod(blocks * self.channel_tiles, resident)
+            busy: float = waves * together
+            if rest:
+                busy += max(ceil_div(rest, device.multiprocessors), ALONE * together)
+            return busy * (share + parts / blocks * beside), share
+
+        at_once = max(1, resident // self.channel_tiles)
+        shares = {ceil_div(every, at_once * waves) for waves in range(1, 5)}
+        shares |= {ceil_div(self.rows, parts) for parts in range(1, min(self.rows, MOST_PARTS) + 1)}
+        return min(map(cost, shares))
+
+
+def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Its size, and the padding: forward that of the gradient's flipped kernel."""
+    if work.direction == "bwd_data":
+        return plane.input, plane.pad
+    first, second = (k - 1 - pad for k, pad in zip(plane.reach, plane.pad, strict=True))
+    return plane.output, (first, second)
 
 
 def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
@@ -236,21 +303,12 @@ def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
     return left, pad - stride * left, (pad + 3) // stride - left + 1
 
 
-def _most_images(strips: int, tile_strips: int, batch: int) -> int:
-    """Images that a tile has strips of, at most."""
-    return min(batch, (tile_strips + strips - 2) // strips + 1)
-
-
-def _place(tile: PairTile, pixels: int, apart_bytes: int) -> int:
-    pixel_bytes = (tile.octets | 1) * 16
-    return pixels * pixel_bytes + pixels // 8 * apart_bytes
-
-
-def _row_bytes(tile: PairTile, images: int) -> int:
-    """Room for a tile's strips, and one more unit behind each image's, in whole rounds."""
-    pixels = (tile.strips + images) * STRIP_COLUMNS // tile.stride
-    each = tile.threads // tile.octets
-    return _place(tile, ceil_div(pixels, each) * each, 64 if tile.stride == 1 else 0)
+def _place(tile: PairTile, pixels: int, strided: bool = False) -> int:
+    """Bytes that so many pixels take in shared memory; of x's, for a stride, closer groups."""
+    twice_odd = tile.octets % 4 == 2
+    pixel_bytes = 16 * (tile.octets if twice_odd and not strided else tile.octets | 1)
+    apart_bytes = 0 if strided else 16 if twice_odd else 64
+    return pixels * pixel_bytes + pixels // STRIP_COLUMNS * apart_bytes
 
 
 def _instance(dtype: DType, tile: PairTile) -> Instance:
@@ -265,6 +323,6 @@ def _instance(dtype: DType, tile: PairTile) -> Instance:
         "ROWS": tile.rows,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
-        "WIDE": int(tile.wide),
+        "WIDE": tile.wide,
     }
     return Instance.of("depthwise_pairs.cu", defines)
