@@ -76,7 +76,7 @@ class OnFew(DepthwisePairs):
     are of several tiles of strips."""
 
     def __init__(self, tile: int, multiprocessors: int) -> None:
-        super().__init__(PAIR_TILES[tile::2])
+        super().__init__(PAIR_TILES[tile::2], anything=True)
         self._multiprocessors = multiprocessors
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -19,7 +19,6 @@ static inline void copy_async(u32 to, const void* from, int real = kBytes) {
   if (own.count == emulator::Copies::kMost) emulator::fail("more copies under way than the emulator has room for");
   own.all[own.count++] = {emulator::in_shared(to, kBytes, kBytes), from, kBytes, real, own.group};
 }
-template <int kLine = 128>
 static inline void copy_chunk(u32 to, const void* from, bool there) {
   copy_async<16>(to, from, there ? 16 : 0);
 }

@@ -13,11 +13,11 @@
 // A warp owns PAIRS pairs of channels of 8 strips of 8 columns, side by side and on through the images
 // of the batch. It walks down x's rows: a row is added to every row of the result that it reaches,
 // which live in a ring of accumulators.
-// Block: OCTETS * 8 channels, GROUPS * 8 strips. Between two barriers it multiplies ROWS rows, starts the
-// copies of later ones, and writes the rows that those before finished.
+// Block: OCTETS * 8 channels of one tile of 8 strips. Between two barriers it multiplies a row, starts
+// the copies of a later one, and writes the rows that the one before finished.
 // Grid: tiles of channels, and equal shares of the rows of all tiles of strips, one below another: so
 // that all blocks are done at once. A share may be of several tiles.
-// Shared memory: STAGES times ROWS rows of x, two times the rows of results that those finish.
+// Shared memory: STAGES rows of x, two times the rows of results that one of them finishes.
 // Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; places below
 // 2^32 in 16 bytes, places in shares below 2^31.
 // Deterministic: sums run in the order of x's rows.
@@ -30,13 +30,11 @@ using namespace convgrad;
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     depthwise_pairs(const __grid_constant__ DepthwisePairsArgs args) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int part = warp % kParts, own_strip = warp / kParts * 8 + g;
+  const int own_strip = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int part = threadIdx.x / 32;
   const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel();
   const int first_channel = blockIdx.x * kChannels, own_channel = first_channel + octet * 8;
-  const int row_bytes = args.row_bytes, stage_bytes = ROWS * row_bytes;
-  const int results = STAGES * stage_bytes;
+  const int row_bytes = args.row_bytes, results = STAGES * row_bytes;
   // What a lane has of a pixel, and where a thread reads results.
   const int own_bytes = part * kOwnChannels * 2;
   const u32 to =
@@ -61,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int top = first_row - (kReach - 1), steps = rows + kReach - 1;
     const int result_row = first_row * STRIDE - args.pad[0];
     // Rows of padding that come before any result is finished.
-    const int skipped = kept_value(max(0, min(-top, kReach - 1)) / ROWS * ROWS);
+    const int skipped = kept_value(max(0, min(-top, kReach - 1)));
 
     // All strips' units of x, one more behind each image's.
     const auto pixel_of = [&](int of) {
@@ -70,20 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int last_pixel = pixel_of(kTileStrips - 1);
     RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + 2 * kUnitColumns,
                       last_pixel + args.read, top + skipped);
-    // A stage's rows, from the `step`th on.
+    // The `step`th row.
     const auto copy = [&](int stage, int step) {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) {
-        if (step + i < steps) {
-          copier.copy(stage + i * row_bytes, top + step + i, args.x_size[0], args.x_stride[1]);
-        }
-      }
+      if (step < steps) copier.copy(stage, top + step, args.x_size[0], args.x_stride[1]);
       commit_copies();
     };
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-      copy(stage * stage_bytes, skipped + stage * ROWS);
-    }
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage * row_bytes, skipped + stage);
     if (!has_taps) load_taps(taps, args, first_channel + part * kOwnChannels);
     has_taps = true;
 
@@ -106,93 +97,84 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     writes = kept_value(writes);
 
     float sums[kOpen][PAIRS][4] = {};
-    u32 marked = 0;                                    // once any sum was not finite
-    int now = 0, before = (STAGES - 1) * stage_bytes;  // these rows' stage, and the last ones'
-    int buffer = 0;                                    // where the results are that they finish
-    for (int turn = 0; turn < steps + ROWS; turn += kUnrolled) {
+    u32 marked = 0;                                  // once any sum was not finite
+    int now = 0, before = (STAGES - 1) * row_bytes;  // this row's stage, and the last one's
+    int buffer = 0;                                  // where the results are that it finishes
+    // One step more, which writes what the last one finished.
+    for (int turn = 0; turn <= steps; turn += kReach) {
 #pragma unroll
-      for (int first = 0; first < kUnrolled; first += ROWS) {
-        const int start = turn + first;
-        if (start < skipped) continue;
-        if (start >= steps + ROWS) break;
+      for (int j = 0; j < kReach; ++j) {
+        const int step = turn + j;
+        if (step < skipped) continue;
+        if (step > steps) break;
         wait_copies<STAGES - 2>();
         __syncthreads();
-        Pixels pixels[ROWS][kBlocks];
+        Pixels pixels[kBlocks];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-          for (int block = 0; block < kBlocks; ++block) {
-            load_shared(from + now + i * row_bytes + place_of(block * kApart),
-                        pixels[i][block].raw);
-          }
+        for (int block = 0; block < kBlocks; ++block) {
+          load_shared(from + now + place_of(block * kApart), pixels[block].raw);
         }
-        copy(before, start + (STAGES - 1) * ROWS);
-        // What the rows before finished: read here, written when products are under way.
-        uint4 finished[ROWS * STRIDE][kWrites];
+        copy(before, step + STAGES - 1);
+        // What the row before finished: read here, written when products are under way.
+        uint4 finished[STRIDE][kWrites];
 #pragma unroll
-        for (int i = 0; i < ROWS * STRIDE; ++i) {
+        for (int a = 0; a < STRIDE; ++a) {
 #pragma unroll
           for (int own = 0; own < kWrites; ++own) {
-            load_shared(written + (kGroupBytes - buffer) + i * kResultBytes +
+            load_shared(written + (kResultsBytes - buffer) + a * kResultBytes +
                             result_place(own * kRoundPixels),
-                        finished[i][own]);
+                        finished[a][own]);
           }
         }
-        const auto write_finished = [&](int i) {
-          const int step = start - ROWS + i;
-          if (step < kReach - 1 || step >= steps) return;
+        // Rows outside are zeros; below x they are of no use to any result that is still to begin.
+        if (step < rows || (step < steps && top + step < args.x_size[0])) {
+          u32 factors[PAIRS][UNITS][2];
+#pragma unroll
+          for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+            for (int block = 0; block < 2 * UNITS; ++block) {
+              factors[pair][block / 2][block % 2] =
+                  pixels[kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
+            }
+          }
+          // What is finished by this row comes first.
+#pragma unroll
+          for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+              float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
+              const u32(&own_taps)[UNITS] = taps[r][pair];
+              const u32(&factor)[UNITS][2] = factors[pair];
+              if (r >= kOpen - STRIDE) clear(sum);
+              if constexpr (UNITS >= 2) {
+                const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+                mma<T>(sum, both, own_taps[0], own_taps[1]);
+              }
+              if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
+            }
+          }
+#pragma unroll
+          for (int r = KERNEL_H; r < kOpen; ++r) {
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
+          }
+        }
+        if (step >= kReach) {
 #pragma unroll
           for (int a = 0; a < STRIDE; ++a) {
-            const int row = result_row + (step - (kReach - 1)) * STRIDE + a;
+            const int row = result_row + (step - kReach) * STRIDE + a;
             const u32 there = row >= 0 && row < args.y_size[0] ? writes : 0;
 #pragma unroll
             for (int own = 0; own < kWrites; ++own) {
               store_if((there & 1u << own) != 0,
                        static_cast<T*>(args.y) + static_cast<i64>(out[own]) * 8,
-                       finished[i * STRIDE + a][own]);
+                       finished[a][own]);
               out[own] += args.y_stride[1];
             }
           }
-        };
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          const int j = first + i, step = turn + j;
-          // Rows outside are zeros; below x they are of no use to any result that is still to begin.
-          if (step < rows || (step < steps && top + step < args.x_size[0])) {
-            u32 factors[PAIRS][UNITS][2];
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) {
-#pragma unroll
-              for (int block = 0; block < 2 * UNITS; ++block) {
-                factors[pair][block / 2][block % 2] =
-                    pixels[i][kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
-              }
-            }
-            // What is finished by this row comes first.
-#pragma unroll
-            for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll
-              for (int pair = 0; pair < PAIRS; ++pair) {
-                float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
-                const u32(&own_taps)[UNITS] = taps[r][pair];
-                const u32(&factor)[UNITS][2] = factors[pair];
-                if (r >= kOpen - STRIDE) clear(sum);
-                if constexpr (UNITS >= 2) {
-                  const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
-                  mma<T>(sum, both, own_taps[0], own_taps[1]);
-                }
-                if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
-              }
-            }
-#pragma unroll
-            for (int r = KERNEL_H; r < kOpen; ++r) {
-#pragma unroll
-              for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
-            }
-          }
-          write_finished(i);
-          // What no later row of x reaches is done.
-          if (step < kReach - 1 || step >= steps) continue;
+        }
+        // What no later row of x reaches is done.
+        if (step >= kReach - 1 && step < steps) {
 #pragma unroll
           for (int a = 0; a < STRIDE; ++a) {
             Pixels result[2];
@@ -203,9 +185,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 const float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
                 result[half].words[pair] = narrow_two<T>(sum[2 * half], sum[2 * half + 1]);
               }
-              *reinterpret_cast<decltype(Pixels::raw)*>(
-                  shared + to + buffer + (i * STRIDE + a) * kResultBytes +
-                  half * 4 * kResultPixelBytes) = result[half].raw;
+              *reinterpret_cast<decltype(Pixels::raw)*>(shared + to + buffer + a * kResultBytes +
+                                                        half * 4 * kResultPixelBytes) =
+                  result[half].raw;
             }
 #pragma unroll
             for (int word = 0; word < 2 * PAIRS; ++word) {
@@ -213,9 +195,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
             }
           }
         }
-        buffer = kGroupBytes - buffer;
+        buffer = kResultsBytes - buffer;
         before = now;
-        now += stage_bytes;
+        now += row_bytes;
         if (now == results) now = 0;
       }
     }

@@ -41,14 +41,13 @@ struct DepthwisePairsArgs {
 
 using T = ELEMENT;
 
-constexpr int kTileStrips = 8 * GROUPS;
+constexpr int kTileStrips = 8;
 constexpr int kOwnChannels = 2 * PAIRS;  // of a warp
 constexpr int kParts = OCTETS * 8 / kOwnChannels;
-constexpr int kThreads = 32 * kParts * GROUPS;
+constexpr int kThreads = 32 * kParts;
 constexpr int kChannels = OCTETS * 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
 constexpr int kOpen = kReach * STRIDE;         // open rows of the result
-constexpr int kUnrolled = kReach % ROWS == 0 ? kReach : kReach * ROWS;  // rows of x until slots repeat
 constexpr int kStripColumns = 8;               // of the result
 constexpr int kUnitColumns = 8 / STRIDE;       // of x, that a strip does not share
 // Columns of x from one product's row to the next one's, and products' rows that a lane reads.
@@ -83,7 +82,7 @@ __device__ __forceinline__ int own_pixel() {
 }
 
 constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of a row
-constexpr int kGroupBytes = ROWS * STRIDE * kResultBytes;  // of all that a stage's rows finish
+constexpr int kResultsBytes = STRIDE * kResultBytes;     // of all that one row of x finishes
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
 
 __device__ __forceinline__ void clear(float (&sum)[4]) {
@@ -136,14 +135,8 @@ struct RowsCopier {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (i < kSureRounds || i < rounds) {
-        const u32 place = to + place_of(i * kRoundPixels);
-        const T* const pixel = from + static_cast<i64>(next[i]) * 8;
-        const bool there = (exists & 1u << i) != 0;
-        if constexpr (WIDE > 0) {
-          copy_chunk<WIDE == 2 ? 256 : 128>(place, pixel, there);
-        } else {
-          copy_async<16>(place, pixel, there ? 16 : 0);
-        }
+        copy_chunk(to + place_of(i * kRoundPixels), from + static_cast<i64>(next[i]) * 8,
+                   (exists & 1u << i) != 0);
       }
       next[i] += pitch;
     }

@@ -27,11 +27,15 @@ __all__ = ["PAIR_TILES", "DepthwisePairs", "PairTile"]
 
 # Of a grid along y.
 MOST_ALONG = 2**16 - 1
-GROUP_STRIPS = 8
+TILE_STRIPS = 8
 # What a part of a share takes to start, in rows, and how much of a multiprocessor one block alone
 # uses; from sweeps on one H200.
 START_ROWS = 3
 ALONE = 0.65
+# Of 3x3 kernels, by the stride: how much of the strips' columns there must be, and the elements of
+# the result, times the stride's square, below which others are faster.
+FULL = {1: 0.85, 2: 0.9}
+FEW = 2**19
 # Of an image that are tried, beside equal shares.
 MOST_PARTS = 16
 
@@ -39,8 +43,8 @@ MOST_PARTS = 16
 @dataclass(frozen=True, slots=True)
 class PairTile:
     """The most kernel rows, the stride, units of 4 columns of x that a product takes; a block's
-    octets of channels and groups of 8 strips; pairs of channels of a warp; rows between barriers,
-    how many times as many are in shared memory, and the blocks that a multiprocessor is to hold.
+    octets of channels, pairs of channels of a warp, rows in shared memory, and the blocks that a
+    multiprocessor is to hold.
 
     ``cost`` is what an octet's row takes, in others' of the same kernel.
     """
@@ -49,12 +53,9 @@ class PairTile:
     stride: int
     units: int
     octets: int = 4
-    groups: int = 1
     pairs: int = 4
-    rows: int = 1
     stages: int = 4
     blocks: int = 3
-    wide: int = 1
     cost: float = 1.0
 
     @property
@@ -63,13 +64,8 @@ class PairTile:
         return self.octets * 8
 
     @property
-    def strips(self) -> int:
-        """Of a block."""
-        return self.groups * GROUP_STRIPS
-
-    @property
     def threads(self) -> int:
-        return self.octets * self.groups * 128 // self.pairs
+        return self.octets * 128 // self.pairs
 
 
 # Of those that hold a kernel the one that should be done soonest is used, or the first of them.
@@ -118,8 +114,9 @@ class DepthwisePairs:
 
     name = "depthwise_pairs"
 
-    def __init__(self, tiles: tuple[PairTile, ...] = PAIR_TILES) -> None:
-        self._tiles = tiles
+    def __init__(self, tiles: tuple[PairTile, ...] = PAIR_TILES, anything: bool = False) -> None:
+        """``anything`` takes what others are faster at, too."""
+        self._tiles, self._anything = tiles, anything
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -138,6 +135,9 @@ class DepthwisePairs:
             return reason
         if work.groups * work.taps >= 2**31:
             return "a weight of more than 2^31 elements"
+        reason = _why_not_full(work, plane)
+        if reason is not None and not self._anything:
+            return reason
         tile = self._tile(work, plane, device)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
@@ -244,23 +244,23 @@ class _Cut:
         (height, width), pad = _result(work, plane)
         strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
         # A tile's strips are of so many images at most, and each has one more unit behind it.
-        images = (tile.strips + strips - 2) // strips + 1
-        pixels = (tile.strips + images) * STRIP_COLUMNS // tile.stride
+        images = (TILE_STRIPS + strips - 2) // strips + 1
+        pixels = (TILE_STRIPS + images) * STRIP_COLUMNS // tile.stride
         round_pixels = tile.threads // tile.octets
         return cls(
             tile,
             strips,
             base,
             (height - 1 + pad[0]) // plane.stride - base + 1,
-            ceil_div(plane.batch * strips, tile.strips),
+            ceil_div(plane.batch * strips, TILE_STRIPS),
             ceil_div(work.groups, tile.channels),
             _place(tile, ceil_div(pixels, round_pixels) * round_pixels, tile.stride > 1),
         )
 
     @property
     def shared_bytes(self) -> int:
-        results = self.tile.stride * _place(self.tile, self.tile.strips * STRIP_COLUMNS)
-        return self.tile.rows * (self.tile.stages * self.row_bytes + 2 * results)
+        results = self.tile.stride * _place(self.tile, TILE_STRIPS * STRIP_COLUMNS)
+        return self.tile.stages * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
         """What all blocks take, and a block's share of all tiles' rows, such that it is least.
@@ -296,6 +296,20 @@ def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, i
     return plane.output, (first, second)
 
 
+def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
+    """Why 3x3 kernels had better be left to FMAs, whose strips of columns are narrower."""
+    if plane.kernel != (3, 3) or plane.dilation != (1, 1):
+        return None
+    height, width = _result(work, plane)[0]
+    strips = ceil_div(width, STRIP_COLUMNS)
+    if width < FULL[plane.stride] * strips * STRIP_COLUMNS:
+        return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
+    elements = plane.batch * height * width * work.groups
+    if elements < FEW * plane.stride**2:
+        return f"{elements} elements; others are faster on few"
+    return None
+
+
 def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
     """The first column of x that the first four of the result need, which of the kernel's columns
     takes it to the first of those, and how many they need."""
@@ -318,11 +332,8 @@ def _instance(dtype: DType, tile: PairTile) -> Instance:
         "STRIDE": tile.stride,
         "UNITS": tile.units,
         "OCTETS": tile.octets,
-        "GROUPS": tile.groups,
         "PAIRS": tile.pairs,
-        "ROWS": tile.rows,
         "STAGES": tile.stages,
         "BLOCKS": tile.blocks,
-        "WIDE": tile.wide,
     }
     return Instance.of("depthwise_pairs.cu", defines)

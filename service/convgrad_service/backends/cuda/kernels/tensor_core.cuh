@@ -28,21 +28,13 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, int real = 
                  : "memory");
   }
 }
-// 16 bytes, for who will copy the kLine bytes around them soon; zeros, and no read, where `there` is
+// 16 bytes, for who will copy the 128 bytes around them soon; zeros, and no read, where `there` is
 // false.
-template <int kLine = 128>
 __device__ __forceinline__ void copy_chunk(u32 to, const void* from, bool there) {
-  static_assert(kLine == 128 || kLine == 256, "what cp.async brings to the L2 cache");
   const int real = there ? 16 : 0;
-  if constexpr (kLine == 128) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(real)
+               : "memory");
 }
 // Ends a group: the copies that this thread has started since the last one.
 __device__ __forceinline__ void commit_copies() {
