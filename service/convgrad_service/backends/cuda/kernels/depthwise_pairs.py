@@ -23,7 +23,7 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["PAIR_TILES", "DepthwisePairs", "PairTile"]
+__all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
 
 # Of a grid along y.
 MOST_ALONG = 2**16 - 1
@@ -141,6 +141,9 @@ class DepthwisePairs:
         tile = self._tile(work, plane, device)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
+        if tile.kernel_rows > rows and not self._anything:
+            return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
         launch = self.launch(work, device, plane, tile)
         reason = device.why_not_shared(launch.shared_bytes)
         if reason is not None:
@@ -254,12 +257,12 @@ class _Cut:
             (height - 1 + pad[0]) // plane.stride - base + 1,
             ceil_div(plane.batch * strips, TILE_STRIPS),
             ceil_div(work.groups, tile.channels),
-            _place(tile, ceil_div(pixels, round_pixels) * round_pixels, tile.stride > 1),
+            place_bytes(tile, ceil_div(pixels, round_pixels) * round_pixels, tile.stride > 1),
         )
 
     @property
     def shared_bytes(self) -> int:
-        results = self.tile.stride * _place(self.tile, TILE_STRIPS * STRIP_COLUMNS)
+        results = self.tile.stride * place_bytes(self.tile, TILE_STRIPS * STRIP_COLUMNS)
         return self.tile.stages * self.row_bytes + 2 * results
 
     def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
@@ -317,7 +320,7 @@ def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
     return left, pad - stride * left, (pad + 3) // stride - left + 1
 
 
-def _place(tile: PairTile, pixels: int, strided: bool = False) -> int:
+def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
     """Bytes that so many pixels take in shared memory; of x's, for a stride, closer groups."""
     twice_odd = tile.octets % 4 == 2
     pixel_bytes = 16 * (tile.octets if twice_odd and not strided else tile.octets | 1)
