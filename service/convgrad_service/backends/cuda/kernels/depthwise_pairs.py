@@ -76,7 +76,7 @@ PAIR_TILES = (
     PairTile(5, 1, 2, 6, blocks=2),
     PairTile(7, 1, 3, 4, blocks=2),
     # For few pixels: its blocks are half as large.
-    PairTile(7, 1, 3, 2, pairs=2, stages=6, blocks=4, cost=1.15),
+    PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
     PairTile(3, 2, 1, 6, blocks=2),
     PairTile(3, 2, 1, 4, blocks=3),
     PairTile(5, 2, 1, 6, blocks=2),
