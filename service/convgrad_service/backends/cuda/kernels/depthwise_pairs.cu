@@ -3,7 +3,7 @@
 //
 // y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
 //                             of x[n, p, q, c] * w[c, r, s]
-// (forward: with w read from its end on, and pad from there) and one rounding; summed in float32.
+// (forward: with w read from its end on, and pad from there), rounded once; summed in float32.
 // GEMM view, for one pair of neighbouring channels, one row of x and one row of the kernel: M = 16
 // runs of 4 columns of the result, K = the columns of x that those need, times the pair, N = the 4
 // columns times the pair. The second factor has w[c, r, s] where the channels are the same and s is
@@ -18,8 +18,8 @@
 // Grid: tiles of channels, and equal shares of the rows of all tiles of strips, one below another: so
 // that all blocks are done at once. A share may be of several tiles.
 // Shared memory: STAGES rows of x, two times the rows of results that one of them finishes.
-// Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; places below
-// 2^32 in 16 bytes, places in shares below 2^31.
+// Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; tensors
+// below 2^33 elements, weights and rows of all tiles below 2^31.
 // Deterministic: sums run in the order of x's rows.
 // The second factor's zeros meet elements that may be Inf; a sum that is not finite is computed again
 // from the valid taps alone.

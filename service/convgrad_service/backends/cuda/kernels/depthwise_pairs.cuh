@@ -1,5 +1,5 @@
-// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps, exact
-// results. Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
+// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps,
+// exact results. Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
 #pragma once
 
 #include "accesses.cuh"
@@ -24,17 +24,17 @@ struct DepthwisePairsArgs {
   int pad[2];
   int kernel[2];  // as far as it reaches, dilated
   int dilation[2];
-  int w_first;    // where the kernel's first tap is, and steps to the next ones down and along
+  int w_first;  // where the kernel's first tap is, and steps to the next ones down and along
   int w_step[2];
-  int flipped;   // forward: the kernel is read from its last row and column on
-  int left;      // the first strip's first column of x
-  int first_tap; // of the kernel's columns: from x's column `left` to the result's column 0
-  int base;      // the first row that anything is added to, in units of STRIDE from -pad on
-  int rows;      // of an image, in those units
-  int tiles;     // of strips
-  int share;     // of the rows of all tiles, that a block has
-  int strips;    // of an image
-  int read;      // columns of x that a strip reads
+  int flipped;    // forward: the kernel is read from its last row and column on
+  int left;       // the first strip's first column of x
+  int first_tap;  // of the kernel's columns: from x's column `left` to the result's column 0
+  int base;       // the first row that anything is added to, in units of STRIDE from -pad on
+  int rows;       // of an image, in those units
+  int tiles;      // of strips
+  int share;      // of the rows of all tiles, that a block has
+  int strips;     // of an image
+  int read;       // columns of x that a strip reads
   int row_bytes;  // of x in shared memory
   Divider by_rows, by_strips, by_units, by_dilation;
 };
@@ -47,9 +47,9 @@ constexpr int kParts = OCTETS * 8 / kOwnChannels;
 constexpr int kThreads = 32 * kParts;
 constexpr int kChannels = OCTETS * 8;
 constexpr int kReach = (KERNEL_H + STRIDE - 1) / STRIDE;
-constexpr int kOpen = kReach * STRIDE;         // open rows of the result
-constexpr int kStripColumns = 8;               // of the result
-constexpr int kUnitColumns = 8 / STRIDE;       // of x, that a strip does not share
+constexpr int kOpen = kReach * STRIDE;    // open rows of the result
+constexpr int kStripColumns = 8;          // of the result
+constexpr int kUnitColumns = 8 / STRIDE;  // of x, that a strip does not share
 // Columns of x from one product's row to the next one's, and products' rows that a lane reads.
 constexpr int kApart = 4 / STRIDE;
 constexpr int kBlocks = STRIDE == 1 ? UNITS + 1 : 2 * UNITS;
@@ -82,7 +82,7 @@ __device__ __forceinline__ int own_pixel() {
 }
 
 constexpr int kResultBytes = result_place(kTileStrips * kStripColumns);  // of a row
-constexpr int kResultsBytes = STRIDE * kResultBytes;     // of all that one row of x finishes
+constexpr int kResultsBytes = STRIDE * kResultBytes;  // of all that one row of x finishes
 constexpr int kWrites = kTileStrips * kStripColumns / kRoundPixels;
 
 __device__ __forceinline__ void clear(float (&sum)[4]) {
@@ -206,8 +206,8 @@ __device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, in
   return narrow<T>(sum);
 }
 
-// A lane's results of rows from `first` to `end`, each from its valid taps alone; `along` is its strip,
-// from image n on.
+// A lane's results of rows from `first` to `end`, each from its valid taps alone; `along` is its
+// strip, from image n on.
 __device__ __noinline__ void put_exact(const DepthwisePairsArgs& args, int n, int along, int channel,
                                        int first, int end) {
   const int images = divide(along, args.by_strips);

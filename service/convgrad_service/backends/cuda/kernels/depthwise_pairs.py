@@ -96,12 +96,8 @@ class DepthwisePairsArgs(ctypes.Structure):
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
         ("w_first", ctypes.c_int32),
         ("w_step", ctypes.c_int32 * 2),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("flipped", "left", "first_tap", "base", "rows", "tiles", "share")
-        ),
-        *((name, ctypes.c_int32) for name in ("strips", "read")),
-        ("row_bytes", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("flipped", "left", "first_tap", "base", "rows")),
+        *((name, ctypes.c_int32) for name in ("tiles", "share", "strips", "read", "row_bytes")),
         ("by_rows", Divider),
         ("by_strips", Divider),
         ("by_units", Divider),
