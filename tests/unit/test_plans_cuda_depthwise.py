@@ -29,7 +29,12 @@ from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
+from convgrad_service.problems import (
+    ConvBwdData,
+    ConvFwd,
+    GroupedConvBwdWeight,
+    GroupedConvConvFwd,
+)
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 
@@ -179,6 +184,29 @@ def test_what_pairs_take(conv: ConvShape, reason: str | None) -> None:
     plan, name = plan_for(problem, H200, FAMILIES), DepthwisePairs().name
     assert dict(plan.passed_over).get(name) == reason
     assert plan.kernel.startswith(name) == (reason is None)
+
+
+def test_the_first_of_two_launches_is_not_of_pairs() -> None:
+    """The second one is launched to overlap it."""
+    first = shape((3, 3), size=(56, 56), batch=64)
+    second = replace(
+        first, groups=1, out_channels=512, kernel_size=(1, 1), padding=((0, 0), (0, 0))
+    )
+    problem = GroupedConvConvFwd(
+        conv0=first,
+        conv1=second,
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        bias0=False,
+        bias1=False,
+        activation0="none",
+        activation1="none",
+        precision="highest",
+    )
+    plan = plan_for(problem, H200, FAMILIES)
+    assert plan.kernel.startswith("depthwise_fwd + ")
+    reason = "a launch that the next one overlaps, where this was not measured"
+    assert (DepthwisePairs().name, reason) in plan.passed_over
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2)])

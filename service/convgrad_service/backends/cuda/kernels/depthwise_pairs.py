@@ -123,6 +123,8 @@ class DepthwisePairs:
             return f"{work.out_channels} channels a group"
         if not work.epilogue_free:
             return "an epilogue"
+        if work.leads:
+            return "a launch that the next one overlaps, where this was not measured"
         plane = plane_of(work)
         if plane is None:
             return f"two strides, {work.stride[1]} and {work.stride[2]}"
