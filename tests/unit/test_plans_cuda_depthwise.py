@@ -9,6 +9,12 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import (
+    PAIR_TILES,
+    DepthwisePairs,
+    DepthwisePairsArgs,
+    place_bytes,
+)
 from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
@@ -23,11 +29,20 @@ from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
+from convgrad_service.problems import (
+    ConvBwdData,
+    ConvFwd,
+    GroupedConvBwdWeight,
+    GroupedConvConvFwd,
+)
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 
-INSTANCES = {*DepthwiseMma().instances(), *DepthwiseWeightMma().instances()}
+INSTANCES = {
+    instance
+    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
+    for instance in family.instances()
+}
 OLDER = replace(H200, capability=(8, 0))
 
 
@@ -148,6 +163,88 @@ def test_what_hopper_takes(
     name = HopperDepthwiseWeight().name
     assert dict(plan.passed_over).get(name) == reason
     assert (plan.kernel == name) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("conv", "reason"),
+    [
+        (shape((3, 3), size=(56, 56), batch=64), None),
+        (shape((3, 3), 2, size=(56, 56), batch=64), None),
+        (shape((7, 7), size=(19, 19)), None),
+        (shape((3, 3), dilation=2), None),
+        (shape((3, 3), size=(19, 19), batch=64), "19 columns leave much of 3 strips of 8 empty"),
+        (shape((3, 3), size=(56, 56), batch=1), "150528 elements; others are faster on few"),
+        (shape((3, 7)), "7 columns take an instance of 7 rows"),
+        (shape((7, 7), 2), "no instance for kernel (1, 7, 7) and stride (1, 2, 2)"),
+        (shape((5, 5), multiplier=2), "2 channels a group"),
+    ],
+)
+def test_what_pairs_take(conv: ConvShape, reason: str | None) -> None:
+    problem = ConvBwdData(conv=conv, dtype=DType.BFLOAT16, layout=LAYOUTS["NHWC"])
+    plan, name = plan_for(problem, H200, FAMILIES), DepthwisePairs().name
+    assert dict(plan.passed_over).get(name) == reason
+    assert plan.kernel.startswith(name) == (reason is None)
+
+
+def test_the_first_of_two_launches_is_not_of_pairs() -> None:
+    """The second one is launched to overlap it."""
+    first = shape((3, 3), size=(56, 56), batch=64)
+    second = replace(
+        first, groups=1, out_channels=512, kernel_size=(1, 1), padding=((0, 0), (0, 0))
+    )
+    problem = GroupedConvConvFwd(
+        conv0=first,
+        conv1=second,
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        bias0=False,
+        bias1=False,
+        activation0="none",
+        activation1="none",
+        precision="highest",
+    )
+    plan = plan_for(problem, H200, FAMILIES)
+    assert plan.kernel.startswith("depthwise_fwd + ")
+    reason = "a launch that the next one overlaps, where this was not measured"
+    assert (DepthwisePairs().name, reason) in plan.passed_over
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (14, 20), (57, 130)])
+@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("multiprocessors", [1, 60, 132])
+def test_shares_hold_all_rows(
+    kernel: int, stride: int, size: tuple[int, int], batch: int, multiprocessors: int
+) -> None:
+    """Brute force: a tile's strips lie in its rows of shared memory, and shares end with the last
+    row."""
+    device = replace(H200, multiprocessors=multiprocessors)
+    problem = ConvBwdData(
+        conv=shape((kernel, kernel), stride, size=size, batch=batch),
+        dtype=DType.FLOAT16,
+        layout=LAYOUTS["NHWC"],
+    )
+    for which in (0, 1):
+        family = DepthwisePairs(PAIR_TILES[which::2], anything=True)
+        plan = plan_for(problem, device, replace(FAMILIES, bwd_data=[family]))
+        (launch,) = (step for step in plan.steps if isinstance(step, Launch))
+        assert launch.instance in INSTANCES
+        args = DepthwisePairsArgs.from_buffer_copy(
+            launch.arguments.fill(dict.fromkeys(launch.arguments.buffers, 0))
+        )
+        places = args.tiles * args.rows
+        assert (launch.grid[1] - 1) * args.share < places <= launch.grid[1] * args.share
+        assert args.tiles * 8 >= batch * args.strips > (args.tiles - 1) * 8
+        assert args.rows * stride >= size[0]
+        (tile,) = (
+            tile
+            for tile in PAIR_TILES[which::2]
+            if launch.instance in DepthwisePairs((tile,)).instances()
+        )
+        for first in range(args.strips):
+            last = 7 + (first + 7) // args.strips  # of the units that its strips begin with
+            pixels = (last + 2) * 8 // stride
+            assert place_bytes(tile, pixels, stride > 1) <= args.row_bytes
 
 
 @pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])

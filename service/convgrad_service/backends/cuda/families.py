@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
@@ -58,8 +59,10 @@ __all__ = ["FAMILIES"]
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
 DEPTHWISE = (
+    DepthwisePairs(),
     Depthwise(),
     DepthwiseMma(),
+    ConvThroughChannelsLast(DepthwisePairs(), COPIES),
     ConvThroughChannelsLast(Depthwise(), COPIES),
     ConvThroughChannelsLast(DepthwiseMma(), COPIES),
 )
