@@ -21,14 +21,27 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     Strips,
     rows_of_chunks,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import plane_of
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import (
+    DIRECT_TILES,
+    DepthwiseWeightDirect,
+    DirectTile,
+    layouts,
+)
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import (
+    HOPPER_STRIPS_TILES,
+    HopperDepthwiseStrips,
+    StripsTile,
+)
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
     HopperDepthwiseWeight,
     blocks_of_tiles,
 )
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Launch
+from convgrad_service.plans.cuda_program import Fragment, Launch
+from convgrad_service.plans.cuda_works import ConvWork
 from convgrad_service.problems import (
     ConvBwdData,
     ConvFwd,
@@ -43,6 +56,7 @@ INSTANCES = {
     for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
     for instance in family.instances()
 }
+DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
 OLDER = replace(H200, capability=(8, 0))
 
 
@@ -53,6 +67,7 @@ def shape(
     multiplier: int = 1,
     size: tuple[int, int] = (28, 30),
     batch: int = 3,
+    groups: int = 48,
 ) -> ConvShape:
     pads = tuple(dilation * (k - 1) // 2 for k in kernel)
     output = tuple(
@@ -61,9 +76,9 @@ def shape(
     )
     return ConvShape(
         batch=batch,
-        groups=48,
-        in_channels=48,
-        out_channels=48 * multiplier,
+        groups=groups,
+        in_channels=groups,
+        out_channels=groups * multiplier,
         input_size=size,
         kernel_size=kernel,
         output_size=output,
@@ -146,14 +161,14 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
         (3, 2, 64, H200, None),
         (3, 2, 64, OLDER, "needs Hopper; this is sm_80"),
         (3, 1, 64, H200, "no instance for kernel (1, 3, 3) and stride (1, 1, 1)"),
-        (3, 2, 1, H200, "752640 elements; others are faster on few"),
+        (3, 2, 1, H200, "760704 elements; others are faster on few"),
     ],
 )
 def test_what_hopper_takes(
     kernel: int, stride: int, batch: int, device: CudaDevice, reason: str | None
 ) -> None:
     problem = GroupedConvBwdWeight(
-        conv=shape((kernel, kernel), stride, size=(112, 112), batch=batch),
+        conv=shape((kernel, kernel), stride, size=(112, 113), batch=batch),
         dtype=DType.BFLOAT16,
         layout=LAYOUTS["NHWC"],
         weight_dtype=DType.BFLOAT16,
@@ -245,6 +260,101 @@ def test_shares_hold_all_rows(
             last = 7 + (first + 7) // args.strips  # of the units that its strips begin with
             pixels = (last + 2) * 8 // stride
             assert place_bytes(tile, pixels, stride > 1) <= args.row_bytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "size", "batch", "taker"),
+    [
+        (3, 1, 56, 128, DIRECT),
+        (3, 1, 57, 128, "depthwise_weight_mma"),
+        (3, 1, 28, 512, "depthwise_weight_mma"),
+        (3, 1, 19, 800, DIRECT),
+        (3, 1, 56, 8, "depthwise_weight"),
+        (3, 2, 112, 64, DIRECT),
+        (3, 2, 150, 64, "hopper_depthwise_weight"),
+        (5, 1, 28, 64, "depthwise_weight_mma"),
+        (7, 1, 56, 8, "depthwise_weight_mma"),
+    ],
+)
+def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, taker: str) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((kernel, kernel), stride, size=(size, size), batch=batch),
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    assert plan_for(problem, H200, FAMILIES).kernel == taker
+    assert plan_for(problem, OLDER, FAMILIES).kernel not in (DIRECT, STRIPS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "batch", "channels", "taken"),
+    [
+        (5, 28, 64, 240, True),
+        (5, 14, 64, 480, True),
+        (5, 56, 32, 72, False),
+        (7, 56, 64, 96, True),
+        (7, 14, 64, 384, False),
+        (7, 7, 256, 768, False),
+        (7, 56, 2, 1024, False),
+    ],
+)
+def test_full_products_of_strips(
+    kernel: int, size: int, batch: int, channels: int, taken: bool
+) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((kernel, kernel), 1, size=(size, size), batch=batch, groups=channels),
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    assert (plan_for(problem, H200, FAMILIES).kernel == STRIPS) == taken
+
+
+@pytest.mark.parametrize("tile", HOPPER_STRIPS_TILES)
+def test_images_of_strips_lie_in_different_banks(tile: StripsTile) -> None:
+    assert tile.slots(H200) >= 4
+    for columns in (tile.x_columns, tile.y_columns):
+        assert columns * 64 // 128 % 2 == 1
+    assert tile.x_columns >= 8 * tile.side + tile.kernel - 1
+
+
+@pytest.mark.parametrize("tile", DIRECT_TILES)
+@pytest.mark.parametrize(
+    ("channels", "size", "batch"), [(8, (9, 5), 1), (144, (56, 56), 64), (1000, (7, 300), 2)]
+)
+def test_a_direct_layout_covers_everything(
+    tile: DirectTile, channels: int, size: tuple[int, int], batch: int
+) -> None:
+    conv = shape((3, 3), tile.stride, size=size, batch=batch, groups=channels)
+    problem = GroupedConvBwdWeight(
+        conv=conv,
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    seen: list[ConvWork] = []
+
+    class Asked(DepthwiseWeightDirect):
+        def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+            seen.append(work)
+            return super().launches(work, device)
+
+    families = replace(FAMILIES, bwd_weight=[Asked(always=True)])
+    (launch,) = plan_for(problem, H200, families).steps
+    assert isinstance(launch, Launch)
+    assert launch.block[0] <= tile.threads
+    plane = plane_of(seen[0])
+    assert plane is not None
+    for cost, layout in layouts(seen[0], plane, tile, H200):
+        assert cost > 0
+        assert layout.units * layout.unit_warps * 32 <= tile.threads
+        assert layout.unit_warps * 32 >= layout.vectors * layout.strips
+        assert layout.vectors * tile.vector % 4 == 0
+        assert 1 <= layout.rows <= plane.output[0]
 
 
 @pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])

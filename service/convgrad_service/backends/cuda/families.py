@@ -18,6 +18,7 @@ from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
@@ -29,6 +30,7 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import HopperDepthwiseStrips
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
@@ -67,6 +69,8 @@ DEPTHWISE = (
     ConvThroughChannelsLast(DepthwiseMma(), COPIES),
 )
 DEPTHWISE_WEIGHT = (
+    HopperDepthwiseStrips(),
+    DepthwiseWeightDirect(),
     HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
