@@ -16,6 +16,7 @@ from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
@@ -87,11 +88,14 @@ def hopper(schedule: Schedule | None = None) -> Families:
 
 
 def halo() -> Families:
-    """Hopper's kernel of haloed tiles for every convolution that it can compute."""
-    family = HopperHalo(anything=True)
-    return replace(
-        FAMILIES, fwd=[family, GatherDirect()], bwd_data=[family, GatherDirect()], fused=()
-    )
+    """Hopper's kernel of haloed tiles, and that of depthwise pairs of channels, for every
+    convolution that they can compute."""
+    families: list[Family[Any]] = [
+        HopperHalo(anything=True),
+        DepthwisePairs(anything=True),
+        GatherDirect(),
+    ]
+    return replace(FAMILIES, fwd=families, bwd_data=families, fused=())
 
 
 def _made(families: Families) -> Callable[[], Backend]:

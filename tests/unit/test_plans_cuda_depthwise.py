@@ -9,25 +9,54 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import (
+    PAIR_TILES,
+    DepthwisePairs,
+    DepthwisePairsArgs,
+    place_bytes,
+)
 from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
     Strips,
     rows_of_chunks,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import plane_of
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import (
+    DIRECT_TILES,
+    DepthwiseWeightDirect,
+    DirectTile,
+    layouts,
+)
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import (
+    HOPPER_STRIPS_TILES,
+    HopperDepthwiseStrips,
+    StripsTile,
+)
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
     HopperDepthwiseWeight,
     blocks_of_tiles,
 )
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight
+from convgrad_service.plans.cuda_program import Fragment, Launch
+from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.problems import (
+    ConvBwdData,
+    ConvFwd,
+    GroupedConvBwdWeight,
+    GroupedConvConvFwd,
+)
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 
-INSTANCES = {*DepthwiseMma().instances(), *DepthwiseWeightMma().instances()}
+INSTANCES = {
+    instance
+    for family in (DepthwisePairs(), DepthwiseMma(), DepthwiseWeightMma())
+    for instance in family.instances()
+}
+DIRECT, STRIPS = DepthwiseWeightDirect().name, HopperDepthwiseStrips().name
 OLDER = replace(H200, capability=(8, 0))
 
 
@@ -38,6 +67,7 @@ def shape(
     multiplier: int = 1,
     size: tuple[int, int] = (28, 30),
     batch: int = 3,
+    groups: int = 48,
 ) -> ConvShape:
     pads = tuple(dilation * (k - 1) // 2 for k in kernel)
     output = tuple(
@@ -46,9 +76,9 @@ def shape(
     )
     return ConvShape(
         batch=batch,
-        groups=48,
-        in_channels=48,
-        out_channels=48 * multiplier,
+        groups=groups,
+        in_channels=groups,
+        out_channels=groups * multiplier,
         input_size=size,
         kernel_size=kernel,
         output_size=output,
@@ -131,14 +161,14 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
         (3, 2, 64, H200, None),
         (3, 2, 64, OLDER, "needs Hopper; this is sm_80"),
         (3, 1, 64, H200, "no instance for kernel (1, 3, 3) and stride (1, 1, 1)"),
-        (3, 2, 1, H200, "752640 elements; others are faster on few"),
+        (3, 2, 1, H200, "760704 elements; others are faster on few"),
     ],
 )
 def test_what_hopper_takes(
     kernel: int, stride: int, batch: int, device: CudaDevice, reason: str | None
 ) -> None:
     problem = GroupedConvBwdWeight(
-        conv=shape((kernel, kernel), stride, size=(112, 112), batch=batch),
+        conv=shape((kernel, kernel), stride, size=(112, 113), batch=batch),
         dtype=DType.BFLOAT16,
         layout=LAYOUTS["NHWC"],
         weight_dtype=DType.BFLOAT16,
@@ -148,6 +178,183 @@ def test_what_hopper_takes(
     name = HopperDepthwiseWeight().name
     assert dict(plan.passed_over).get(name) == reason
     assert (plan.kernel == name) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("conv", "reason"),
+    [
+        (shape((3, 3), size=(56, 56), batch=64), None),
+        (shape((3, 3), 2, size=(56, 56), batch=64), None),
+        (shape((7, 7), size=(19, 19)), None),
+        (shape((3, 3), dilation=2), None),
+        (shape((3, 3), size=(19, 19), batch=64), "19 columns leave much of 3 strips of 8 empty"),
+        (shape((3, 3), size=(56, 56), batch=1), "150528 elements; others are faster on few"),
+        (shape((3, 7)), "7 columns take an instance of 7 rows"),
+        (shape((7, 7), 2), "no instance for kernel (1, 7, 7) and stride (1, 2, 2)"),
+        (shape((5, 5), multiplier=2), "2 channels a group"),
+    ],
+)
+def test_what_pairs_take(conv: ConvShape, reason: str | None) -> None:
+    problem = ConvBwdData(conv=conv, dtype=DType.BFLOAT16, layout=LAYOUTS["NHWC"])
+    plan, name = plan_for(problem, H200, FAMILIES), DepthwisePairs().name
+    assert dict(plan.passed_over).get(name) == reason
+    assert plan.kernel.startswith(name) == (reason is None)
+
+
+def test_the_first_of_two_launches_is_not_of_pairs() -> None:
+    """The second one is launched to overlap it."""
+    first = shape((3, 3), size=(56, 56), batch=64)
+    second = replace(
+        first, groups=1, out_channels=512, kernel_size=(1, 1), padding=((0, 0), (0, 0))
+    )
+    problem = GroupedConvConvFwd(
+        conv0=first,
+        conv1=second,
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        bias0=False,
+        bias1=False,
+        activation0="none",
+        activation1="none",
+        precision="highest",
+    )
+    plan = plan_for(problem, H200, FAMILIES)
+    assert plan.kernel.startswith("depthwise_fwd + ")
+    reason = "a launch that the next one overlaps, where this was not measured"
+    assert (DepthwisePairs().name, reason) in plan.passed_over
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (14, 20), (57, 130)])
+@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("multiprocessors", [1, 60, 132])
+def test_shares_hold_all_rows(
+    kernel: int, stride: int, size: tuple[int, int], batch: int, multiprocessors: int
+) -> None:
+    """Brute force: a tile's strips lie in its rows of shared memory, and shares end with the last
+    row."""
+    device = replace(H200, multiprocessors=multiprocessors)
+    problem = ConvBwdData(
+        conv=shape((kernel, kernel), stride, size=size, batch=batch),
+        dtype=DType.FLOAT16,
+        layout=LAYOUTS["NHWC"],
+    )
+    for which in (0, 1):
+        family = DepthwisePairs(PAIR_TILES[which::2], anything=True)
+        plan = plan_for(problem, device, replace(FAMILIES, bwd_data=[family]))
+        (launch,) = (step for step in plan.steps if isinstance(step, Launch))
+        assert launch.instance in INSTANCES
+        args = DepthwisePairsArgs.from_buffer_copy(
+            launch.arguments.fill(dict.fromkeys(launch.arguments.buffers, 0))
+        )
+        places = args.tiles * args.rows
+        assert (launch.grid[1] - 1) * args.share < places <= launch.grid[1] * args.share
+        assert args.tiles * 8 >= batch * args.strips > (args.tiles - 1) * 8
+        assert args.rows * stride >= size[0]
+        (tile,) = (
+            tile
+            for tile in PAIR_TILES[which::2]
+            if launch.instance in DepthwisePairs((tile,)).instances()
+        )
+        for first in range(args.strips):
+            last = 7 + (first + 7) // args.strips  # of the units that its strips begin with
+            pixels = (last + 2) * 8 // stride
+            assert place_bytes(tile, pixels, stride > 1) <= args.row_bytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "size", "batch", "taker"),
+    [
+        (3, 1, 56, 128, DIRECT),
+        (3, 1, 57, 128, "depthwise_weight_mma"),
+        (3, 1, 28, 512, "depthwise_weight_mma"),
+        (3, 1, 19, 800, DIRECT),
+        (3, 1, 56, 8, "depthwise_weight"),
+        (3, 2, 112, 64, DIRECT),
+        (3, 2, 150, 64, "hopper_depthwise_weight"),
+        (5, 1, 28, 64, "depthwise_weight_mma"),
+        (7, 1, 56, 8, "depthwise_weight_mma"),
+    ],
+)
+def test_who_takes_the_weight(kernel: int, stride: int, size: int, batch: int, taker: str) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((kernel, kernel), stride, size=(size, size), batch=batch),
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    assert plan_for(problem, H200, FAMILIES).kernel == taker
+    assert plan_for(problem, OLDER, FAMILIES).kernel not in (DIRECT, STRIPS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "batch", "channels", "taken"),
+    [
+        (5, 28, 64, 240, True),
+        (5, 14, 64, 480, True),
+        (5, 56, 32, 72, False),
+        (7, 56, 64, 96, True),
+        (7, 14, 64, 384, False),
+        (7, 7, 256, 768, False),
+        (7, 56, 2, 1024, False),
+    ],
+)
+def test_full_products_of_strips(
+    kernel: int, size: int, batch: int, channels: int, taken: bool
+) -> None:
+    problem = GroupedConvBwdWeight(
+        conv=shape((kernel, kernel), 1, size=(size, size), batch=batch, groups=channels),
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    assert (plan_for(problem, H200, FAMILIES).kernel == STRIPS) == taken
+
+
+@pytest.mark.parametrize("tile", HOPPER_STRIPS_TILES)
+def test_images_of_strips_lie_in_different_banks(tile: StripsTile) -> None:
+    assert tile.slots(H200) >= 4
+    for columns in (tile.x_columns, tile.y_columns):
+        assert columns * 64 // 128 % 2 == 1
+    assert tile.x_columns >= 8 * tile.side + tile.kernel - 1
+
+
+@pytest.mark.parametrize("tile", DIRECT_TILES)
+@pytest.mark.parametrize(
+    ("channels", "size", "batch"), [(8, (9, 5), 1), (144, (56, 56), 64), (1000, (7, 300), 2)]
+)
+def test_a_direct_layout_covers_everything(
+    tile: DirectTile, channels: int, size: tuple[int, int], batch: int
+) -> None:
+    conv = shape((3, 3), tile.stride, size=size, batch=batch, groups=channels)
+    problem = GroupedConvBwdWeight(
+        conv=conv,
+        dtype=DType.BFLOAT16,
+        layout=LAYOUTS["NHWC"],
+        weight_dtype=DType.BFLOAT16,
+        split_k=None,
+    )
+    seen: list[ConvWork] = []
+
+    class Asked(DepthwiseWeightDirect):
+        def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+            seen.append(work)
+            return super().launches(work, device)
+
+    families = replace(FAMILIES, bwd_weight=[Asked(always=True)])
+    (launch,) = plan_for(problem, H200, families).steps
+    assert isinstance(launch, Launch)
+    assert launch.block[0] <= tile.threads
+    plane = plane_of(seen[0])
+    assert plane is not None
+    for cost, layout in layouts(seen[0], plane, tile, H200):
+        assert cost > 0
+        assert layout.units * layout.unit_warps * 32 <= tile.threads
+        assert layout.unit_warps * 32 >= layout.vectors * layout.strips
+        assert layout.vectors * tile.vector % 4 == 0
+        assert 1 <= layout.rows <= plane.output[0]
 
 
 @pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])

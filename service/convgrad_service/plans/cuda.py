@@ -246,6 +246,7 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
             deterministic=problem.deterministic,
             prefix=f"{prefix}{index}.",
             follows=index == 1,
+            leads=index == 0,
         )
 
     middle = f"{prefix}intermediate"

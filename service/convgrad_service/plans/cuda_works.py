@@ -144,6 +144,7 @@ class ConvWork(_Geometry):
     ``prefix`` starts the names of workspace buffers, so that two works in one plan keep apart.
     ``split_k`` is what the caller asked for, None for auto. ``follows`` is whether the launch
     before it, of the same plan, writes what it reads, and nothing else is before it that it needs.
+    ``leads`` is whether the one after it so follows it.
     """
 
     direction: Direction
@@ -163,6 +164,7 @@ class ConvWork(_Geometry):
     split_k: int | None = None
     prefix: str = ""
     follows: bool = False
+    leads: bool = False
 
     @property
     def _shape(self) -> ConvShape:

@@ -16,7 +16,9 @@ from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
 from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
@@ -27,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import HopperDepthwiseStrips
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
 from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
@@ -59,12 +62,16 @@ __all__ = ["FAMILIES"]
 COPIES = (Transpose(), RowCopy(), StridedCopy())
 # Depthwise convolutions, forward or in the input, and in the weight.
 DEPTHWISE = (
+    DepthwisePairs(),
     Depthwise(),
     DepthwiseMma(),
+    ConvThroughChannelsLast(DepthwisePairs(), COPIES),
     ConvThroughChannelsLast(Depthwise(), COPIES),
     ConvThroughChannelsLast(DepthwiseMma(), COPIES),
 )
 DEPTHWISE_WEIGHT = (
+    HopperDepthwiseStrips(),
+    DepthwiseWeightDirect(),
     HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),

@@ -1,0 +1,118 @@
+"""Depthwise convolutions of pixels as they lie: strips at every corner of images, and of shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise_pairs import PAIR_TILES, DepthwisePairs
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda_works import ConvWork
+from tests.cases import FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn, drawn_not_finite
+from tests.reference import Padding, Sizes
+
+emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+def layer(
+    n: int,
+    c: int,
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: int = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+) -> Conv:
+    return Conv(n, c, c, size, kernel, stride, padding, dilation, groups=c)
+
+
+LAYERS = {
+    "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),
+    "kernel_3_several_tiles_of_channels": layer(2, 104, (5, 14), (3, 3), 1, 1),
+    "kernel_5_odd_batch": layer(3, 24, (8, 19), (5, 5), 1, 2),
+    "kernel_5_uneven_padding": layer(2, 56, (8, 28), (5, 5), 1, ((0, 3), (4, 1))),
+    "kernel_7": layer(2, 8, (7, 14), (7, 7), 1, 3),
+    "kernel_7_odd_batch": layer(5, 40, (15, 14), (7, 7), 1, 3),
+    "more_strips_than_a_tile": layer(1, 16, (4, 150), (7, 7), 1, 3),
+    "many_images_a_tile": layer(20, 8, (5, 6), (3, 3), 1, 1),
+    "fewer_images_than_a_tile_has": layer(1, 8, (3, 5), (5, 5), 1, 2),
+    "kernel_between_two_instances": layer(2, 16, (6, 9), (2, 4)),
+    "one_row_of_taps": layer(2, 8, (3, 21), (1, 8), 1, (0, 3)),
+    "one_tap": layer(2, 8, (3, 9), (1, 1)),
+    "stride_2": layer(2, 16, (12, 19), (3, 3), 2, 1),
+    "stride_2_even": layer(2, 48, (16, 28), (3, 3), 2, 1),
+    "stride_2_uneven_padding": layer(2, 16, (11, 16), (3, 3), 2, ((0, 1), (2, 0))),
+    "stride_2_kernel_5": layer(2, 16, (11, 18), (5, 5), 2, 2),
+    "stride_2_kernel_4": layer(9, 16, (11, 8), (4, 4), 2, 1),
+    "stride_2_kernel_2": layer(2, 16, (11, 18), (2, 2), 2),
+    "stride_2_kernel_1": layer(2, 16, (11, 18), (1, 1), 2),
+    "padding_beyond_the_kernel": layer(2, 8, (5, 6), (3, 3), 1, 4),
+    "dilated": layer(2, 8, (9, 13), (3, 3), 1, 2, 2),
+    "dilated_by_two_steps": layer(2, 8, (9, 13), (3, 2), 2, 3, (1, 3)),
+}
+
+
+def case_of(operation: str, name: str) -> Case:
+    case = FROM_CONV[operation](name, LAYERS[name])
+    return replace(case, shapes={key: of for key, of in case.shapes.items() if key != "bias"})
+
+
+CASES = [case_of("conv_bwd_data", name) for name in LAYERS]
+# One kernel computes both directions.
+FORWARD = ("kernel_3", "kernel_5_uneven_padding", "kernel_7", "one_row_of_taps", "dilated")
+CASES += [case_of("conv_fwd", name) for name in FORWARD]
+
+
+class OnFew(DepthwisePairs):
+    """With one of each kernel's tiles, for so many multiprocessors: with few of them blocks' shares
+    are of several tiles of strips."""
+
+    def __init__(self, tile: int, multiprocessors: int) -> None:
+        super().__init__(PAIR_TILES[tile::2], anything=True)
+        self._multiprocessors = multiprocessors
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        return super().launches(work, replace(device, multiprocessors=self._multiprocessors))
+
+
+@lru_cache
+def _backend(tile: int, multiprocessors: int) -> EmulatedBackend:
+    families = [OnFew(tile, multiprocessors)]
+    return EmulatedBackend(replace(FAMILIES, fwd=families, bwd_data=families))
+
+
+def _compare(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    found = answers(backend, case, tensors, "NHWC")
+    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize(("dtype", "gate"), [("bfloat16", "exact"), ("float16", "bounded")])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    _compare(backend, seed, case, dtype, gate)
+
+
+@emulated
+@pytest.mark.parametrize(("tile", "multiprocessors"), [(0, 132), (1, 132), (0, 1), (1, 2)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_emulated(seed: int, case: Case, tile: int, multiprocessors: int) -> None:
+    backend = _backend(tile, multiprocessors)
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        _compare(backend, seed, case, dtype, gate)
+
+
+@emulated
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, case: Case) -> None:
+    tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
+    found = answers(_backend(0, 1), case, tensors, "NHWC")
+    check(found, wanted, "bounded", f"seed {seed}, {case.id}")

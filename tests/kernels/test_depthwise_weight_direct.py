@@ -1,0 +1,68 @@
+"""depthwise_weight_direct, run on the CPU: strips, units and chunks that end with rows or do not.
+
+On a GPU it meets the tests of the `backend` fixture and the random layers of its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
+from tests.arrays import rng_for
+from tests.cases import FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+from tests.kernels.test_cuda_depthwise import layer
+from tests.oracle import expected
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+LAYERS: dict[str, Conv] = {
+    "inner_strips": layer(2, 40, (9, 14), (3, 3), 1, 1),
+    "rows_that_strips_do_not_fill": layer(3, 24, (8, 19), (3, 3), 1, 1),
+    "many_images": layer(70, 16, (5, 6), (3, 3), 1, 1),
+    "wide": layer(1, 16, (3, 290), (3, 3), 1, 1),
+    "no_padding": layer(1, 40, (12, 16), (3, 3)),
+    "padding_beyond_the_kernel": layer(2, 16, (5, 6), (3, 3), 1, 4),
+    "stride_2": layer(2, 16, (12, 16), (3, 3), 2, 1),
+    "stride_2_uneven_padding": layer(2, 48, (11, 19), (3, 3), 2, ((0, 1), (2, 0))),
+    "stride_2_unread_column": layer(1, 16, (9, 20), (3, 3), 2, 0),
+}
+CASES = [FROM_CONV["grouped_conv_bwd_weight"](name, conv) for name, conv in LAYERS.items()]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=[DepthwiseWeightDirect(always=True)]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, "NHWC")
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name in ("rows_that_strips_do_not_fill", "stride_2")],
+    ids=lambda case: case.id,
+)
+def test_infinities_stay_with_their_taps(
+    emulated: EmulatedBackend, seed: int, case: Case, value: float
+) -> None:
+    rng = rng_for(seed, case.id)
+    tensors, _ = drawn(seed, case, "bfloat16", "bounded")
+    for name in set(tensors) - {"bias"}:
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[int(rng.integers(tensors[name].size))] = value
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    wanted = expected(case.operation, wide, case.params)
+    check(answers(emulated, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")

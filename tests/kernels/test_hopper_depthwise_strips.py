@@ -1,0 +1,73 @@
+"""hopper_depthwise_strips, run on the CPU: strips and images that a product has and has not.
+
+On a GPU it meets the tests of the `backend` fixture and the random layers of its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import (
+    HopperDepthwiseStrips,
+    StripsTile,
+)
+from tests.arrays import rng_for
+from tests.cases import FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn
+from tests.kernels.test_cuda_depthwise import layer
+from tests.oracle import expected
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+TILES = tuple(StripsTile(kernel, side) for kernel in (3, 5, 7) for side in (4, 2))
+LAYERS: dict[str, Conv] = {
+    "kernel_7": layer(5, 40, (9, 14), (7, 7), 1, 3),
+    "kernel_7_wide": layer(3, 32, (8, 70), (7, 7), 1, 3),
+    "kernel_5": layer(3, 24, (8, 19), (5, 5), 1, 2),
+    "kernel_5_uneven_padding": layer(9, 72, (6, 13), (5, 5), 1, ((0, 1), (2, 4))),
+    "kernel_3": layer(17, 32, (7, 7), (3, 3), 1, 1),
+    "kernel_3_long": layer(1, 32, (150, 8), (3, 3), 1, 1),
+    "no_padding": layer(2, 40, (12, 40), (7, 7)),
+    "padding_beyond_the_kernel": layer(2, 8, (5, 6), (5, 5), 1, 6),
+}
+CASES = [FROM_CONV["grouped_conv_bwd_weight"](name, conv) for name, conv in LAYERS.items()]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
+    return EmulatedBackend(
+        replace(FAMILIES, bwd_weight=[HopperDepthwiseStrips(TILES, always=True)])
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        found = answers(emulated, case, tensors, "NHWC")
+        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name in ("kernel_5_uneven_padding", "kernel_7")],
+    ids=lambda case: case.id,
+)
+def test_infinities_stay_with_their_taps(
+    emulated: EmulatedBackend, seed: int, case: Case, value: float
+) -> None:
+    rng = rng_for(seed, case.id)
+    tensors, _ = drawn(seed, case, "bfloat16", "bounded")
+    for name in set(tensors) - {"bias"}:
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[int(rng.integers(tensors[name].size))] = value
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    wanted = expected(case.operation, wide, case.params)
+    check(answers(emulated, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")
