@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from convgrad.contract import OPERATIONS
@@ -11,16 +12,17 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.problems import problem_from
-from tests.arrays import request_arrays
+from tests.arrays import request_arrays, rng_for
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.first_layers import FIRST_LAYERS, first_cases
 from tests.kernels.harness import answers, check, drawn, drawn_not_finite, with_layouts
+from tests.oracle import expected
 
 KERNELS = {
     "conv_fwd": ("first_forward",),
-    "conv_bwd_data": ("first_warpgroup", "first_groups", "first_data"),
-    "grouped_conv_bwd_weight": ("hopper_first_weight", "first_weight"),
+    "conv_bwd_data": ("hopper_first_data", "first_groups", "first_data"),
+    "grouped_conv_bwd_weight": ("hopper_first_taps", "hopper_first_split", "first_weight"),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
 EPILOGUES = [
@@ -33,6 +35,7 @@ EPILOGUES = [
 CASES = [*first_cases(), *EPILOGUES]
 EMULATED = ("resnet", "mobilenet", "six_rows_in_seven", "padding_beyond_the_kernel", "wide", "3d")
 EMULATED += ("rows_in_whole_chunks", "short_rows_in_whole_chunks")
+EMULATED += ("alexnet", "every_third", "wide_kernel", "unet_5x5", "channels_1")
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -66,6 +69,60 @@ def test_emulated(seed: int, case: Case, dtype: str) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "bounded")
 
 
+# True float32 of few channels, each as products of bfloat16.
+EXACT = [
+    case.with_params("highest", precision="highest")
+    for case in CASES
+    if case.operation == "conv_bwd_data"
+    and case.name.split("-")[0]
+    in (
+        "resnet",
+        "mobilenet",
+        "vgg",
+        "yolo_6x6",
+        "alexnet",
+        "every_third",
+        "wide_kernel",
+    )
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_true_float32_on_every_backend(backend: Backend, seed: int, case: Case) -> None:
+    _compare_exact(backend, seed, case)
+
+
+@emulated
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_true_float32_emulated(seed: int, case: Case) -> None:
+    _compare_exact(EmulatedBackend(FAMILIES), seed, case)
+
+
+def _compare_exact(backend: Backend, seed: int, case: Case) -> None:
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, "float32", gate)
+        for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+            found = answers(backend, case, tensors, layout)
+            check(found, wanted, gate, f"seed {seed}, {case.id} {layout}")
+
+
+@emulated
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-95, 2.0**100])
+@pytest.mark.parametrize("of", ["grad_output", "weight"])
+def test_true_float32_of_any_magnitude(seed: int, of: str, scale: float) -> None:
+    """Numbers whose parts are too small for bfloat16, beside zeros; and such as overflow."""
+    case = EXACT[0]
+    tensors, _ = drawn(seed, case, "float32", "bounded")
+    rng = rng_for(seed, case.id)
+    other = "weight" if of == "grad_output" else "grad_output"
+    for name, factor in ((of, scale), (other, 1 / scale)):
+        tensors[name] = (tensors[name] * factor).astype(np.float32)
+        tensors[name].flat[rng.integers(tensors[name].size, size=9)] = 0
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(EmulatedBackend(FAMILIES), case, tensors, "NHWC")
+    check(found, wanted, "bounded", f"seed {seed}, {of} x {scale}")
+
+
 @emulated
 @pytest.mark.parametrize(
     "case", [case for case in first_cases() if case.name in EMULATED[:2]], ids=lambda case: case.id
@@ -92,5 +149,4 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     elif not (flat and case.operation == "conv_bwd_data"):
         assert plan.kernel.startswith(KERNELS[case.operation])
     if case.operation == "conv_bwd_data" and case.name in ("resnet", "vgg", "mobilenet"):
-        few = "first_warpgroup" if case.name == "resnet" else "first_groups"
-        assert plan.kernel.startswith(few if dtype == "bfloat16" else "first_data")
+        assert plan.kernel.startswith("hopper_first_data")

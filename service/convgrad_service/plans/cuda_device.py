@@ -11,6 +11,7 @@ __all__ = [
     "H200",
     "HOPPER",
     "OVERLAPPING",
+    "SHARED_BYTES",
     "CudaDevice",
     "architecture_of",
     "sum_dtype",

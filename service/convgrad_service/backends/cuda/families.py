@@ -23,7 +23,6 @@ from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import Depthwis
 from convgrad_service.backends.cuda.kernels.first_data import FirstData
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
-from convgrad_service.backends.cuda.kernels.first_warpgroup import FirstWarpgroup
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
 from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
@@ -32,7 +31,9 @@ from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import HopperDepthwiseStrips
 from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
-from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
+from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
 from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import HopperGroupedWeight
@@ -107,8 +108,13 @@ DENSE_WEIGHT = (
 )
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), FirstWarpgroup(), FirstGroups(), FirstData())
-FIRST_WEIGHT = (Patches((DenseWeight(),)), HopperFirstWeight(), FirstWeight())
+FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
+FIRST_WEIGHT = (
+    Patches((DenseWeight(),)),
+    HopperFirstTaps(),
+    HopperFirstSplit(),
+    FirstWeight(),
+)
 
 # Two convolutions with the intermediate on the chip.
 FUSED = (

@@ -15,6 +15,7 @@ from convgrad_service.backends.cuda.kernels.first_windows import (
     BLACKWELL,
     MOST_WARPS,
     STAGES,
+    STATIC_BYTES,
     WindowArgs,
     blocks_together,
     column_tiles,
@@ -121,7 +122,7 @@ class FirstForward:
                 accumulate=work.accumulate,
                 bias=work.bias,
             ),
-            cut.shared_bytes,
+            cut.shared_bytes - STATIC_BYTES,
         )
         return Fragment(self.name, (*x.steps, launch), x.workspace)
 

@@ -150,7 +150,8 @@ class FirstGroups:
         )
         if cut is None:
             cut = _cut(work, grouping, device)
-        args = groups_args(work, y.operand, grouping.group, cut)
+        args = FirstGroupsArgs()
+        groups_args(args, work, y.operand, grouping.group, cut)
         for name in ("hop", "first_tap", "taps"):
             setattr(args, name, getattr(grouping, name))
         args.flat_weights = _flat(work)
@@ -177,12 +178,14 @@ class FirstGroups:
         return [_instance(dtype, shape) for dtype in DTYPES for shape in SHAPES]
 
 
-def why_not_groups(work: ConvWork, device: CudaDevice) -> str | None:
+def why_not_groups(
+    work: ConvWork, device: CudaDevice, dtypes: tuple[DType, ...] = DTYPES
+) -> str | None:
     """Why a convolution's gradient is not taken by groups of positions, whatever the kernel."""
-    reason = why_not_first(work, device)
+    reason = why_not_first(work, device, exact=DType.FLOAT32 in dtypes)
     if reason is not None:
         return reason
-    if work.dtype not in DTYPES:
+    if work.dtype not in dtypes:
         return f"{work.dtype}"
     if work.kernel[0] != 1:
         return f"{work.kernel[0]} taps along D"
@@ -192,9 +195,8 @@ def why_not_groups(work: ConvWork, device: CudaDevice) -> str | None:
     return None
 
 
-def groups_args(work: ConvWork, y: Operand, group: int, cut: Cut) -> FirstGroupsArgs:
+def groups_args(args: FirstGroupsArgs, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
     """What the work alone says, and its cut along H."""
-    args = FirstGroupsArgs()
     args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
     args.w_stride[:] = work.w.strides
     args.alpha, args.beta = work.alpha, work.beta
@@ -206,7 +208,6 @@ def groups_args(work: ConvWork, y: Operand, group: int, cut: Cut) -> FirstGroups
         getattr(args, name)[:] = getattr(work, name)
     args.group, args.warp_groups = group, cut.warp_groups
     args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
-    return args
 
 
 def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:

@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOC
 from convgrad_service.backends.cuda.kernels.first_windows import (
     MOST_WARPS,
     STAGES,
+    STATIC_BYTES,
     WindowArgs,
     blocks_together,
     column_tiles,
@@ -151,7 +152,7 @@ class FirstWeight:
                 accumulate=work.accumulate,
                 partials=partials if splits > 1 else None,
             ),
-            cut.shared_bytes,
+            cut.shared_bytes - STATIC_BYTES,
         )
         steps: list[Step] = [*y.steps, *x.steps, launch]
         workspace = [*y.workspace, *x.workspace]
@@ -197,7 +198,7 @@ def _cut(work: ConvWork, device: CudaDevice) -> Cut | None:
     sixteens = ROWS[0] if work.out_channels <= 16 * ROWS[0] else ROWS[1]
     warp_columns = ceil_div(rows * tiles, WARP_TILES)
     most = min(MOST_UNIT_ROWS, MOST_WARPS // warp_columns, work.output[1])
-    sums = 16 * sixteens * (rows * tiles * 8 + 4) * 4
+    sums = 16 * sixteens * (rows * tiles * 8 + 4) * 4 + STATIC_BYTES
     for segment in SEGMENTS:
         if segment >= work.output[2] + 32:
             continue

@@ -25,6 +25,7 @@ __all__ = [
     "MOST_CHANNELS",
     "MOST_WARPS",
     "STAGES",
+    "STATIC_BYTES",
     "WindowArgs",
     "blocks_together",
     "column_tiles",
@@ -74,8 +75,9 @@ class WindowArgs(ctypes.Structure):
     )
 
 
-def why_not_first(work: ConvWork, device: CudaDevice) -> str | None:
-    """Why a convolution is no first layer for tensor cores.
+def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
+    """Why a convolution is no first layer for tensor cores; with ``exact`` of a kernel that takes
+    true float32.
 
     Judged by what a cut along N or a spatial dimension does not change.
     """
@@ -85,7 +87,7 @@ def why_not_first(work: ConvWork, device: CudaDevice) -> str | None:
         return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
     if work.dtype is DType.FLOAT64:
         return "tensor cores that sum in float64 are not used"
-    if work.dtype is DType.FLOAT32 and work.precision != "high":
+    if work.dtype is DType.FLOAT32 and work.precision != "high" and not exact:
         return "TF32 is less than the float32 that was asked for"
     if device.capability < (8, 0):
         return f"{device.name} is older than sm_80"

@@ -8,14 +8,15 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_first_weight import HopperFirstWeight
+from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment
 from convgrad_service.plans.cuda_works import ConvWork
-from tests.cases import FROM_CONV
+from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import with_layouts
+from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.kernels.test_grouped import gates, not_finite
 
 OPERATION = "grouped_conv_bwd_weight"
@@ -39,15 +40,31 @@ NOT_FINITE = ("resnet", "alexnet", "patches", "asymmetric_padding")
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
-class Few(HopperFirstWeight):
+class Few(HopperFirstTaps):
     """Several rows of several images to a block."""
 
     def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
         return super().launches(work, device, splits or 3)
 
 
+class FewSplit(HopperFirstSplit):
+    """The same."""
+
+    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
+        return super().launches(work, device, splits or 3)
+
+
 def emulated() -> EmulatedBackend:
-    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(),)))
+    return EmulatedBackend(replace(FAMILIES, bwd_weight=(Few(), FewSplit())))
+
+
+def gates_of_float32(backend: Backend, seed: int, case: Case, precision: str) -> None:
+    case = case.with_params(precision, precision=precision)
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, "float32", gate)
+        found = answers(backend, case, tensors, "NHWC")
+        tf32 = 2.0**-10 if precision == "high" else 0.0
+        check(found, wanted, gate, f"seed {seed}, {case.id}", tf32)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -77,3 +94,22 @@ def test_emulated_float16(seed: int, name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str) -> None:
     not_finite(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("name", CASES)
+def test_float32(backend: Backend, seed: int, name: str, precision: str) -> None:
+    gates_of_float32(backend, seed, CASES[name], precision)
+
+
+@emulation
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_float32(seed: int, name: str, precision: str) -> None:
+    gates_of_float32(emulated(), seed, CASES[name], precision)
+
+
+@emulation
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_emulated_float32_not_finite(seed: int, name: str) -> None:
+    not_finite(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])
