@@ -191,6 +191,7 @@ def test_what_hopper_takes(
         (shape((3, 3), size=(56, 56), batch=1), "150528 elements; others are faster on few"),
         (shape((3, 7)), "7 columns take an instance of 7 rows"),
         (shape((7, 7), 2), "no instance for kernel (1, 7, 7) and stride (1, 2, 2)"),
+        (shape((3, 3), 3), "no instance for kernel (1, 3, 3) and stride (1, 3, 3)"),
         (shape((5, 5), multiplier=2), "2 channels a group"),
     ],
 )

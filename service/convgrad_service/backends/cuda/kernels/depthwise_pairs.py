@@ -133,12 +133,12 @@ class DepthwisePairs:
             return reason
         if work.groups * work.taps >= 2**31:
             return "a weight of more than 2^31 elements"
-        reason = _why_not_full(work, plane)
-        if reason is not None and not self._anything:
-            return reason
         tile = self._tile(work, plane, device)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        reason = _why_not_full(work, plane)
+        if reason is not None and not self._anything:
+            return reason
         rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
         if tile.kernel_rows > rows and not self._anything:
             return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
