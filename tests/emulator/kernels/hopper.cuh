@@ -173,9 +173,4 @@ static inline bool elected() {
   return threadIdx.x % 32 == 0;
 }
 
-static inline float4 load_four_of(u32 from, u32 block) {
-  float4 four;
-  memcpy(&four, emulator::shared_of(block, from, 16, 16), sizeof four);
-  return four;
-}
 }  // namespace convgrad

@@ -345,18 +345,6 @@ __device__ __forceinline__ void send_bytes(u32 to, u32 from, u32 bytes, u32 barr
       : "memory");
 }
 
-// Four floats that lie at a place of shared memory, in another block of the cluster.
-__device__ __forceinline__ float4 load_four_of(u32 from, u32 block) {
-  float4 four;
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
-      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-      : "r"(from), "r"(block)
-      : "memory");
-  return four;
-}
-
 // One lane of a warp that is whole, always the same: for what one thread does.
 __device__ __forceinline__ bool elected() {
   u32 chosen;
