@@ -171,15 +171,16 @@ static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by,
 
 // ---- Copies under way.
 
-enum class Kind { kTile, kPixels, kBytes };
+enum class Kind { kTile, kPixels, kBytes, kSent };
 struct Transfer {
   Kind kind;
   const EncodedMap* map;
   const char* from;  // kBytes
-  unsigned bytes;    // kBytes
+  unsigned bytes;    // kBytes, kSent
   int at[5], by[3];
   unsigned block, shared, barrier;  // the block whose shared memory and barrier are meant
   unsigned thread, group;           // of stores
+  unsigned sender, sent;            // kSent: the block whose shared memory is read, and where
 };
 constexpr unsigned kMostTransfers = 4096;
 static Transfer loads[kMostTransfers], stores[kMostTransfers];
@@ -201,6 +202,9 @@ static void bring(const Transfer& load) {
     bytes = copy_tile(*load.map, load.at, load.block, load.shared, false);
   } else if (load.kind == Kind::kPixels) {
     bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared, false);
+  } else if (load.kind == Kind::kSent) {
+    memcpy(shared_of(load.block, load.shared, bytes, 16), shared_of(load.sender, load.sent, bytes, 16),
+           bytes);
   } else {
     check_global(load.from, bytes, 16);
     memcpy(shared_of(load.block, load.shared, bytes, 16), load.from, bytes);
@@ -216,7 +220,7 @@ static void check_box(const Transfer& one) {
   if (one.shared % repeat != 0) fail("a box that does not start where its swizzle's pattern does");
 }
 static void start_load(const Transfer& load) {
-  if (load.kind != Kind::kBytes) check_box(load);
+  if (load.kind < Kind::kBytes) check_box(load);
   coin = coin * 1664525 + 1013904223;
   if (coin >> 31 != 0) return bring(load);
   if (load_count == kMostTransfers) fail("more copies under way than the emulator has room for");

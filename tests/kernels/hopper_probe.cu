@@ -97,6 +97,39 @@ extern "C" __global__ void __launch_bounds__(128)
 }
 #endif
 
+#ifdef SENDS
+// Each block of a cluster has as many parts as there are blocks, and sends each its own.
+extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(SENDS, 1, 1)
+    sends(const __grid_constant__ ProbeArgs args) {
+  __shared__ u64 barrier;
+  const u32 own = first_pattern(), come = own + args.bytes, full = shared_address(&barrier);
+  const u32 rank = block_of_cluster(), part = args.bytes / SENDS;
+  u32* const out = static_cast<u32*>(args.out) + rank * (args.bytes / 4);
+  if (threadIdx.x == 0) {
+    make_barrier(full, 1);
+    publish_barriers();
+    arrive_expecting(full, args.bytes - part);
+  }
+  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) store_word(own + i * 4, out[i]);
+  publish_shared();
+  __syncthreads();
+  arrive_at_cluster();
+  wait_at_cluster();
+  if (threadIdx.x == 0) {
+    for (u32 to = 0; to < SENDS; ++to) {
+      if (to != rank) send_bytes(come + rank * part, own + to * part, part, full, to);
+    }
+  }
+  wait_for(full, 0);
+  arrive_at_cluster();
+  for (int i = threadIdx.x; i < args.bytes / 4; i += 128) {
+    const u32 from = i / (part / 4) == rank ? own : come;
+    out[i] = load_word(from + i * 4);
+  }
+  wait_at_cluster();
+}
+#endif
+
 #ifdef ELEMENT
 namespace {
 

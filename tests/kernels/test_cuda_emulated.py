@@ -107,6 +107,7 @@ HOPPER = {
     "block": ("float32", Schedule(HopperTile(128, 96))),
     "sharing": ("bfloat16", Schedule(HopperTile(128, 192, sharing=2), True, 2)),
     "split": ("bfloat16", Schedule(HopperTile(128, 64, split=2))),
+    "split_in_5": ("bfloat16", Schedule(HopperTile(128, 128, split=5))),
     "turns": ("bfloat16", Schedule(HopperTile(192, 128, alternate=True), True, 2)),
     "turns_shared": ("float32", Schedule(HopperTile(128, 64, sharing=2, alternate=True))),
 }

@@ -133,6 +133,14 @@ def test_tiles_for_all_blocks_of_a_cluster(prober: Prober, rng: np.random.Genera
     assert (found == swizzled(x[8:40], 128)).all()
 
 
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_blocks_of_a_cluster_send(prober: Prober, rng: np.random.Generator, blocks: int) -> None:
+    given = bits(rng, (blocks, blocks, 1080))
+    args = ProbeArgs(bytes=given[0].nbytes)
+    launch = probe_launch("sends", {"SENDS": blocks}, args, {}, blocks)
+    assert (prober(launch, {"out": given})["out"] == given.swapaxes(0, 1)).all()
+
+
 def pixels_of(x: Array, one: PixelMap, at: Sequence[int], by: Sequence[int]) -> Array:
     """Rows of channels: the definition of im2col, a pixel at a time."""
     first, *spatial, image = at

@@ -29,6 +29,7 @@ OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
     "plain": Conv(2, 64, 64, (9, 11), (3, 3), padding=1),
     "many_tiles": Conv(1, 128, 320, (6, 7), (3, 3), padding=1),
+    "tiles_and_steps": Conv(2, 64, 320, (12, 13), (3, 3), padding=1),
     "channels_67_to_131": Conv(1, 67, 131, (7, 6), (3, 3), padding=1),
     "channels_24_to_40": Conv(2, 24, 40, (8, 5), (3, 3), padding=1),
     # No multiple of 8: what lies beyond the last of a tap's channels is the next tap's.
@@ -61,7 +62,9 @@ KINDS: dict[str, Callable[[Cut], bool]] = {
     "128x192_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "128x192_shared_input": lambda cut: cut.cluster > 1 and cut.rows_first and not cut.sums,
     "128x192_shared_grad": lambda cut: cut.cluster > 1 and not cut.rows_first and not cut.sums,
-    "128x192_summed": lambda cut: cut.sums and cut.cluster == 4,
+    "128x192_summed": lambda cut: cut.summing == cut.cluster == 3,
+    "128x192_shared_grad_summed": lambda cut: cut.cluster == 8 and not cut.rows_first,
+    "256x128_shared_input_summed": lambda cut: cut.cluster == 8 and cut.rows_first,
     "64x576_taps": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
     "64x288": lambda cut: cut.cluster == 1,
     "128x192_taps_together": lambda cut: cut.cluster == 1 and cut.shared_taps > 1,
@@ -78,6 +81,7 @@ EMULATED += [
     if kind not in ("128x192", "128x192_taps")
     for name in ("plain", "many_tiles", "channels_67_to_131", "dilated", "3d")
 ]
+EMULATED += [("tiles_and_steps", kind, "bfloat16") for kind in KINDS if "summed" in kind]
 EMULATED += [(name, "128x192", "float16") for name in ("plain", "3d_strided")]
 EMULATED += [
     (name, kind, "tf32")
@@ -111,7 +115,7 @@ class OfKind(HopperWeight):
 
     def __init__(self, kind: str) -> None:
         super().__init__(least_channels=1, everywhere=True)
-        self._tile, self._is = kind.split("_")[0], KINDS[kind]
+        self._kind, self._tile, self._is = kind, kind.split("_")[0], KINDS[kind]
         self._together = kind.endswith("_together")
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
@@ -124,8 +128,8 @@ class OfKind(HopperWeight):
         return super().launches(work, device, max(cuts, key=lambda one: one.shares))
 
     def _cuts(self, work: ConvWork, device: CudaDevice) -> list[Cut]:
-        # Few multiprocessors, so that blocks have several units.
-        few = replace(device, multiprocessors=12)
+        # Few multiprocessors, so that blocks have several units; blocks that sum have one.
+        few = device if self._kind.endswith("summed") else replace(device, multiprocessors=12)
         cuts = reachable(work, few)
         of_tile = (cut for cut in cuts if cut.tile.name == self._tile)
         return [cut for cut in of_tile if cut.together is self._together and self._is(cut)]

@@ -65,7 +65,7 @@ def candidates(work: ConvWork, device: CudaDevice, most: int) -> list[Cut]:
     """One of each kind, those expected to take least; the plan's own is the first."""
     kinds: dict[tuple[Any, ...], Cut] = {}
     for cut in sorted(reachable(work, device), key=lambda one: expected_s(one, device)):
-        kind = cut.tile, cut.shared_taps, cut.cluster, cut.rows_first, cut.sums, cut.together
+        kind = cut.tile, cut.shared_taps, cut.cluster, cut.rows_first, cut.summing, cut.together
         kinds.setdefault(kind, cut)
     return list(kinds.values())[:most]
 

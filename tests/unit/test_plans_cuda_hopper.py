@@ -191,3 +191,20 @@ def test_narrow_layers_are_hoppers_in_tf32() -> None:
         )
         is None
     )
+
+
+@pytest.mark.parametrize(("batch", "tile"), [(1, "128x64w2_k8"), (8, "128x128w2_k4")])
+def test_few_tiles_are_split_over_clusters(batch: int, tile: str) -> None:
+    work = work_of("bwd_data", batch=batch, channels=(512, 512), size=7)
+    chosen = choose_schedule(work, axes_of(work), H200)
+    assert str(chosen) == tile
+    launch = launch_of(work, chosen)
+    assert launch.grid[0] % chosen.tile.split == 0
+    assert launch.grid[0] <= chosen.tile.clusters(H200) * chosen.tile.split
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
+def test_split_sums_have_room_where_operands_were(tile: HopperTile) -> None:
+    slab = -(-tile.m // tile.split)
+    rows = tile.m + (tile.split - 1) * slab
+    assert rows * (tile.n + 8) * 4 <= tile.stages(H200) * tile.stage_bytes

@@ -126,6 +126,24 @@ def test_blocks_that_add_up_together_have_one_unit_of_it_each_their_last(name: s
         assert cut.tile.warpgroups * 4 % cut.slices == 0
 
 
+@pytest.mark.parametrize("name", WORKS)
+def test_blocks_that_sum_have_one_unit_each_and_room_for_slices(name: str) -> None:
+    for cut in cuts(WORKS[name], H200, direct=True):
+        if not cut.sums:
+            continue
+        assert cut.units == cut.blocks(H200)
+        assert cut.steps >= cut.shares * cut.summing
+        assert cut.tiles % cut.copying == 0
+        assert cut.tile.joined_bytes(cut.summing) + 1024 <= cut.shared_bytes(H200)
+
+
+def test_few_tiles_are_summed_in_clusters() -> None:
+    work = work_of("bwd_weight", channels=(256, 256), batch=64)
+    fragment = HopperWeight().launches(work, H200)
+    assert fragment.kernel == "hopper_weight_128x192_y_sum4/1"
+    assert not fragment.workspace
+
+
 def test_float32_is_copied_to_float16_first() -> None:
     work = work_of(
         "bwd_weight",

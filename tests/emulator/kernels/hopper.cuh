@@ -154,14 +154,23 @@ static inline void store_pair(u32 to, float first, float second) {
 
 static inline u32 block_of_cluster() { return emulator::current_block(); }
 static inline void synchronize_cluster() { emulator::wait_for_cluster_threads(); }
+// Whoever waits waits for all to wait, which is later than that all have come by.
+static inline void arrive_at_cluster() {}
+static inline void wait_at_cluster() { emulator::wait_for_cluster_threads(); }
+static inline void send_bytes(u32 to, u32 from, u32 bytes, u32 barrier, u32 block) {
+  emulator::Transfer load = {emulator::Kind::kSent};
+  if (bytes % 16 != 0) emulator::fail("a copy of no multiple of 16 bytes");
+  load.bytes = bytes;
+  load.sender = emulator::current_block();
+  load.sent = from;
+  load.block = block;
+  load.shared = to;
+  load.barrier = barrier;
+  emulator::start_load(load);
+}
 static inline bool elected() {
   emulator::meet(~0u, [](emulator::Lane*) {});
   return threadIdx.x % 32 == 0;
 }
 
-static inline float4 load_four_of(u32 from, u32 block) {
-  float4 four;
-  memcpy(&four, emulator::shared_of(block, from, 16, 16), sizeof four);
-  return four;
-}
 }  // namespace convgrad

@@ -322,16 +322,27 @@ __device__ __forceinline__ void synchronize_cluster() {
           : "memory");
 }
 
-// Four floats that lie at a place of shared memory, in another block of the cluster.
-__device__ __forceinline__ float4 load_four_of(u32 from, u32 block) {
-  float4 four;
+// The same in two halves, whole warps together, and without what orders writes: that all have come so
+// far, say to where nobody reads any more what another block is about to overwrite. A synchronisation
+// has a fence of the whole device.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_at_cluster() {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Copies `bytes`, a multiple of 16, as both addresses are, from shared memory to another block's, where
+// they are counted at the barrier of this address. What threads wrote there is published first, and
+// nothing tells this block that it has been read.
+__device__ __forceinline__ void send_bytes(u32 to, u32 from, u32 bytes, u32 barrier, u32 block) {
   asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
-      : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-      : "r"(from), "r"(block)
+      "{.reg .b32 there, met; mapa.shared::cluster.u32 there, %0, %4; "
+      "mapa.shared::cluster.u32 met, %3, %4; "
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, "
+      "[met];}" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier), "r"(block)
       : "memory");
-  return four;
 }
 
 // One lane of a warp that is whole, always the same: for what one thread does.

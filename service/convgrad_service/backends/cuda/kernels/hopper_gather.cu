@@ -11,14 +11,14 @@
 // are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
 // source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels; or
 // with ALTERNATE two have every other tile to themselves, so that one stores while the other
-// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with pixels of their own share weights, and copy
-// a part each to all. Or else SPLIT of them take a part of one tile's steps each, and a part of its
-// rows when they add these up: then a cluster has one tile, and all reductions of a phase are cut in
-// the same places, whatever taps they leave out.
+// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with
+// pixels of their own share weights, and copy a part each to all. Or else SPLIT of them take a part of
+// one tile's steps each, and a slab of its rows, of which the others send it their sums: then a cluster
+// has one tile, and all reductions of a phase are cut in the same places, whatever taps they leave out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
 // results on their way; two barriers a stage, two for each of four tiles with what is told of them,
-// and one for each of two warpgroups that take turns.
+// and one for each of two warpgroups that take turns, or for the sums that other blocks send.
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
 // (ACROSS 1), 16-bit types alone. Needs sm_90a.
@@ -29,12 +29,14 @@
 #include "hopper_gather_copies.cuh"
 #include "hopper_parts.cuh"
 #include "hopper_planes.cuh"
+#include "kept.cuh"
 
 using namespace convgrad;
 
 namespace {
 
 constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
 
 // Starts the products of one step.
 __device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
@@ -121,8 +123,9 @@ __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Plac
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
     if (steps > 0) release(place, last);
     if constexpr (SPLIT > 1) {
-      // The ring's place is theirs once no product reads it.
+      // The ring's place is theirs once no product reads it, in this block and the others.
       wait_at(1, CONSUMERS * 128);
+      arrive_at_cluster();
       keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
     } else if constexpr (PLANES) {
       store_planes(results, sum, 8 + warpgroup);
@@ -226,6 +229,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
+  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
+  const int ahead = reinterpret_cast<const int*>(&args.x)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 2);
@@ -238,8 +243,16 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if constexpr (ALTERNATE) {
       for (int i = 0; i < CONSUMERS; ++i) make_barrier(place.turn(i), 4);
     }
+    if constexpr (SPLIT > 1) {
+      make_barrier(place.joined(), 1);
+    }
     publish_barriers();
+    if constexpr (SPLIT > 1) {
+      arrive_expecting(place.joined(), Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
+    }
   }
+  if (threadIdx.x == 128) prefetch_map(args.weight), prefetch_map(args.source[0]);
+  seem_to_use(ahead);
   if constexpr (SHARING > 1) {
     synchronize_cluster();
   } else {
@@ -257,19 +270,32 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       look_ahead(args, place, turns);
     }
     __syncwarp();
-    if constexpr (SPLIT > 1) synchronize_cluster();
+    if constexpr (SPLIT > 1) {
+      for (int i = 0; i < 2; ++i) {
+        arrive_at_cluster();
+        wait_at_cluster();
+      }
+    }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(args, place);
     if constexpr (SPLIT > 1) {
-      synchronize_cluster();
+      using Slabs = Joined<BM, BN, SPLIT>;
+      static_assert((BM + (SPLIT - 1) * Slabs::kMost) * Slabs::kRowBytes <= STAGES * kStageBytes,
+                    "sums and slabs have room where the ring was");
+      publish_shared();
+      wait_at(1, CONSUMERS * 128);
+      wait_at_cluster();
+      Slabs::send(place.ring, place.joined(), place.part, threadIdx.x - 128);
       GatherTile tile;
-      if (tile_at<BM, BN>(args, turns.place(0), turns.all, tile)) {
-        const Results<T, kParts, kFragments> results(args, tile, place.staging);
-        results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
-      }
+      tile_at<BM, BN>(args, turns.place(0), turns.all, tile);
+      const Results<T, kParts, kFragments> results(args, tile, place.staging);
+      wait_for(place.joined(), 0);
+      arrive_at_cluster();
+      results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
+      wait_at_cluster();
     }
   }
   // A block's shared memory stays until others of its cluster have been there for the last time.
-  if constexpr (CLUSTER > 1) synchronize_cluster();
+  if constexpr (SHARING > 1) synchronize_cluster();
 }

@@ -223,7 +223,10 @@ def expected_s(
     taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
     counts = np.repeat(taps * chunks, columns)
     across = backward and work.dtype.itemsize == 2
-    products = np.ceil(counts / tile.split) * tile.step_s(across)
+    step_s = tile.step_s(across)
+    if tile.split > 1:
+        step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))
+    products = np.ceil(counts / tile.split) * step_s
     if tile.alternate and schedule.images_first:
         products *= TURNS_BY_IMAGE
     beside = tile.tile_s(work.result_dtype.itemsize)

@@ -32,6 +32,34 @@ __device__ __forceinline__ void keep_sums(u32 sums, int first_row,
   }
 }
 
+// A tile's rows in slabs, one for each of the kJoined blocks that split its reduction: each sends the
+// others' slabs of its sums to them, behind a place as large as the tile's sums, where its own lie.
+// What it asks for: a cluster's blocks have come so far that none of them uses its ring, before any
+// sends; and each has got all of its slabs before any leaves, for nothing else tells that they were read.
+template <int kRows, int kColumns, int kJoined>
+struct Joined {
+  static constexpr u32 kRowBytes = (kColumns + 8) * 4;
+  static constexpr int kMost = (kRows + kJoined - 1) / kJoined;  // rows of a slab
+
+  __device__ __forceinline__ static int first_of(int block) { return kRows * block / kJoined; }
+  __device__ __forceinline__ static u32 slab_bytes(int block) {
+    return (first_of(block + 1) - first_of(block)) * kRowBytes;
+  }
+  // By the threads that multiplied: a warp for each of the other blocks.
+  __device__ __forceinline__ static void send(u32 sums, u32 joined, int block, int thread) {
+    const int way = thread / 32 + 1;
+    if (thread % 32 != 0 || way >= kJoined) return;
+    const int other = block + way < kJoined ? block + way : block + way - kJoined;
+    send_bytes(slab_at(sums, other, block), sums + first_of(other) * kRowBytes, slab_bytes(other),
+               joined, other);
+  }
+  // Where a block has its slab of another block's sums, or of its own.
+  __device__ __forceinline__ static u32 slab_at(u32 sums, int block, int from) {
+    if (from == block) return sums + first_of(block) * kRowBytes;
+    return sums + (kRows + (from < block ? from : from - 1) * kMost) * kRowBytes;
+  }
+};
+
 // kParts times 64 pixels x kFragments times 8 channels, as warpgroup products leave them.
 template <class T, int kParts, int kFragments>
 struct Results {
@@ -306,15 +334,17 @@ struct Results {
     }
   }
 
-  // This block's rows of a tile of kRows x kColumns whose sums lie in kJoined blocks, added up in the
-  // order of the blocks; by kThreads threads, the last of the block.
+  // This block's rows of a tile of kRows x kColumns, of which it has slabs of kJoined blocks, added up
+  // in the order of the blocks; by kThreads threads, the last of the block.
   template <int kRows, int kColumns, int kJoined, int kThreads>
   __device__ __forceinline__ void store_joined(u32 sums, int block) const {
     using Neighbours = Vector<T, kChunk>;
-    constexpr int kOwn = kRows / kJoined, kOfRow = kColumns / kChunk;
+    using Slabs = Joined<kRows, kColumns, kJoined>;
+    constexpr int kOfRow = kColumns / kChunk;
+    const int first = Slabs::first_of(block), rows = Slabs::first_of(block + 1) - first;
 #pragma unroll 1
-    for (int i = threadIdx.x - 128; i < kOwn * kOfRow; i += kThreads) {
-      const int row = block * kOwn + i / kOfRow, column = i % kOfRow * kChunk;
+    for (int i = threadIdx.x - 128; i < rows * kOfRow; i += kThreads) {
+      const int row = first + i / kOfRow, column = i % kOfRow * kChunk;
       const int pixel = first_pixel + row, channel = first_channel + column;
       if (pixel >= phase.pixels || channel >= args.out_channels) continue;
       float value[kChunk];
@@ -324,8 +354,11 @@ struct Results {
         float4 four = {};
 #pragma unroll
         for (int from = 0; from < kJoined; ++from) {
-          const float4 more = load_four_of(joined_at<kColumns>(sums, row, column + part), from);
-          four.x += more.x, four.y += more.y, four.z += more.z, four.w += more.w;
+          const u32 slab = Slabs::slab_at(sums, block, from);
+          u32 more[4];
+          load_words(more, joined_at<kColumns>(slab, row - first, column + part));
+          four.x += __uint_as_float(more[0]), four.y += __uint_as_float(more[1]);
+          four.z += __uint_as_float(more[2]), four.w += __uint_as_float(more[3]);
         }
         value[part] = four.x, value[part + 1] = four.y;
         value[part + 2] = four.z, value[part + 3] = four.w;

@@ -25,13 +25,16 @@ WARPGROUP = 128
 # same in bytes); bytes from its L2 cache to all multiprocessors. Blocks that share weights measured
 # hardly faster for it (SHARED). And what a tile takes beside its steps, with a byte of its results.
 MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
-TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 8e-6
+TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2.5e-6
+# What a block gets a second of other blocks' sums; and what those get that split few tiles, all of
+# them a second from L2, where they read few pixels over and over.
+JOINED_BYTES_S, SPLIT_L2_BYTES_S = 30e9, 5.5e12
 SHARED = 0.995
 # The same of warpgroups that take turns: power bounds products that go on under stores.
 TURNS_FLOPS, TURNS_L2_BYTES_S, TURNS_TILE_S = 800e12, 11.3e12, 0.9e-6
 # Of a tile in float32.
 MOST_SUMS = 128 * 256
-CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
 """By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
 # By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
 REGISTERS = {2: (56, 224), 3: (56, 152)}
@@ -80,9 +83,16 @@ class HopperTile:
         loaded = self.stage_bytes if across else (self.m + self.n) * ROW_BYTES
         return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
 
+    def split_step_s(self, tiles: int) -> float:
+        """Of a step of so many tiles at the same time, of which each block has a part."""
+        return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
+
     def tile_s(self, itemsize: int) -> float:
         """Of a tile, beside its steps."""
-        joined = JOIN_S if self.split > 1 else 0
+        joined = 0.0
+        if self.split > 1:
+            got = self.m * self.n * 4 * (self.split - 1) // self.split
+            joined = JOIN_S + got / JOINED_BYTES_S
         fixed = TURNS_TILE_S if self.alternate else TILE_S
         return fixed + self.m * self.n * itemsize * BYTE_S + joined
 
@@ -112,7 +122,7 @@ class HopperTile:
 
     def shared_bytes(self, stages: int) -> int:
         ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        turns = self.warpgroups * BARRIER_BYTES if self.alternate else 0
+        turns = BARRIER_BYTES * (self.warpgroups if self.alternate else int(self.split > 1))
         return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES + turns
 
     def defines(
@@ -150,7 +160,7 @@ TILES = (
     HopperTile(128, 128),
     HopperTile(256, 64),
     HopperTile(128, 64),
-    *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 4, 8)),
+    *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 3, 4, 6, 8)),
     *(
         HopperTile(m, n, alternate=True)
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))

@@ -18,9 +18,9 @@
 // With PLANES (1x1 kernels of stride 1, channels first) an image is one row of y, its last step filled
 // with zeros by `halo`; boxes are planes of channels, 128 bytes of pixels each, and products read them
 // along K: of 16 bits, or of float32 as TF32, whose steps are 32 pixels.
-// Clusters of CLUSTER blocks: with neighbouring tiles and one share, of which each block copies a part
-// of the boxes that both need, to both; or (SUMS) with shares of one tile, a unit each, which they add
-// up through their shared memory (hopper_weight_cluster.cuh).
+// Clusters of CLUSTER blocks: SUMS of them with shares of one tile, a unit each, which they add up
+// through their shared memory (hopper_weight_cluster.cuh); and CLUSTER / SUMS with neighbouring tiles
+// and one share, of which each copies a part of the boxes that all need, to all of these.
 // Sums of a whole tile become results here, the others partial sums. Where each block has at most one
 // of those, its last unit, a tile's blocks then add them up (`met`, hopper_weight_together.cuh), else
 // hopper_weight_sum.cu does.
@@ -52,14 +52,16 @@ constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns -
 constexpr int kThreads = (WARPGROUPS + 1) * 128;
 constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
 // What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
-constexpr bool kSums = CLUSTER > 1 && SUMS, kCopies = CLUSTER > 1 && !SUMS;
+constexpr int kCopying = CLUSTER / SUMS;
+constexpr bool kSums = SUMS > 1, kCopies = kCopying > 1;
+using Sums = ClusterSums<SUMS, kCopying, ROWS, PRODUCTS, kFragments>;
 
 }  // namespace
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_weight(const __grid_constant__ HopperWeightArgs args) {
   extern __shared__ uint4 shared[];
-  __shared__ u64 barriers[2 * kMostStages];
+  __shared__ u64 barriers[2 * kMostStages + (kSums ? Sums::kMost : 0)];
   __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
   const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
   const WeightResult& of = args.result;
@@ -72,25 +74,42 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                full + kMostStages * 8, args.stages};
   if (thread < args.stages) {
     make_barrier(ring.filled(thread), 1);
-    make_barrier(ring.emptied(thread), WARPGROUPS * 4 * (kCopies ? CLUSTER : 1));
+    make_barrier(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
     publish_barriers();
+  }
+  // Of those that copy together, and of those that sum together, the how manieth.
+  const int block = CLUSTER > 1 ? block_of_cluster() : 0;
+  const int copier = kSums ? block % kCopying : block, summer = kSums ? block / kCopying : 0;
+  const int first_copier = block - copier;
+  const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
+  if (kSums && thread == 0) {
+    for (int i = 0; i < Sums::kMost; ++i) make_barrier(joined + i * 8, 1);
+    publish_barriers();
+    for (int i = 0; i < Sums::kMost; ++i) {
+      arrive_expecting(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
+    }
   }
   if (thread == WARPGROUPS * 128) prefetch_map(args.x_map), prefetch_map(args.y_map);
   __shared__ Box boxes[2][kMostBoxes];  // of the tiles of this unit and of the one before
   seem_to_use(ahead);
-  if (CLUSTER > 1) {
-    synchronize_cluster();
+  if (kCopies) {
+    // What their barriers start as has been published.
+    arrive_at_cluster();
+    wait_at_cluster();
   } else {
     __syncthreads();
   }
   start_next();
   wait_for_previous();
-  const int steps = steps_of(args), block = CLUSTER > 1 ? block_of_cluster() : 0;
+  const int steps = steps_of(args);
   const int units =
-      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / (kSums ? 1 : CLUSTER);
+      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / kCopying;
+  auto cluster_unit_of = [&](int index) {
+    return cluster_unit_at(of, index, steps, SUMS, summer, kCopying, copier);
+  };
   auto unit_of = [&](int index) {
-    if (!kSums) return unit_at(of, index, steps, CLUSTER, block);
-    const ClusterUnit unit = cluster_unit_at(of, index, steps, CLUSTER, block);
+    if (!kSums) return unit_at(of, index, steps, kCopying, copier);
+    const ClusterUnit unit = cluster_unit_of(index);
     return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
   };
   const int unit_step = gridDim.x / CLUSTER;
@@ -127,8 +146,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       if (last < 0) return;
       if (!kCopies) {
         if (lane == 0) arrive(ring.emptied(last));
-      } else if (lane < CLUSTER) {
-        arrive_at(ring.emptied(last), lane);
+      } else if (lane < kCopying) {
+        arrive_at(ring.emptied(last), first_copier + lane);
       }
     };
     for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
@@ -173,13 +192,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         }
         commit_products();
         wait_products<1>();
-        release(last);
+        // Where blocks leave without more ado, none arrives where nobody waits.
+        if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
         last = ring.stage;
         ring.next();
       }
       wait_products<0>();
       hold();
-      release(last);
+      if (!(kSums && kCopies)) release(last);
       // Worked out again: the sums leave few registers.
       const Unit done = unit_of(kept_value(index));
       turn ^= 1;
@@ -189,7 +209,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       // All of the block have read the ring, and the boxes of the unit before the last.
       wait_at(1, WARPGROUPS * 128);
       if constexpr (kSums) {
-        leave_sums(base, warpgroup, thread % 128, sum);
+        arrive_at_cluster();
+        Sums::leave(base, joined, summer, copier, sum);
       } else {
         put_sums<T>(args, done, warpgroup, thread % 128, boxes[turn], sum);
       }
@@ -199,26 +220,28 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                                                reinterpret_cast<float4*>(base));
     }
     if constexpr (kSums) {
-      synchronize_cluster();
-      const ClusterUnit unit = cluster_unit_at(of, blockIdx.x / CLUSTER, steps, CLUSTER, block);
-      sum_cluster<CLUSTER, ROWS, PRODUCTS, kFragments>(args, unit.all, ring.at, block, boxes[turn]);
+      Sums::add(args, cluster_unit_of(blockIdx.x / CLUSTER).all,
+                reinterpret_cast<const float4*>(base), joined, summer, boxes[turn]);
     }
   } else {
     leave_registers<PRODUCER_REGISTERS>();
     if (elected()) {
       const int turn = warp % 4;
       for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
-        copy_steps<Layout, kCopies ? CLUSTER : 1, kTurns>(args, unit_of, index, ring, turn, block,
-                                                          args.box_bytes, copied[turn]);
+        copy_steps<Layout, kCopying, kTurns>(args, unit_of, index, ring, turn, copier,
+                                             first_copier, args.box_bytes, copied[turn]);
       }
     }
     if (kSums) {
       __syncwarp();
-      synchronize_cluster();
+      for (int i = 0; i < 2; ++i) {
+        arrive_at_cluster();
+        wait_at_cluster();
+      }
     }
   }
-  // No block ends while another may still arrive at its barriers, or read its sums.
-  if (CLUSTER > 1) {
+  // No block ends while another may still arrive at its barriers.
+  if (kCopies && !kSums) {
     __syncwarp();
     synchronize_cluster();
   }

@@ -147,7 +147,7 @@ class HopperWeight:
                 cut.tile.instance(
                     multiplied.dtype,
                     cut.cluster,
-                    sums=cut.sums,
+                    summing=cut.summing,
                     planes=planes is not None,
                     scaled=ranges is not None,
                 ),
@@ -185,23 +185,22 @@ class HopperWeight:
         """See `Family.instances`."""
         return [
             *(
-                tile.instance(dtype, cluster, sums=sums)
+                tile.instance(dtype, cluster, summing=summing)
                 for dtype in DTYPES
                 for tile in TILES
-                for sums, clusters in ((False, (1, *tile.copying)), (True, tile.summing))
-                for cluster in clusters
+                for cluster, summing in tile.clusters
             ),
             *(
-                tile.instance(dtype, cluster, sums=cluster > 1, planes=True)
+                tile.instance(dtype, cluster, summing=summing, planes=True)
                 for dtype in (*DTYPES, DType.FLOAT32)
                 for tile in TILES
-                for cluster in (1, *tile.summing)
+                for cluster, summing in tile.clusters
+                if cluster == summing
             ),
             *(
-                tile.instance(DType.FLOAT16, cluster, sums=sums, scaled=True)
+                tile.instance(DType.FLOAT16, cluster, summing=summing, scaled=True)
                 for tile in TILES
-                for sums, clusters in ((False, (1, *tile.copying)), (True, tile.summing))
-                for cluster in clusters
+                for cluster, summing in tile.clusters
             ),
             *scaled_halves.instances(),
             _sum_instance(DType.FLOAT32, DType.FLOAT32, scaled=True),

@@ -129,11 +129,11 @@ def fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut
     for name in ("warpgroups", "rows", "products", "channels", "spread"):
         setattr(args, name, getattr(cut.tile, name))
     args.fragments = cut.tile.columns // 8
-    args.share_steps = cut.steps // (cut.shares * (cut.cluster if cut.sums else 1))
+    args.share_steps = cut.steps // (cut.shares * cut.summing)
     args.along = ceil_div(work.kernel[2], cut.shared_taps)
     groups = work.kernel[0] * work.kernel[1] * args.along
     row = cut.row_tiles if cut.rows_first else cut.column_tiles
-    parted = cut.tiles if cut.sums else cut.parted // cut.cluster
+    parted = (cut.tiles if cut.sums else cut.parted) // cut.copying
     counts = groups, args.along, work.kernel[1], row, max(1, parted)
     for name, count in zip(DIVIDERS, counts, strict=True):
         getattr(args, name)[:] = divider(count)

@@ -38,12 +38,13 @@ struct Step {
 };
 
 // Copies a unit's steps, this thread's turn of kTurns that do so together: a thread starts a copy in
-// 100 ns. Of what the blocks of a cluster share each copies a part, to all of them. `own` has room
-// for a turn's boxes.
+// 100 ns. Of what kCluster blocks of a cluster share, from `first_block` on, each copies a part, to all
+// of them. `own` has room for a turn's boxes.
 template <class Step, int kCluster, int kTurns, class UnitOf>
 __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const UnitOf& unit_of,
                                            int number, Ring& ring,
-                                           int turn, int block, u32 x_box_bytes, Copied* own) {
+                                           int turn, int block, int first_block,
+                                           u32 x_box_bytes, Copied* own) {
   const WeightResult& of = args.result;
   const bool y_shared = kCluster > 1 && !of.rows_first, x_shared = kCluster > 1 && of.rows_first;
   auto copied_of = [&](int boxes, bool shared) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void copy_steps(const HopperWeightArgs& args, const U
       const TensorMap& map = one.of_y ? args.y_map : args.x_map;
       const Pixel at = one.of_y ? walk.at : corner;
       if (kCluster > 1 && one.shared) {
-        load_box<kCluster>(args, map, to + one.to, arrived, at, one.from);
+        load_box<kCluster>(args, map, to + one.to, arrived, at, one.from, first_block);
       } else {
         load_box(args, map, to + one.to, arrived, at, one.from);
       }

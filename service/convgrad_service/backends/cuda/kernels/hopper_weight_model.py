@@ -11,12 +11,12 @@ __all__ = ["expected_s"]
 # What an H200 takes, fitted to the cuts of tests/perf's dense layers (HOPPER.md): a launch; a cycle
 # of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks of a
 # cluster share; of products and copies the shorter one, so much beside the longer; what a unit
-# writes of partial sums; the second kernel, and its bytes; sums of a cluster, and their bytes;
-# blocks that meet, beside the same bytes; copies in float16, and their bytes.
+# writes of partial sums; the second kernel, and its bytes; sums of a cluster, and the bytes that a
+# block gets of them; blocks that meet, beside the same bytes; copies in float16, and their bytes.
 LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 5.2e-6, 1 / 1.82e9, 8.4e12
 BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
 PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
-CLUSTER_SUM_S, CLUSTER_BYTES_PER_S, TOGETHER_S = 5.8e-6, 3.9e12, 4.2e-6
+CLUSTER_SUM_S, CLUSTER_BYTES_PER_S, TOGETHER_S = 2.0e-6, 30e9, 4.2e-6
 HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
 
 
@@ -34,14 +34,15 @@ def expected_s(cut: Cut, device: CudaDevice) -> float:
     seconds = LAUNCH_S
     if cut.scaled_bytes:
         seconds += HALVES_S + cut.scaled_bytes / HALVES_BYTES_PER_S
+    if cut.copying > 1:
+        step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
     if cut.sums:
-        seconds += ceil_div(cut.steps, cut.shares * cut.cluster) * step_s
-        seconds += CLUSTER_SUM_S + tile.sums * 4 * busy / CLUSTER_BYTES_PER_S
+        seconds += ceil_div(cut.steps, cut.shares * cut.summing) * step_s
+        got = tile.sums * 4 * (cut.summing - 1) / cut.summing
+        seconds += CLUSTER_SUM_S + got / CLUSTER_BYTES_PER_S
         if cut.parted:
-            seconds += partial_s / cut.cluster
+            seconds += partial_s / cut.summing
     else:
-        if cut.cluster > 1:
-            step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
         whole = ceil_div(cut.whole, blocks)
         parted = ceil_div(cut.parted * cut.shares, blocks)
         seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s

@@ -29,7 +29,12 @@ PARTIAL_BYTES = 256 * 2**20
 MOST_WAVES = 3
 
 # Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
-CLUSTERS, MEASURED_ON = {2: 66, 4: 30, 8: 15}, 132
+CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
+# Sums that are added up and finished together: four fragments of a warpgroup.
+QUAD_BYTES = 4 * 128 * 16
+# Clusters of so many blocks, of which so many sum one tile and the others share what they copy: of
+# tiles and those that were ever the fastest.
+SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
 # Partial sums that a thread reads at a time, and units that a tile's word counts
 # (hopper_weight_together.cuh).
 TOGETHER_BATCH, MOST_TOGETHER = 16, 255
@@ -92,17 +97,22 @@ class WeightTile:
         return () if self.rows * self.columns > 256 else (2,)
 
     @property
-    def summing(self) -> tuple[int, ...]:
-        """Clusters of so many blocks sum one tile: of those that were ever the fastest so."""
-        tiles = "64x288", "128x192", "256x64", "256x128"
-        return (4, 8) if self.name in tiles else ()
+    def clusters(self) -> tuple[tuple[int, int], ...]:
+        """All, a block by itself first: blocks, and those of them that sum one tile."""
+        summing = SUMMING.get(self.name, ())
+        return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
+
+    def joined_bytes(self, summing: int) -> int:
+        """Of sums, and slices from the other blocks that sum (hopper_weight_cluster.cuh)."""
+        quads = self.sums * 4 // QUAD_BYTES
+        return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
 
     def instance(
         self,
         dtype: DType,
         cluster: int = 1,
         *,
-        sums: bool = False,
+        summing: int = 1,
         planes: bool = False,
         scaled: bool = False,
     ) -> Instance:
@@ -124,7 +134,7 @@ class WeightTile:
             ("CHANNELS", str(self.channels)),
             ("SPREAD", str(int(self.spread))),
             ("CLUSTER", str(cluster)),
-            ("SUMS", str(int(sums))),
+            ("SUMS", str(summing)),
             ("PRODUCER_REGISTERS", str(copies)),
             ("CONSUMER_REGISTERS", str(multiplies)),
         )
@@ -153,10 +163,10 @@ class Cut:
     The first ``whole`` tiles are summed by one block each, the others by ``shares`` blocks, each
     of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
     columns where tiles run along the rows first (``rows_first``), and they share boxes of the
-    input then, else of the same rows, and they share boxes of grad_output. Or they have one tile
-    (``sums``), and a share is what a cluster sums: then there are no whole tiles. Blocks that have
-    partial sums of one tile add them up ``together``, or a second kernel does. ``scaled_bytes`` are
-    what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
+    input then, else of the same rows, and they share boxes of grad_output. Or ``summing`` of them
+    have the same tile, and a share is what these sum: then there are no whole tiles. Blocks that
+    have partial sums of one tile add them up ``together``, or a second kernel does.
+    ``scaled_bytes`` are what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
     """
 
     tile: WeightTile
@@ -169,9 +179,19 @@ class Cut:
     shares: int
     cluster: int = 1
     rows_first: bool = True
-    sums: bool = False
+    summing: int = 1
     together: bool = False
     scaled_bytes: int = 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether blocks of a cluster sum one tile."""
+        return self.summing > 1
+
+    @property
+    def copying(self) -> int:
+        """Blocks of a cluster that share what they copy."""
+        return self.cluster // self.summing
 
     @property
     def boxes(self) -> int:
@@ -191,7 +211,7 @@ class Cut:
     def units(self) -> int:
         """Of blocks."""
         if self.sums:
-            return self.tiles * self.shares * self.cluster
+            return self.tiles * self.shares * self.summing
         return self.whole + self.parted * self.shares
 
     def blocks(self, device: CudaDevice) -> int:
@@ -236,17 +256,13 @@ class Cut:
     def copied_bytes(self) -> int:
         """Of a step and a block, from L2."""
         x, y = self._operand_bytes
-        if self.sums:
-            return x + y
-        return x // self.cluster + y if self.rows_first else x + y // self.cluster
+        return x // self.copying + y if self.rows_first else x + y // self.copying
 
     @property
     def copied_boxes(self) -> float:
         """Of a step and a block."""
         y = self.tile.row_boxes
-        if self.sums:
-            return self.boxes + y
-        return self.boxes / self.cluster + y if self.rows_first else self.boxes + y / self.cluster
+        return self.boxes / self.copying + y if self.rows_first else self.boxes + y / self.copying
 
     @property
     def box_bytes(self) -> int:
@@ -268,14 +284,16 @@ class Cut:
     def shared_bytes(self, device: CudaDevice) -> int:
         """Dynamic, with what checking tools believe that products read where there is room."""
         room = device.shared_bytes_per_block - BESIDE_BYTES
-        return min(self.ring_bytes(device) + ALIGNMENT + BELIEVED_BYTES, room)
+        ring = self.ring_bytes(device)
+        if self.sums:
+            ring = max(ring, self.tile.joined_bytes(self.summing))
+        return min(ring + ALIGNMENT + BELIEVED_BYTES, room)
 
     @property
     def name(self) -> str:
         taps = f"_{self.shared_taps}taps" if self.shared_taps > 1 else ""
-        shared = f"_sum{self.cluster}" if self.sums else "_x" if self.rows_first else "_y"
-        if self.cluster == 1:
-            shared = ""
+        shared = "" if self.copying == 1 else "_x" if self.rows_first else "_y"
+        shared += f"_sum{self.summing}" if self.sums else ""
         together = "_together" if self.together else ""
         together += "_halves" if self.scaled_bytes else ""
         return f"{self.tile.name}{taps}{shared}{together}/{self.shares}"
@@ -308,7 +326,7 @@ def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[
         steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
         for tile in TILES:
             for cut in _tiled(work, tile, 1):
-                if cut.cluster == 1 or cut.sums:
+                if cut.copying == 1:
                     yield replace(cut, steps=steps)
         return
     scaled = copied_bytes(work) if work.dtype is DType.FLOAT32 else 0
@@ -331,16 +349,17 @@ def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
     row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
     rows = work.batch * work.output[0] * work.output[1]
     steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
-    yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
-    for cluster in tile.summing:
-        yield Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1, cluster, sums=True)
-    for cluster in tile.copying:
+    cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
+    for cluster, summing in tile.clusters:
+        found, copying = replace(cut, cluster=cluster, summing=summing), cluster // summing
+        if copying == 1:
+            yield found
+            continue
         if row_tiles > 1:
-            whole = ceil_div(row_tiles, cluster) * cluster
-            yield Cut(tile, taps, halo, whole, column_tiles, steps, 0, 1, cluster)
+            yield replace(found, row_tiles=ceil_div(row_tiles, copying) * copying)
         if column_tiles > 1 and tile.row_boxes > 1:
-            whole = ceil_div(column_tiles, cluster) * cluster
-            yield Cut(tile, taps, halo, row_tiles, whole, steps, 0, 1, cluster, rows_first=False)
+            whole = ceil_div(column_tiles, copying) * copying
+            yield replace(found, column_tiles=whole, rows_first=False)
 
 
 def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
@@ -348,8 +367,9 @@ def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> I
     if cut.sums:
         # One unit a block, whose ring then holds the sums.
         room = CLUSTERS[cut.cluster] * device.multiprocessors // MEASURED_ON
-        most = min(room // tiles, cut.steps // cut.cluster)
-        if work.split_k is None and most >= 1 and cut.tile.sums * 4 <= cut.ring_bytes(device):
+        most = min(room * cut.copying // tiles, cut.steps // cut.summing)
+        least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
+        if work.split_k is None and most >= 1 and least <= device.shared_bytes_per_block:
             yield replace(cut, shares=most)
         return
     if work.split_k is not None:

@@ -68,18 +68,20 @@ __device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int s
           false};
 }
 
-// That of a cluster whose blocks have shares of one tile, and the block's own part of its steps.
+// That of the blocks of a cluster that sum one tile, and a block's own part of its steps; of
+// `copying` neighbouring tiles the one of number `copier`.
 struct ClusterUnit {
   Unit all;
   int step, end;
 };
 
 __device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
-                                                       int cluster, int block) {
-  const int tiles = of.row_tiles * of.column_tiles, share = divide(index, of.by_parted);
+                                                       int cluster, int block, int copying,
+                                                       int copier) {
+  const int groups = of.row_tiles * of.column_tiles / copying, share = divide(index, of.by_parted);
   const int part = share * cluster;
   auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
-  return {{index - share * tiles, share, at(part), at(part + cluster), false},
+  return {{(index - share * groups) * copying + copier, share, at(part), at(part + cluster), false},
           at(part + block),
           at(part + block + 1)};
 }
@@ -116,26 +118,27 @@ struct alignas(16) Source {
   int c, d, h, w;
 };
 
-// To this block, or to all of a cluster.
+// To this block, or to kCluster of the cluster.
 template <int kCluster = 1>
 __device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
-                                         u32 full, const Pixel& at, const Source& from) {
-  constexpr u32 kBlocks = (1 << kCluster) - 1;
+                                         u32 full, const Pixel& at, const Source& from,
+                                         int first_block = 0) {
+  const u32 blocks = ((1u << kCluster) - 1) << first_block;
   if constexpr (PLANES) {
     const int where[3] = {at.w, from.c, at.n};
-    if constexpr (kCluster > 1) load_tile_to<3>(kBlocks, to, map, full, where);
+    if constexpr (kCluster > 1) load_tile_to<3>(blocks, to, map, full, where);
     else load_tile<3>(to, map, full, where);
   } else if (args.dims == 2) {
     const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
-    if constexpr (kCluster > 1) load_pixels_to<4>(kBlocks, to, map, full, where, by);
+    if constexpr (kCluster > 1) load_pixels_to<4>(blocks, to, map, full, where, by);
     else load_pixels<4>(to, map, full, where, by);
   } else if (args.dims == 3) {
     const int where[5] = {from.c, at.w, at.h, at.d, at.n}, by[3] = {from.w, from.h, from.d};
-    if constexpr (kCluster > 1) load_pixels_to<5>(kBlocks, to, map, full, where, by);
+    if constexpr (kCluster > 1) load_pixels_to<5>(blocks, to, map, full, where, by);
     else load_pixels<5>(to, map, full, where, by);
   } else {
     const int where[3] = {from.c, at.w, at.n}, by[1] = {from.w};
-    if constexpr (kCluster > 1) load_pixels_to<3>(kBlocks, to, map, full, where, by);
+    if constexpr (kCluster > 1) load_pixels_to<3>(blocks, to, map, full, where, by);
     else load_pixels<3>(to, map, full, where, by);
   }
 }
