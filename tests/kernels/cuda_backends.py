@@ -17,8 +17,11 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
 from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import HopperDepthwiseStrips
+from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
@@ -87,15 +90,21 @@ def hopper(schedule: Schedule | None = None) -> Families:
     )
 
 
-def halo() -> Families:
-    """Hopper's kernel of haloed tiles, and that of depthwise pairs of channels, for every
-    convolution that they can compute."""
+def few() -> Families:
+    """Kernels that plans keep for few layers, for every convolution that they can compute: of
+    haloed tiles, of depthwise pairs of channels, and depthwise ones for large tensors."""
     families: list[Family[Any]] = [
         HopperHalo(anything=True),
         DepthwisePairs(anything=True),
         GatherDirect(),
     ]
-    return replace(FAMILIES, fwd=families, bwd_data=families, fused=())
+    weight: list[Family[Any]] = [
+        DepthwiseWeightDirect(always=True),
+        HopperDepthwiseStrips(always=True),
+        HopperDepthwiseWeight(least_elements=0),
+        WeightDirect(),
+    ]
+    return replace(FAMILIES, fwd=families, bwd_data=families, bwd_weight=weight, fused=())
 
 
 def _made(families: Families) -> Callable[[], Backend]:
@@ -106,7 +115,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda": _made(FAMILIES),
     "cuda_dense": _made(dense()),
     "cuda_hopper": _made(hopper()),
-    "cuda_halo": _made(halo()),
+    "cuda_few": _made(few()),
     "cuda_tiles": _made(general(GatherTile(), WeightTile())),
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),
 }

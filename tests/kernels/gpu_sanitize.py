@@ -40,10 +40,19 @@ from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_program import Instance, Launch, Step
 from tests.arrays import DTYPES, draw, integers, rng_for
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.cases import (
+    EPILOGUES,
+    FROM_CONV,
+    FROM_CONV3D,
+    FUSED,
+    Case,
+    conv_cases,
+    grouped_conv_bwd_weight,
+    pool_cases,
+)
 from tests.geometries import Conv
 from tests.kernels.covering import Covered, covering_quickly, instances_of
-from tests.kernels.cuda_backends import general
+from tests.kernels.cuda_backends import few, general
 from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
 from tests.kernels.sanitizer import DONE, Sanitizer, mark, shown
@@ -53,6 +62,14 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 NAMES = ("plain", "stride_beyond_kernel", "depthwise", "groups_4", "3d_plain")
 EVEN = Conv(1, 64, 64, (9, 10), (3, 3), padding=1)
 PADDED = Conv(1, 67, 35, (6, 5), (3, 3), 2, 1)
+# What plans keep for large tensors.
+DEPTHWISE = [
+    grouped_conv_bwd_weight(
+        f"depthwise_{kernel}_{stride}",
+        Conv(2, 64, 64, (10, 17), (kernel, kernel), stride, kernel // 2, groups=64),
+    )
+    for kernel, stride in ((3, 1), (3, 2), (5, 1), (7, 1))
+]
 CASES: list[Case] = [
     *(case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES),
     *(make(name, conv) for name, conv in (("even", EVEN), ("padded", PADDED))
@@ -66,6 +83,7 @@ CASES: list[Case] = [
 SETS: Mapping[str, Families] = {
     "tiles": general(GatherTile(), WeightTile()),
     "direct": general(GatherDirect(), WeightDirect()),
+    "few": few(),
     "plans": FAMILIES,
 }
 # What is stored by these initcheck does not take for written: of 84,558 errors at 5a95834 all that
@@ -85,6 +103,11 @@ def numbered(covering: Iterable[Covered]) -> Numbered:
     for case in CASES:
         layouts = [None] if "backprop" in case.operation else with_layouts(case.ndim, grouped=False)
         named += [(name, Covered(case, "bfloat16", layouts[-1], frozenset())) for name in SETS]
+    named += [
+        ("few", Covered(case, dtype, "NHWC", frozenset()))
+        for case in DEPTHWISE
+        for dtype in ("bfloat16", "float16")
+    ]
     return dict(enumerate([*named, *(("plans", one) for one in covering)]))
 
 

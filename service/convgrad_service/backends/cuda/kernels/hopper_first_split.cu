@@ -71,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     hopper_first_split(const __grid_constant__ HopperFirstTapsArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[6 * kMostStages];
-  const int thread = threadIdx.x, threads = blockDim.x, lane = thread & 31;
+  const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  const int consumers = threads / 32 - 8;  // warps, then four that split and four that load
+  const int consumers = blockDim.x / 32 - 8;  // warps, then four that split and four that load
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
   const u32 ring = shared_address(base);
   const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         at.advance(args.y_stages);
       }
     }
-    __syncwarp();  // the barrier at the end is for whole warps
+    return;
   } else if (warp >= consumers) {
     leave_registers<80>();
     const int first = thread - consumers * 32;
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       y_at.advance(args.y_stages);
       at.advance(kMadeStages);
     }
-    __syncwarp();
+    return;
   } else {
     take_registers<120>();
     start_next();
@@ -300,11 +300,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       }
     }
   }
-  __syncthreads();
+  wait_at(kSums, consumers * 32);
 
   const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
   float* const partials = args.partials + static_cast<i64>(share) * args.y_channels * all;
-  const int channels = min(kChannels, args.y_channels - first_channel), warps = threads / 32;
+  const int channels = min(kChannels, args.y_channels - first_channel);
   bool odd = false;
   const auto put = [&](bool anew) {
 #pragma unroll 1
@@ -316,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       float* const to = partials + static_cast<i64>(first_channel) * all + row * columns + column;
       if (!anew) {
 #pragma unroll 4
-        for (int channel = warp; channel < channels; channel += warps) {
+        for (int channel = warp; channel < channels; channel += consumers) {
           const float value = from[channel * pitch];
           odd |= !is_finite(value);
           to[channel * all] = value;
         }
       } else {
 #pragma unroll 1
-        for (int channel = warp; channel < channels; channel += warps) {
+        for (int channel = warp; channel < channels; channel += consumers) {
           if (is_finite(from[channel * pitch])) continue;
           to[channel * all] = again(args, line, end, first_channel + channel, row, column);
         }

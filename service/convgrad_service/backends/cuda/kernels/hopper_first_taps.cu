@@ -32,6 +32,7 @@ namespace {
 
 using T = ELEMENT;
 constexpr int kMostStages = 16, kMostThreads = 448;
+constexpr int kSums = 1;  // a barrier
 constexpr int kChannels = 64;
 constexpr u32 kDepthBytes = 16 * 128;  // of y, that a product takes
 
@@ -70,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     hopper_first_taps(const __grid_constant__ HopperFirstTapsArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[4 * kMostStages];
-  const int thread = threadIdx.x, threads = blockDim.x, lane = thread & 31;
+  const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  const int consumers = threads / 32 - 2;  // warps
+  const int consumers = blockDim.x / 32 - 2;  // warps
   char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
   const u32 ring = shared_address(base);
   const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         at.advance(args.y_stages);
       }
     }
-    __syncwarp();  // the barrier at the end is for whole warps
+    return;
   } else {
     start_next();
     // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
@@ -195,13 +196,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     wait_products<0>();
     hold_sums(sum);
   }
-  __syncthreads();
+  wait_at(kSums, consumers * 32);
   // No copy is under way, for every row was waited for. Warpgroups that share a tile add their sums
   // up one after another.
   const int pitch = args.tiles * 64 + 4;
   float* const sums = reinterpret_cast<float*>(base);
   for (int turn = 0; turn < args.parts; ++turn) {
-    if (warp < consumers && part == turn) {
+    if (part == turn) {
       float* const to = sums + (lane & 3) * 2 * pitch + own;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {  // channels: two neighbours of a window each
@@ -211,12 +212,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
         *reinterpret_cast<float2*>(two) = make_float2(old.x + first, old.y + second);
       }
     }
-    __syncthreads();
+    wait_at(kSums, consumers * 32);
   }
 
   const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
   float* const partials = args.partials + static_cast<i64>(share) * args.y_channels * all;
-  const int channels = min(kChannels, args.y_channels - first_channel), warps = threads / 32;
+  const int channels = min(kChannels, args.y_channels - first_channel);
   bool odd = false;
   const auto put = [&](bool anew) {
 #pragma unroll 1
@@ -228,14 +229,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       float* const to = partials + static_cast<i64>(first_channel) * all + row * columns + column;
       if (!anew) {
 #pragma unroll 4
-        for (int channel = warp; channel < channels; channel += warps) {
+        for (int channel = warp; channel < channels; channel += consumers) {
           const float value = from[channel * pitch];
           odd |= !is_finite(value);
           to[channel * all] = value;
         }
       } else {
 #pragma unroll 1
-        for (int channel = warp; channel < channels; channel += warps) {
+        for (int channel = warp; channel < channels; channel += consumers) {
           if (is_finite(from[channel * pitch])) continue;
           to[channel * all] = again(args, line, end, first_channel + channel, row, column);
         }
