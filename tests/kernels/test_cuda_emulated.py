@@ -13,8 +13,18 @@ from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.plans.cuda_families import Families
 from tests.arrays import DTYPES, draw, integers, rng_for
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.cases import (
+    EPILOGUES,
+    FROM_CONV,
+    FROM_CONV3D,
+    FUSED,
+    Case,
+    conv_bwd_data,
+    conv_cases,
+    pool_cases,
+)
 from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
 from tests.kernels.cuda_backends import dense, general, hopper
 from tests.kernels.harness import answers, check, drawn, with_layouts
 from tests.kernels.test_maxpool import sources
@@ -130,6 +140,16 @@ def test_hopper(seed: int, case: Case, way: str) -> None:
         found = answers(backend, case, tensors, layout)
         what = f"seed {seed}, {case.id} {dtype} {layout}"
         check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+@pytest.mark.parametrize("split", [2, 3, 5, 8])
+def test_parts_of_a_reduction_that_begin_behind_every_kept_tap(seed: int, split: int) -> None:
+    """A tile meets few of the taps; the next chunk of channels begins with its first one again."""
+    conv = Conv(1, 72, 136, (10, 11), (5, 5), 1, ((2, 3), (3, 2)), 3)
+    case = conv_bwd_data("far_apart", conv)
+    tensors, wanted = drawn(seed, case, "bfloat16", "exact")
+    backend = EmulatedBackend(hopper(Schedule(HopperTile(128, 64, split=split))))
+    check(answers(backend, case, tensors, "NHWC"), wanted, "exact", f"seed {seed}")
 
 
 @pytest.mark.parametrize("case", DEPTHWISE, ids=lambda case: case.id)

@@ -169,9 +169,10 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Ti
         }
         first_s = 0;
       }
-      first_r = 0;
+      first_r = first_s = 0;
     }
-    first_t = 0;
+    // Also where no tap is kept from the first one on.
+    first_t = first_r = first_s = 0;
   }
 }
 
