@@ -148,7 +148,7 @@ static unsigned copy_tile(const EncodedMap& map, const int* at, unsigned block, 
 }
 
 static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by, unsigned block,
-                            unsigned shared, bool stored) {
+                            unsigned shared) {
   const int spatial = map.dims - 2;
   const unsigned channels = map.box[0], pixels = map.box[1];
   int base[5];
@@ -157,7 +157,7 @@ static unsigned copy_pixels(const EncodedMap& map, const int* at, const int* by,
     int from[5] = {base[0]};
     for (int d = 1; d <= spatial; ++d) from[d] = base[d] + by[d - 1];
     from[spatial + 1] = base[spatial + 1];
-    copy_row(map, from, channels, block, shared + pixel * channels * map.item_bytes, stored);
+    copy_row(map, from, channels, block, shared + pixel * channels * map.item_bytes, false);
     int d = 1;
     for (; d <= spatial; ++d) {
       base[d] += map.steps[d];
@@ -201,7 +201,7 @@ static void bring(const Transfer& load) {
   if (load.kind == Kind::kTile) {
     bytes = copy_tile(*load.map, load.at, load.block, load.shared, false);
   } else if (load.kind == Kind::kPixels) {
-    bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared, false);
+    bytes = copy_pixels(*load.map, load.at, load.by, load.block, load.shared);
   } else if (load.kind == Kind::kSent) {
     memcpy(shared_of(load.block, load.shared, bytes, 16), shared_of(load.sender, load.sent, bytes, 16),
            bytes);
@@ -266,11 +266,7 @@ static void finish_stores(unsigned pending) {
       continue;
     }
     memmove(stores + i, stores + i + 1, (--store_count - i) * sizeof *stores);
-    if (store.kind == Kind::kPixels) {
-      copy_pixels(*store.map, store.at, store.by, store.block, store.shared, true);
-    } else {
-      copy_tile(*store.map, store.at, store.block, store.shared, true);
-    }
+    copy_tile(*store.map, store.at, store.block, store.shared, true);
   }
 }
 

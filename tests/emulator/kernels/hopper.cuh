@@ -90,15 +90,6 @@ static inline void store_tile(const TensorMap& map, u32 from, const int (&at)[kD
   store.shared = from;
   emulator::start_store(store);
 }
-template <int kDims>
-static inline void store_pixels(const TensorMap& map, u32 from, const int (&at)[kDims]) {
-  emulator::Transfer store = {emulator::Kind::kPixels, emulator::map_at(&map)};
-  if (store.map->dims != kDims) emulator::fail("a tensor map of other dimensions");
-  memcpy(store.at, at, sizeof at);
-  store.block = emulator::current_block();
-  store.shared = from;
-  emulator::start_store(store);
-}
 static inline void commit_stores() { ++emulator::store_groups[emulator::current]; }
 template <int kPending>
 static inline void wait_stores_read() {

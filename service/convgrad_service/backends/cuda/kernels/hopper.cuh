@@ -236,25 +236,6 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, u32 from, const
   CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
 }
 #undef CONVGRAD_STORE
-
-#define CONVGRAD_STORE(DIMS, AT, ...)                                                              \
-  if constexpr (kDims == DIMS) {                                                                   \
-    asm volatile("cp.async.bulk.tensor." #DIMS                                                     \
-                 "d.global.shared::cta.im2col_no_offs.bulk_group [%0, {" AT "}], [%1];" ::"l"(&map), \
-                 "r"(from), __VA_ARGS__                                                            \
-                 : "memory");                                                                      \
-  }
-// Im2col: rows of channels to pixels from the one at these coordinates on, as load_pixels runs
-// through them without a tap; what of them lies in the tensor.
-template <int kDims>
-__device__ __forceinline__ void store_pixels(const TensorMap& map, u32 from,
-                                             const int (&at)[kDims]) {
-  static_assert(3 <= kDims && kDims <= 5);
-  CONVGRAD_STORE(3, "%2, %3, %4", CONVGRAD_AT3)
-  CONVGRAD_STORE(4, "%2, %3, %4, %5", CONVGRAD_AT4)
-  CONVGRAD_STORE(5, "%2, %3, %4, %5, %6", CONVGRAD_AT5)
-}
-#undef CONVGRAD_STORE
 #undef CONVGRAD_AT5
 #undef CONVGRAD_AT4
 #undef CONVGRAD_AT3
