@@ -192,7 +192,8 @@ def test_a_row_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gpu_sanitize, "covering_quickly", lambda *asked: few)
     assert gpu_sanitize.main() == 1
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert row["cases"] == len(gpu_sanitize.CASES) * len(gpu_sanitize.SETS) + len(few)
+    named = len(gpu_sanitize.CASES) * len(gpu_sanitize.SETS) + 2 * len(gpu_sanitize.DEPTHWISE)
+    assert row["cases"] == named + len(few)
     assert not row["finished"]
     assert [one["case"] for one in row["stopped"]] == [culprit]
     assert row["reports"][0]["kernel"] == entry
