@@ -58,15 +58,22 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
 
 
 @emulated
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "gate"),
+    [
+        ("bfloat16", "exact"),
+        ("float32", "bounded"),
+        pytest.param("bfloat16", "bounded", marks=pytest.mark.slow),
+        pytest.param("float32", "exact", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "case",
     [case for case in CASES if case.name.split("-")[0] in EMULATED],
     ids=lambda case: case.id,
 )
-def test_emulated(seed: int, case: Case, dtype: str) -> None:
-    _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "exact")
-    _compare(EmulatedBackend(FAMILIES), seed, case, dtype, "bounded")
+def test_emulated(seed: int, case: Case, dtype: str, gate: str) -> None:
+    _compare(EmulatedBackend(FAMILIES), seed, case, dtype, gate)
 
 
 # True float32 of few channels, each as products of bfloat16.

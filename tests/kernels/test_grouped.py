@@ -116,11 +116,17 @@ def test_not_finite(backend: Backend, seed: int, case: Case) -> None:
         not_finite(backend, seed, case, "bfloat16", layout)
 
 
+# Every second one of a type; the others are among the slow tests.
 @emulation
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, dtype) for dtype, cases in EMULATED.items() for case in cases],
-    ids=lambda value: value if isinstance(value, str) else value.id,
+    [
+        pytest.param(
+            case, dtype, id=f"{case.id}-{dtype}", marks=[pytest.mark.slow] if i % 2 else []
+        )
+        for dtype, cases in EMULATED.items()
+        for i, case in enumerate(cases)
+    ],
 )
 def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
     layouts = with_layouts(case.ndim, grouped=True)

@@ -249,9 +249,18 @@ def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
     not_finite(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
 
 
+# Kinds by turns; the others are among the slow tests.
 @emulation
-@pytest.mark.parametrize("kind", ["128x192", "128x192_summed", "128x192_together"])
-@pytest.mark.parametrize("case", EPILOGUE, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param(
+            case, kind, id=f"{case.id}-{kind}", marks=[pytest.mark.slow] if (i + j) % 3 else []
+        )
+        for i, case in enumerate(EPILOGUE)
+        for j, kind in enumerate(("128x192", "128x192_summed", "128x192_together"))
+    ],
+)
 def test_emulated_epilogues(seed: int, case: Case, kind: str) -> None:
     layouts = with_layouts(case.ndim, grouped=False)
     wide = (
