@@ -115,7 +115,12 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> N
     compare(backend, seed, case, dtype)
 
 
-# Both directions are one kernel's, so of the forward one most are among the slow tests.
+# Both directions are one kernel's, so of the forward one most are among the slow tests; large tiles
+# and copies of most layers too.
+FEW = ("whole_chunks", "odd_planes", "strided", "3d_up")
+MOST_WAYS = ("gather_128x64", "halo", "pointwise")
+
+
 @emulated
 @pytest.mark.parametrize(
     ("case", "way"),
@@ -123,7 +128,7 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> N
         pytest.param(case, way, id=f"{case.id}-{way}", marks=[pytest.mark.slow] if slow else [])
         for case in [*DATA, *FORWARD, *ADDED]
         for way in SETS
-        for slow in [case in FORWARD and way not in ("gather_128x64", "halo", "pointwise")]
+        for slow in [way not in MOST_WAYS and (case in FORWARD or case.name not in FEW)]
     ],
 )
 def test_data(seed: int, case: Case, way: str) -> None:

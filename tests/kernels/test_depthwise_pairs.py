@@ -102,7 +102,15 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
 
 
 @emulated
-@pytest.mark.parametrize(("tile", "multiprocessors"), [(0, 132), (1, 132), (0, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tile", "multiprocessors"),
+    [
+        (0, 132),
+        (1, 2),
+        pytest.param(1, 132, marks=pytest.mark.slow),
+        pytest.param(0, 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_emulated(seed: int, case: Case, tile: int, multiprocessors: int) -> None:
     backend = _backend(tile, multiprocessors)
