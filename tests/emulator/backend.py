@@ -54,7 +54,7 @@ _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 
 HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
-OPTIONS = "-std=c++20 -O2 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
+OPTIONS = "-std=c++20 -O2 -Xclang -O1 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
 # A vector that is not aligned is a fault on a GPU. launch.hpp has the functions that tell.
 OPTIONS += " -fsanitize=alignment,array-bounds"
 # Nothing of C++'s library is used, and without it none is compiled.

@@ -128,7 +128,7 @@ static inline T shuffled(unsigned mask, T value, int width, Source source) {
 }
 
 // Where an address in shared memory is, for so many bytes aligned to `alignment`.
-static inline char* in_shared(unsigned address, unsigned bytes, unsigned alignment) {
+__attribute__((noinline)) static char* in_shared(unsigned address, unsigned bytes, unsigned alignment) {
   const int offset = static_cast<int>(address);
   if (address % alignment != 0) fail("an address in shared memory is not aligned");
   char* const at = shared_window + offset;
@@ -138,7 +138,7 @@ static inline char* in_shared(unsigned address, unsigned bytes, unsigned alignme
   }
   return at;
 }
-static inline void check_global(const void* at, unsigned bytes, unsigned alignment) {
+__attribute__((noinline)) static void check_global(const void* at, unsigned bytes, unsigned alignment) {
   const char* const first = static_cast<const char*>(at);
   if (reinterpret_cast<uintptr_t>(at) % alignment != 0) {
     fail("an address in global memory is not aligned");

@@ -135,9 +135,6 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
   }
 }
 
-// So much more than was asked for must stay as it is.
-static constexpr unsigned kMarginBytes = 4096;
-
 // Shared memory starts as large numbers, whatever the block before left: sums that are not finite
 // would be taken again, and right.
 static constexpr char kSpoiled = 0x4b;

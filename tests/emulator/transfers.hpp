@@ -11,18 +11,22 @@ namespace emulator {
 // ---- Shared memory of the blocks that are not at their turn.
 
 constexpr unsigned kMostFixed = 48 * 1024;
+// So much more than was asked for must stay as it is.
+constexpr unsigned kMarginBytes = 4096;
 struct Aside {
   char dynamic[kMostShared], fixed[kMostFixed];
 };
 static Aside aside[kMostBlocks];
 static unsigned resident;
 
+// What a launch asked for, and what must stay as it is behind it.
+static unsigned kept_bytes() { return dynamic_bytes + kMarginBytes; }
 static void put_aside(unsigned block) {
-  memcpy(aside[block].dynamic, dynamic_shared, kMostShared);
+  memcpy(aside[block].dynamic, dynamic_shared, kept_bytes());
   memcpy(aside[block].fixed, __start_convgrad_shared, __stop_convgrad_shared - __start_convgrad_shared);
 }
 static void bring_back(unsigned block) {
-  memcpy(dynamic_shared, aside[block].dynamic, kMostShared);
+  memcpy(dynamic_shared, aside[block].dynamic, kept_bytes());
   memcpy(__start_convgrad_shared, aside[block].fixed, __stop_convgrad_shared - __start_convgrad_shared);
   resident = block;
 }
@@ -90,6 +94,14 @@ static const EncodedMap* map_at(const void* map) {
   return encoded;
 }
 
+static void round_to_tf32(char* at) {
+  unsigned word;
+  memcpy(&word, at, 4);
+  const bool number = (word & 0x7fffffffu) <= 0x7f800000u;
+  word = number ? (word + 0xfff + (word >> 13 & 1)) & ~0x1fffu : 0x7fffe000u;
+  memcpy(at, &word, 4);
+}
+
 // One row of a box: `elements` from these coordinates on, to or from `shared`, swizzled.
 static void copy_row(const EncodedMap& map, const int* at, unsigned elements, unsigned block,
                      unsigned shared, bool stored) {
@@ -100,30 +112,28 @@ static void copy_row(const EncodedMap& map, const int* at, unsigned elements, un
     row += static_cast<long long>(at[d]) * static_cast<long long>(map.strides[d - 1]);
   }
   const unsigned mask = map.swizzle == 128 ? 7 : map.swizzle == 64 ? 3 : map.swizzle == 32 ? 1 : 0;
-  for (unsigned i = 0; i < elements; ++i) {
-    const unsigned address = shared + i * map.item_bytes;
-    char* const here =
-        shared_of(block, address ^ (address >> 7 & mask) << 4, map.item_bytes, map.item_bytes);
-    const long long column = static_cast<long long>(at[0]) + i;
-    const bool there = inside && column >= 0 && column < map.sizes[0];
-    if (!there) {
-      if (!stored) memset(here, 0, map.item_bytes);
-      continue;
-    }
-    const char* const element = row + column * map.item_bytes;
-    check_global(element, map.item_bytes, map.item_bytes);
+  // By chunks of 16 bytes: what lies in one stays together.
+  const unsigned per_chunk = 16 / map.item_bytes;
+  for (unsigned i = 0; i < elements; i += per_chunk) {
+    const unsigned count = elements - i < per_chunk ? elements - i : per_chunk;
+    const unsigned address = shared + i * map.item_bytes, bytes = count * map.item_bytes;
+    char* const here = shared_of(block, address ^ (address >> 7 & mask) << 4, bytes, 16);
+    const long long column = static_cast<long long>(at[0]) + i, size = map.sizes[0];
+    const long long first = column < 0 ? -column : 0;
+    const long long end = column + count > size ? size - column : count;
+    const bool there = inside && first < end;
+    if (!stored && !(there && first == 0 && end == count)) memset(here, 0, bytes);
+    if (!there) continue;
+    const char* const from = row + (column + first) * map.item_bytes;
+    const unsigned moved = static_cast<unsigned>(end - first) * map.item_bytes;
+    char* const to = here + first * map.item_bytes;
+    check_global(from, moved, map.item_bytes);
     if (stored) {
-      memcpy(const_cast<char*>(element), here, map.item_bytes);
+      memcpy(const_cast<char*>(from), to, moved);
       continue;
     }
-    memcpy(here, element, map.item_bytes);
-    if (map.rounds) {
-      unsigned word;
-      memcpy(&word, here, 4);
-      const bool number = (word & 0x7fffffffu) <= 0x7f800000u;
-      word = number ? (word + 0xfff + (word >> 13 & 1)) & ~0x1fffu : 0x7fffe000u;
-      memcpy(here, &word, 4);
-    }
+    memcpy(to, from, moved);
+    for (unsigned word_at = 0; map.rounds && word_at < moved; word_at += 4) round_to_tf32(to + word_at);
   }
 }
 

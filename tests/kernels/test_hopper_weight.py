@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -110,6 +111,12 @@ EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "group
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
+@lru_cache(maxsize=256)
+def reached(work: ConvWork, device: CudaDevice) -> tuple[Cut, ...]:
+    """`reachable`, which each kind picks from."""
+    return tuple(reachable(work, device))
+
+
 class OfKind(HopperWeight):
     """Whatever the model expects, the first cut of a kind, in as many parts as it comes."""
 
@@ -130,7 +137,7 @@ class OfKind(HopperWeight):
     def _cuts(self, work: ConvWork, device: CudaDevice) -> list[Cut]:
         # Few multiprocessors, so that blocks have several units; blocks that sum have one.
         few = device if self._kind.endswith("summed") else replace(device, multiprocessors=12)
-        cuts = reachable(work, few)
+        cuts = reached(work, few)
         of_tile = (cut for cut in cuts if cut.tile.name == self._tile)
         return [cut for cut in of_tile if cut.together is self._together and self._is(cut)]
 

@@ -11,7 +11,10 @@ enum Major : int { kAlongK = 0, kAlongMn = 1 };
 // One thread's part of a product that was started.
 struct StartedProduct {
   void (*finish)(const StartedProduct* lanes[32], unsigned warp);
-  void* sums;
+  float* sums;  // of each eight columns four
+  unsigned fragments;
+  Major a_major, b_major;
+  bool registers;  // has a
   u64 a, b;
   u32 words[4];  // of a, where it comes from registers
   int add;
@@ -27,6 +30,8 @@ static StartedProducts products_of[emulator::kMostThreads];
 // An operand in shared memory, by its descriptor.
 template <class T>
 struct Operand {
+  // Neighbours of a chunk stay beside each other: along the reduction, or along the rows (columns).
+  static constexpr u32 kChunk = 16 / sizeof(T);
   u32 start, leading, stride, row_bytes;
 
   explicit Operand(u64 bits) {
@@ -36,8 +41,8 @@ struct Operand {
     stride = (bits >> 32 & 0x3fff) << 4;
     row_bytes = swizzle == 0 ? 16 : 256 >> swizzle;
   }
-  // Element `k` of the reduction in row (column) `row`.
-  float at(Major major, u32 row, u32 k) const {
+  // The chunk that begins with element `k` of the reduction in row (column) `row`.
+  const T* chunk(Major major, u32 row, u32 k) const {
     u32 address = start;
     if (row_bytes == 16) {
       if (major != kAlongMn) emulator::fail("an operand along the reduction that is not swizzled");
@@ -49,47 +54,87 @@ struct Operand {
       address += row / wide * leading + row % wide * sizeof(T) + k / 8 * stride + k % 8 * row_bytes;
     }
     address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
-    T element;
-    memcpy(&element, emulator::in_shared(address, sizeof(T), sizeof(T)), sizeof(T));
-    return widen(element);
+    return reinterpret_cast<const T*>(emulator::in_shared(address, 16, 16));
+  }
+  // Element k of row i, of so many from `first` on, to `to[k * k_step + i * row_step]`.
+  void read(Major major, u32 first, u32 rows, double* to, u32 k_step, u32 row_step) const {
+    constexpr u32 kDepth = 32 / sizeof(T);
+    const u32 by_row = major == kAlongK ? 1 : kChunk, by_k = major == kAlongK ? kChunk : 1;
+    for (u32 k = 0; k < kDepth; k += by_k) {
+      for (u32 row = 0; row < rows; row += by_row) {
+        const T* const from = chunk(major, first + row, k);
+        for (u32 i = 0; i < kChunk; ++i) {
+          float value = widen(from[i]);
+          // TF32's low bits are cut off.
+          if (sizeof(T) == 4) value = __uint_as_float(__float_as_uint(value) & ~0x1fffu);
+          to[major == kAlongK ? (k + i) * k_step + row * row_step
+                              : k * k_step + (row + i) * row_step] = value;
+        }
+      }
+    }
   }
 };
 
-template <class T, int kFragments, Major kA, Major kB, bool kRegisters>
+// Eight columns at once, whatever the compiler makes of loops.
+using Eight = double __attribute__((vector_size(64)));
+using EightFloats = float __attribute__((vector_size(32)));
+using EightWords = int __attribute__((vector_size(32)));
+using EightLongs = long __attribute__((vector_size(64)));
+
+// `cut` of each.
+static inline EightFloats cut_eight(Eight sums) {
+  const EightFloats near = __builtin_convertvector(sums, EightFloats);
+  const EightLongs magnitude = EightLongs{} + 0x7fffffffffffffff;
+  const EightLongs beyond = (emulator::bits_as<EightLongs>(__builtin_convertvector(near, Eight)) & magnitude) >
+                            (emulator::bits_as<EightLongs>(sums) & magnitude);
+  const EightWords words = emulator::bits_as<EightWords>(near);
+  const EightWords finite = (words & 0x7fffffff) < 0x7f800000;
+  return emulator::bits_as<EightFloats>(words + (__builtin_convertvector(beyond, EightWords) & finite));
+}
+
+// One function for products of all sizes: each is compiled with every kernel.
+template <class T>
 static void finish_product(const StartedProduct* lanes[32], unsigned warp) {
-  constexpr int kDepth = 32 / sizeof(T), kColumns = 8 * kFragments;
-  // TF32's low bits are cut off.
-  const auto factor = [](float value) {
-    return sizeof(T) == 4 ? __uint_as_float(__float_as_uint(value) & ~0x1fffu) : value;
-  };
-  double a[16][kDepth];
-  static double b[kDepth][kColumns];
-  for (int k = 0; k < kDepth; ++k) {
-    for (int row = 0; row < 16; ++row) {
-      if (!kRegisters) a[row][k] = factor(Operand<T>(lanes[0]->a).at(kA, warp % 4 * 16 + row, k));
-    }
-    for (int column = 0; column < kColumns; ++column) {
-      b[k][column] = factor(Operand<T>(lanes[0]->b).at(kB, column, k));
-    }
-  }
-  for (int lane = 0; kRegisters && lane < 32; ++lane) {
-    constexpr int kPer = Packed<T>::kPer;
-    for (int i = 0; i < 4; ++i) {
-      for (int e = 0; e < kPer; ++e) {
+  constexpr u32 kDepth = 32 / sizeof(T), kPer = Packed<T>::kPer, kRows = 16, kMostFragments = 32;
+  static double a[kRows][kDepth];
+  static Eight b[kDepth][kMostFragments];
+  static EightFloats sums[kRows][kMostFragments];
+  const StartedProduct& one = *lanes[0];
+  const u32 fragments = one.fragments;
+  if (!one.registers) Operand<T>(one.a).read(one.a_major, warp % 4 * kRows, kRows, a[0], 1, kDepth);
+  Operand<T>(one.b).read(one.b_major, 0, 8 * fragments, reinterpret_cast<double*>(b),
+                         8 * kMostFragments, 1);
+  for (u32 lane = 0; one.registers && lane < 32; ++lane) {
+    for (u32 i = 0; i < 4; ++i) {
+      for (u32 e = 0; e < kPer; ++e) {
         a[lane / 4 + i % 2 * 8][(i / 2 * 4 + lane % 4) * kPer + e] =
             Packed<T>::at(lanes[lane]->words[i], e);
       }
     }
   }
-  for (int lane = 0; lane < 32; ++lane) {
-    auto& c = *static_cast<float(*)[kFragments][4]>(lanes[lane]->sums);
-    for (int j = 0; j < kFragments; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        const int row = e / 2 * 8 + lane / 4, column = j * 8 + lane % 4 * 2 + e % 2;
-        double sum = lanes[lane]->add ? c[j][e] : 0.0;
-        for (int k = 0; k < kDepth; ++k) sum += a[row][k] * b[k][column];
-        c[j][e] = cut(sum);
+  // Each lane has two neighbours in either of two rows.
+  const auto pair = [](u32 lane, u32 half, u32 j) {
+    return reinterpret_cast<char*>(&sums[lane / 4 + half * 8][j]) + lane % 4 * 8;
+  };
+  for (u32 lane = 0; lane < 32; ++lane) {
+    for (u32 i = 0; i < 2 * fragments; ++i) {
+      if (lanes[lane]->add) {
+        memcpy(pair(lane, i % 2, i / 2), lanes[lane]->sums + 2 * i, 8);
+      } else {
+        memset(pair(lane, i % 2, i / 2), 0, 8);
       }
+    }
+  }
+  for (u32 row = 0; row < kRows; ++row) {
+    for (u32 j = 0; j < fragments; ++j) {
+      Eight sum = __builtin_convertvector(sums[row][j], Eight);
+      for (u32 k = 0; k < kDepth; ++k) sum += a[row][k] * b[k][j];
+      sums[row][j] = cut_eight(sum);
+    }
+  }
+  for (u32 lane = 0; lane < 32; ++lane) {
+    for (u32 i = 0; i < 2 * fragments; ++i) {
+      memcpy(lanes[lane]->sums + 2 * i, pair(lane, i % 2, i / 2), 8);
     }
   }
 }
@@ -106,11 +151,11 @@ template <class T, int kFragments>
 struct WarpgroupMma {
   template <Major kA = kAlongK, Major kB = kAlongK>
   static inline void start(float (&c)[kFragments][4], u64 a, u64 b, int add) {
-    start_product({finish_product<T, kFragments, kA, kB, false>, &c, a, b, {}, add});
+    start_product({finish_product<T>, &c[0][0], kFragments, kA, kB, false, a, b, {}, add});
   }
   template <Major kB = kAlongK>
   static inline void start(float (&c)[kFragments][4], const u32 (&a)[4], u64 b, int add) {
-    start_product({finish_product<T, kFragments, kAlongK, kB, true>, &c, 0, b,
+    start_product({finish_product<T>, &c[0][0], kFragments, kAlongK, kB, true, 0, b,
                    {a[0], a[1], a[2], a[3]}, add});
   }
 };
@@ -138,7 +183,9 @@ static inline void finish_products(unsigned pending) {
         const StartedProduct& one = own[i].all[done];
         together[i] = &one;
         if (done >= own[i].count || one.finish != own->all[done].finish ||
-            one.a != own->all[done].a || one.b != own->all[done].b) {
+            one.a != own->all[done].a || one.b != own->all[done].b ||
+            one.fragments != own->all[done].fragments || one.registers != own->all[done].registers ||
+            one.a_major != own->all[done].a_major || one.b_major != own->all[done].b_major) {
           emulator::fail("lanes of a warp start different products");
         }
       }

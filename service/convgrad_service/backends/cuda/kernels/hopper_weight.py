@@ -220,14 +220,20 @@ def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
     direct = work.epilogue_free and beside(work, count)
     planes = flat_planes(work)
     halves = scaled_halves.copies(work)
+    taken: dict[tuple[int, int, int, bool], bool] = {}  # by all that maps take of a cut
     for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
         pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
-        if planes:
-            maps: tuple[PixelMap | TileMap, ...] = _plane_maps(planes, cut)
-        else:
-            maps = _maps(halves if cut.scaled_bytes else work, cut)
-        countable = pixels <= MAX_PIXELS and cut.parted <= MAX_GRID_Y
-        if countable and all(one.why_not() is None for one in maps):
+        if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
+            continue
+        read = cut.tile.channels, cut.box_pixels, cut.halo, cut.scaled_bytes > 0
+        if read not in taken:
+            maps: tuple[PixelMap | TileMap, ...]
+            if planes:
+                maps = _plane_maps(planes, cut)
+            else:
+                maps = _maps(halves if cut.scaled_bytes else work, cut)
+            taken[read] = all(one.why_not() is None for one in maps)
+        if taken[read]:
             yield cut
 
 
