@@ -58,7 +58,7 @@ test: kernels ## every test that needs neither a GPU nor much time
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-kernels test-others
 
 test-kernels: kernels ## of those, what the kernels compute, the GPU's in the emulator
-	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/kernels
+	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/kernels
 
 test-others: kernels ## and the rest: the parts, the servers, the client
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) --ignore=tests/kernels

@@ -41,25 +41,25 @@ def maxpool_fwd(
     pad = padding_pairs(padding, n)
     output_size = pool_output_size(size, kernel, s, pad, d, ceil_mode)
     x = np.asarray(input).astype(np.float64)
-    output = np.empty((*x.shape[:2], *output_size))
-    indices = np.empty(output.shape, np.int64)
-    for window in np.ndindex(*output_size):
-        best = np.full(x.shape[:2], -np.inf)
-        index = np.full(x.shape[:2], -1, np.int64)
-        for tap in np.ndindex(*kernel):
-            at = tuple(window[a] * s[a] + tap[a] * d[a] - pad[a][0] for a in range(n))
-            if not all(0 <= at[a] < size[a] for a in range(n)):
-                continue
-            flat = 0
-            for a in range(n):
-                flat = flat * size[a] + at[a]
-            value = x[(..., *at)]
-            wins = (index < 0) | (value > best) | np.isnan(value)
-            best, index = np.where(wins, value, best), np.where(wins, flat, index)
-        if (index < 0).any():
-            raise ValueError(f"window {window} has no valid element")
-        output[(..., *window)], indices[(..., *window)] = best, index
-    return output, indices
+    best = np.full((*x.shape[:2], *output_size), -np.inf)
+    index = np.full(best.shape, -1, np.int64)
+    # All windows at once, tap by tap: where each one's tap lies, along each dimension.
+    for tap in np.ndindex(*kernel):
+        at = np.ix_(
+            *(np.arange(output_size[a]) * s[a] + tap[a] * d[a] - pad[a][0] for a in range(n))
+        )
+        valid, flat, inside = np.bool_(True), np.int64(0), []
+        for a in range(n):
+            valid = valid & (at[a] >= 0) & (at[a] < size[a])
+            flat = flat * size[a] + at[a]
+            inside.append(np.clip(at[a], 0, size[a] - 1))  # what is read there does not count
+        value = x[(..., *inside)]
+        wins = valid & ((index < 0) | (value > best) | np.isnan(value))
+        best, index = np.where(wins, value, best), np.where(wins, flat, index)
+    if (index < 0).any():
+        window = tuple(int(place) for place in np.argwhere(index < 0)[0][2:])
+        raise ValueError(f"window {window} has no valid element")
+    return best, index
 
 
 @np.errstate(all="ignore")

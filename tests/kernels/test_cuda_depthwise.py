@@ -74,12 +74,15 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(families)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "gate"),
+    [("bfloat16", "exact"), pytest.param("float16", "bounded", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
-    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
-        tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(emulated, case, tensors, "NHWC")
-        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    found = answers(emulated, case, tensors, "NHWC")
+    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
 
 
 @pytest.mark.parametrize(

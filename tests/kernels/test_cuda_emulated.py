@@ -126,7 +126,14 @@ HOPPER = {
 GATHERED = [case for case in DENSE if case.operation in ("conv_fwd", "conv_bwd_data")]
 
 
-@pytest.mark.parametrize("way", HOPPER)
+@pytest.mark.parametrize(
+    "way",
+    [
+        # Others come near to these: they are among the slow tests.
+        pytest.param(way, marks=[pytest.mark.slow] if way in ("split", "turns_shared") else [])
+        for way in HOPPER
+    ],
+)
 @pytest.mark.parametrize("case", GATHERED, ids=lambda case: case.id)
 def test_hopper(seed: int, case: Case, way: str) -> None:
     dtype, schedule = HOPPER[way]

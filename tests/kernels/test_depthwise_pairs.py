@@ -103,19 +103,24 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
 
 @emulated
 @pytest.mark.parametrize(
-    ("tile", "multiprocessors"),
+    ("tile", "multiprocessors", "dtype", "gate"),
     [
-        (0, 132),
-        (1, 2),
-        pytest.param(1, 132, marks=pytest.mark.slow),
-        pytest.param(0, 1, marks=pytest.mark.slow),
+        (0, 132, "bfloat16", "exact"),
+        (1, 2, "bfloat16", "bounded"),
+        *(
+            pytest.param(tile, multiprocessors, dtype, gate, marks=pytest.mark.slow)
+            for tile in (0, 1)
+            for multiprocessors in (1, 2, 132)
+            for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded"))
+            if (tile, multiprocessors, dtype) != (0, 132, "bfloat16")
+        ),
     ],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_emulated(seed: int, case: Case, tile: int, multiprocessors: int) -> None:
-    backend = _backend(tile, multiprocessors)
-    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
-        _compare(backend, seed, case, dtype, gate)
+def test_emulated(
+    seed: int, case: Case, tile: int, multiprocessors: int, dtype: str, gate: str
+) -> None:
+    _compare(_backend(tile, multiprocessors), seed, case, dtype, gate)
 
 
 @emulated

@@ -57,20 +57,28 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate)
 
 
+# Of both types a part; the rest are among the slow tests.
 @emulated
 @pytest.mark.parametrize(
-    ("dtype", "gate"),
+    ("case", "dtype", "gate"),
     [
-        ("bfloat16", "exact"),
-        ("float32", "bounded"),
-        pytest.param("bfloat16", "bounded", marks=pytest.mark.slow),
-        pytest.param("float32", "exact", marks=pytest.mark.slow),
+        pytest.param(
+            case,
+            dtype,
+            gate,
+            id=f"{case.id}-{dtype}-{gate}",
+            marks=[pytest.mark.slow] if slow else [],
+        )
+        for case in CASES
+        for name in [case.name.split("-")[0]]
+        if name in EMULATED
+        for dtype in ("bfloat16", "float32")
+        for gate in ("exact", "bounded")
+        for slow in [
+            (dtype, gate) != ("bfloat16", "exact")
+            and ((dtype, gate) != ("float32", "bounded") or name not in EMULATED[:6])
+        ]
     ],
-)
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.name.split("-")[0] in EMULATED],
-    ids=lambda case: case.id,
 )
 def test_emulated(seed: int, case: Case, dtype: str, gate: str) -> None:
     _compare(EmulatedBackend(FAMILIES), seed, case, dtype, gate)

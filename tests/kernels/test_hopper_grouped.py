@@ -89,9 +89,17 @@ def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str, gate
     _compare(backend, seed, case, dtype, gate)
 
 
+# Both directions are one kernel's.
 @emulated
-@pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        pytest.param(case, share, id=f"{case.id}-{share}", marks=[pytest.mark.slow] if slow else [])
+        for case in CASES
+        for share in (0.0, 1.0)
+        for slow in [share > 0 and case.operation == "conv_fwd"]
+    ],
+)
 def test_emulated(seed: int, case: Case, share: float) -> None:
     for gate in ("exact", "bounded"):
         _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)

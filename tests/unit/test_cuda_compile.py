@@ -41,6 +41,14 @@ def _prefers(one: Instance, other: Instance) -> bool:
     return ("ELEMENT", "bf16") in one.defines and ("ELEMENT", "bf16") not in other.defines
 
 
+def is_slow(architecture: str, instance: Instance) -> bool:
+    """No line of a source is sm_89's alone, and of sm_90a's only those of kernels that are: what is
+    compiled for sm_80 and sm_100 is."""
+    return architecture == "sm_89" or (
+        architecture == "sm_90a" and "sm_80" in instance.architectures
+    )
+
+
 SAMPLE = [(arch, instance) for arch in ARCHITECTURES for instance in sample(arch)]
 
 
@@ -53,8 +61,9 @@ Compiled = Mapping[Instance, Resources | CompileError]
 
 
 @pytest.fixture(scope="session")
-def compiled(nvrtc: Nvrtc) -> Callable[[str], Compiled]:
-    """What an architecture's instances use, or why they were refused; compiled side by side."""
+def compiled(nvrtc: Nvrtc) -> Callable[[str, bool], Compiled]:
+    """What an architecture's instances use, or why they were refused, those of the slow tests or
+    the others; compiled side by side."""
 
     def compile_one(architecture: str, instance: Instance) -> Resources | CompileError:
         try:
@@ -65,8 +74,8 @@ def compiled(nvrtc: Nvrtc) -> Callable[[str], Compiled]:
         return used
 
     @cache
-    def of(architecture: str) -> Compiled:
-        chosen = sample(architecture)
+    def of(architecture: str, slow: bool) -> Compiled:
+        chosen = [one for one in sample(architecture) if is_slow(architecture, one) is slow]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             found = pool.map(partial(compile_one, architecture), chosen)
             return dict(zip(chosen, found, strict=True))
@@ -78,15 +87,14 @@ def compiled(nvrtc: Nvrtc) -> Callable[[str], Compiled]:
 @pytest.mark.parametrize(
     ("architecture", "instance"),
     [
-        # No line of a source is sm_89's alone: what is compiled for sm_80 is.
-        pytest.param(arch, one, id=f"{arch}-{one.name}", marks=[SLOW] if arch == "sm_89" else [])
+        pytest.param(arch, one, id=f"{arch}-{one.name}", marks=[SLOW] if is_slow(arch, one) else [])
         for arch, one in SAMPLE
     ],
 )
 def test_compiles_without_spilling(
-    compiled: Callable[[str], Compiled], architecture: str, instance: Instance
+    compiled: Callable[[str, bool], Compiled], architecture: str, instance: Instance
 ) -> None:
-    used = compiled(architecture)[instance]
+    used = compiled(architecture, is_slow(architecture, instance))[instance]
     assert isinstance(used, Resources), str(used)
     assert used.registers > 0
     assert not used.spills, used
