@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
+from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
+from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
 from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule, may_alternate
 from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_families import Family, choose
 from convgrad_service.plans.cuda_program import Launch
 from convgrad_service.plans.cuda_works import (
     ConvWork,
@@ -23,6 +32,7 @@ from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_
 from tests.large_tensors import LARGE, MORE_THAN
 from tests.unit.test_plans_cuda import check_plan
 
+MOST = 2**31 - 1
 DIRECTIONS: dict[str, Direction] = {"fwd": "fwd", "data": "bwd_data", "weight": "bwd_weight"}
 Size = tuple[int, ...]
 
@@ -108,3 +118,70 @@ def test_warpgroups_do_not_take_turns_where_results_are_more_chunks_than_32_bits
     assert isinstance(launch, Launch)
     assert dict(launch.instance.defines)["ALTERNATE"] == "0"
     assert "a" not in family.launches(of(most + 1), H200).kernel.rsplit("_", 1)[1]
+
+
+# And channels, and the stride along W.
+FIRST: list[tuple[Family[ConvWork], str, DType, int, int]] = [
+    (HopperFirstTaps(), "weight", DType.BFLOAT16, 4, 64),
+    (HopperFirstSplit(), "weight", DType.FLOAT32, 4, 16),
+    (FirstWeight(), "weight", DType.BFLOAT16, 4, 64),
+    (FirstForward(), "fwd", DType.BFLOAT16, 4, 64),
+    (HopperFirstData(), "data", DType.BFLOAT16, 1, 16),
+]
+
+
+@pytest.mark.parametrize(("family", "direction", "dtype", "channels", "stride"), FIRST)
+def test_first_layers_do_not_count_in_32_bits_what_lies_far_before_the_input(
+    family: Family[ConvWork], direction: str, dtype: DType, channels: int, stride: int
+) -> None:
+    """Tensors are small, and the padding enormous. (Wrong sums, and reads outside the input.)"""
+
+    def reason(before: int) -> str | None:
+        size, kernel, strides = (3, 64), (3, 3), (1, stride)
+        of = (channels, 16)
+        work = work_of(direction, of, size, kernel, strides, before=(0, before), dtype=dtype)
+        return family.why_not(work, H200)
+
+    assert reason(2**16) is None
+    assert reason(2**30) == "positions reach beyond 268435456"
+
+
+@pytest.mark.parametrize("family", [HopperFirstData(), FirstGroups()])
+def test_more_planes_than_a_grid_holds_are_left_to_others(family: Family[ConvWork]) -> None:
+    def of(batch: int) -> ConvWork:
+        size, kernel, stride = (2**12, 1, 1), (1, 2, 1), (2**12, 1, 1)
+        return work_of("data", (1, 16), size, kernel, stride, before=(0, 1, 0), batch=batch)
+
+    assert family.why_not(of(2**18), H200) is None
+    assert "more than one grid holds" in str(family.why_not(of(2**20), H200))
+    launch = choose(FAMILIES.bwd_data, of(2**20), H200).fragment.steps[-1]
+    assert isinstance(launch, Launch)
+    assert 0 < launch.grid[0] <= MOST
+
+
+def test_kernel_rows_are_shared_by_no_more_blocks_than_a_grid_holds() -> None:
+    def of(stride: int) -> ConvWork:
+        return work_of("data", (1, 16), (2 * stride, 1), (stride + 1, 1), (stride, 1))
+
+    family = HopperFirstData()
+    assert family.why_not(of(2**16 - 1), H200) is None
+    assert "no instance has the room" in str(family.why_not(of(2**16), H200))
+
+
+SUMMED: list[tuple[Callable[[], Family[ConvWork]], DType]] = [
+    (HopperFirstTaps, DType.BFLOAT16),
+    (HopperFirstSplit, DType.FLOAT32),
+    (FirstWeight, DType.BFLOAT16),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), SUMMED)
+def test_results_of_first_layers_are_fewer_than_32_bits_count(
+    family: Callable[[], Family[ConvWork]], dtype: DType
+) -> None:
+    def reason(out_channels: int) -> str | None:
+        work = work_of("weight", (4, out_channels), (9, 16), (4, 4), (1, 1), dtype=dtype)
+        return family().why_not(work, H200)
+
+    assert reason(2**25 - 8) in (None, "TF32 is less than the float32 that was asked for")
+    assert "results" in str(reason(2**25))

@@ -9,8 +9,13 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.dense_limits import why_not_reach
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.first_weight import first_sum, first_sum_instances
+from convgrad_service.backends.cuda.kernels.first_weight import (
+    first_sum,
+    first_sum_instances,
+    why_not_summed,
+)
 from convgrad_service.backends.cuda.kernels.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
@@ -207,6 +212,9 @@ def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
         return "accumulate does not lie as the result does"
     if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
         return "positions are more than 32 bits count"
+    reason = why_not_reach(work) or why_not_summed(work)
+    if reason is not None:
+        return reason
     cut = _cut(work, device, kind)
     if cut is None:
         return "rows do not fit into shared memory"
