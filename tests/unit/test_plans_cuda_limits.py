@@ -8,6 +8,7 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_counts
 from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
 from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
 from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
@@ -20,7 +21,7 @@ from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200
 from convgrad_service.plans.cuda_families import Family, choose
-from convgrad_service.plans.cuda_program import Launch
+from convgrad_service.plans.cuda_program import Launch, ceil_div
 from convgrad_service.plans.cuda_works import (
     ConvWork,
     Direction,
@@ -185,3 +186,23 @@ def test_results_of_first_layers_are_fewer_than_32_bits_count(
 
     assert reason(2**25 - 8) in (None, "TF32 is less than the float32 that was asked for")
     assert "results" in str(reason(2**25))
+
+
+def test_numbers_of_chunks_are_the_fewest_of_each_length() -> None:
+    for rows in (1, 2, 3, 7, 12, 97, 1000):
+        found = list(chunk_counts(rows))
+        fewest: dict[int, int] = {}
+        for chunks in range(1, rows + 1):
+            fewest.setdefault(ceil_div(rows, chunks), chunks)
+        assert found == list(fewest.values()), rows
+    assert len(list(chunk_counts(2**26))) < 2**15
+
+
+def test_long_rows_have_a_plan() -> None:
+    """What a plan looks at does not grow with them, or this would take minutes."""
+    work = work_of("weight", (1, 16), (1, 2**27), (1, 10), (1, 4))
+    family = HopperFirstTaps()
+    assert family.why_not(work, H200) is None
+    launch = family.launches(work, H200).steps[0]
+    assert isinstance(launch, Launch)
+    assert launch.grid == (1, H200.multiprocessors, 1)

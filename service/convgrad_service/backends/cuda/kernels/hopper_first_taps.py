@@ -313,9 +313,10 @@ def _part(
     step = work.stride[2] * work.in_channels
 
     def reached(part: int) -> int:
+        # Places in a part come again after as many segments as it has elements, or fewer.
         starts = (
             (one * segment * work.stride[2] - work.pad[2]) * work.in_channels - odd
-            for one in range(count)
+            for one in range(min(count, part))
         )
         return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
 
