@@ -222,6 +222,8 @@ class EmulatedBackend:
                     continue
                 filled = filled_by(step.arguments, memory.addresses)
                 assert step.block[1:] == (1, 1)
+                assert step.grid[0] < 2**31, step.grid
+                assert max(step.grid[1:]) < 2**16, step.grid
                 wrong = launch_of(step.instance)(
                     Launching(
                         filled.ctypes.data,

@@ -27,6 +27,7 @@ from tests.bounds import assert_same_bits
 from tests.cases import FROM_CONV, FUSED, Case, conv_cases, maxpool_bwd, maxpool_fwd, pool_cases
 from tests.geometries import Conv, Pool
 from tests.kernels.harness import answers, check
+from tests.large_tensors import LARGE
 from tests.oracle import expected
 
 pytestmark = pytest.mark.gpu
@@ -210,3 +211,18 @@ def test_more_than_2_to_the_31_elements(gpu: Backend, operation: str) -> None:
     factor = np.float16(1 if "pool" in operation else 3)
     for row in range(0, plane.shape[2], len(rows)):
         assert (found[0, 0, row : row + len(rows)] == rows * factor).all(), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_of_few_layers_on_more_than_2_to_the_31_elements(
+    seed: int, gpu: Backend, name: str
+) -> None:
+    """Each by the kernel that its plan takes, at once; every element is checked."""
+    large = LARGE[name]
+    small = large.small(seed)
+    wanted = expected(large.operation, small, large.case(large.conv).params)
+    outcome = gpu.run(*large.stated(large.large(small)))
+    assert outcome.pieces == 1
+    assert large.kernel in outcome.kernel
+    large.check(outcome.outputs, wanted)

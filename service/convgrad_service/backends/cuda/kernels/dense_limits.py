@@ -6,7 +6,7 @@ from convgrad.dtypes import DType
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["MAX_GRID_YZ", "MAX_PIXELS", "why_not_dense"]
+__all__ = ["MAX_GRID_YZ", "MAX_PIXELS", "why_not_dense", "why_not_reach"]
 
 # Positions are 32-bit, and several may be added up before one is compared with an edge.
 _MAX_EXTENT = 2**28
@@ -23,6 +23,12 @@ def why_not_dense(work: ConvWork, device: CudaDevice) -> str | None:
         return f"{device.name} is older than sm_80"
     if work.groups > MAX_GRID_YZ:
         return f"{work.groups} groups are more than {MAX_GRID_YZ}"
+    return why_not_reach(work)
+
+
+def why_not_reach(work: ConvWork) -> str | None:
+    """Why positions, several of them added up, or times the few channels of a first layer, may be
+    more than 32 bits count; None where they are not."""
     reach = (
         abs(value)
         for dim in range(3)

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, chunk_counts
 from convgrad_service.plans.cuda_device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
@@ -119,7 +119,7 @@ def rows_of_chunks(rows: int, reach: int, items: int, resident: int, start: int)
     takes ``items`` blocks, and ``resident`` run at once.
     """
     best = min(
-        range(1, rows + 1),
+        chunk_counts(rows),
         key=lambda chunks: (
             ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
         ),

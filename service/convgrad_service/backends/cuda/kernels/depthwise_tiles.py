@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from convgrad_service.plans.cuda_program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "Plane", "Tiling", "chunk_rows", "plane_of"]
-__all__ += ["fill_operands", "resident_blocks", "why_not_counted", "why_not_plane"]
+__all__ += ["chunk_counts", "fill_operands", "resident_blocks", "why_not_counted", "why_not_plane"]
 
 BLOCK_CHANNELS = 32
 """Channels of a warp: two sectors of memory a pixel for 16-bit types."""
@@ -153,6 +154,17 @@ def plane_of(work: ConvWork) -> Plane | None:
     )
 
 
+def chunk_counts(rows: int) -> Iterator[int]:
+    """Into how many chunks so many rows are worth cutting, ascending: more chunks that are as long
+    take more time. Of a million rows that is 2,000 numbers."""
+    chunks, each = 1, rows
+    yield chunks
+    while each > 1:
+        chunks = ceil_div(rows, each - 1)
+        each = ceil_div(rows, chunks)
+        yield chunks
+
+
 def chunk_rows(rows: int, reach: int, columns_of_work: int, resident_warps: int) -> int:
     """Rows of a chunk, such that all warps are done soonest.
 
@@ -160,7 +172,7 @@ def chunk_rows(rows: int, reach: int, columns_of_work: int, resident_warps: int)
     needed for each chunk, and ``resident_warps`` run at once.
     """
     best = min(
-        range(1, rows + 1),
+        chunk_counts(rows),
         key=lambda chunks: (
             ceil_div(columns_of_work * chunks, resident_warps)
             * (ceil_div(rows, chunks) + reach + START_ROWS)

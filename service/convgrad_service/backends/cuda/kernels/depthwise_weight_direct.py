@@ -245,12 +245,12 @@ def layouts(
         tiles = ceil_div(vectors, of_tile)
         if of_tile > 8 and ceil_div(vectors, of_tile - fewest) == tiles:
             continue  # fewer do as well
-        for groups in range(1, strips + 1):
-            side = ceil_div(strips, groups)
+        for side in range(min(strips, tile.threads // of_tile), 0, -1):
+            groups = ceil_div(strips, side)
+            if ceil_div(strips, groups) != side:
+                continue  # so many groups have shorter sides
             warps = ceil_div(of_tile * side, 32)
             units = tile.threads // 32 // warps
-            if units == 0 or ceil_div(strips, side) != groups:
-                continue
             resident = max(1, device.multiprocessors // tiles) * units
             for chunks in range(1, min(plane.output[0], MOST_CHUNKS) + 1):
                 rows = ceil_div(plane.output[0], chunks)

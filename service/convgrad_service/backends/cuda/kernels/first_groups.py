@@ -132,6 +132,8 @@ class FirstGroups:
             return "the weights of no grouping of positions fit into registers"
         if _shared_bytes(work, grouping, 1) > device.shared_bytes_per_block:
             return "a row does not fit into shared memory"
+        if _cut(work, grouping, device) is None:
+            return "its blocks are more than one grid holds"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
@@ -148,8 +150,9 @@ class FirstGroups:
             f"{work.prefix}source_channels_last",
             device,
         )
+        cut = cut or _cut(work, grouping, device)
         if cut is None:
-            cut = _cut(work, grouping, device)
+            raise ValueError("no cut fits")
         args = FirstGroupsArgs()
         groups_args(args, work, y.operand, grouping.group, cut)
         for name in ("hop", "first_tap", "taps"):
@@ -281,8 +284,8 @@ def _blocks(work: ConvWork, grouping: Grouping, cut: Cut) -> int:
     )
 
 
-def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut:
-    """The one that should take the least time."""
+def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
+    """The one that should take the least time, None where none fits."""
     stride, pad = work.stride[1], work.pad[1]
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
@@ -312,9 +315,7 @@ def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut:
             clocks = waves * (walked * row + START_CLOCKS)
             if best is None or clocks < best[0]:
                 best = clocks, cut
-    if best is None:
-        raise ValueError("no cut fits")
-    return best[1]
+    return best[1] if best is not None else None
 
 
 def _instance(dtype: DType, shape: Shape) -> Instance:

@@ -37,12 +37,14 @@ from convgrad_service.plans.cuda_program import (
 )
 from convgrad_service.plans.cuda_works import ConvWork
 
-__all__ = ["FirstWeight", "first_sum", "first_sum_instances"]
+__all__ = ["FirstWeight", "first_sum", "first_sum_instances", "why_not_summed"]
 
 WARP_TILES = 6
 MOST_UNIT_ROWS = 4
 SUM_WARPS = 8
 SUM_RESULTS = 32
+# A block may count past the last one.
+MOST_RESULTS = 2**31 - SUM_RESULTS
 # Partial sums together take at most so much, unless the caller asks for more splits.
 PARTIAL_BYTES = 256 * 2**20
 # Positions of a unit, the best first.
@@ -113,7 +115,7 @@ class FirstWeight:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_first(work, device)
+        reason = why_not_first(work, device) or why_not_summed(work)
         if reason is None and _cut(work, device) is None:
             return "windows of a row do not fit into shared memory"
         return reason
@@ -229,6 +231,13 @@ def _splits(work: ConvWork, units: int, parts: int, cut: Cut, device: CudaDevice
     together = blocks_together(device, cut.threads, cut.shared_bytes)
     room = max(1, PARTIAL_BYTES // (_results(work) * 4))
     return max(1, min(units, room, device.multiprocessors * together // parts))
+
+
+def why_not_summed(work: ConvWork) -> str | None:
+    """Why `first_sum` cannot add up the results; None where it can."""
+    if _results(work) > MOST_RESULTS:
+        return f"{_results(work)} results are more than {MOST_RESULTS}"
+    return None
 
 
 def first_sum(work: ConvWork, partials: str, splits: int, device: CudaDevice) -> Launch:

@@ -8,6 +8,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, COPIES, Prepared
+from convgrad_service.backends.cuda.kernels.dense_limits import why_not_reach
 from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Workspace, ceil_div
@@ -100,7 +101,8 @@ def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> st
         return "accumulate does not lie as the result does"
     if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
         return "positions are more than 32 bits count"
-    return None
+    # Small tensors may have enormous padding and steps.
+    return why_not_reach(work)
 
 
 def column_tiles(work: ConvWork) -> int:

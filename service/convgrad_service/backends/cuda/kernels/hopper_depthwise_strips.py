@@ -11,6 +11,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
+    chunk_counts,
     fill_operands,
     plane_of,
     why_not_counted,
@@ -242,7 +243,7 @@ def _chunks(plane: Plane, tile: StripsTile, resident: int) -> int:
         rounds = ceil_div(_items(plane, tile, chunks), resident)
         return rounds * (ceil_div(rows, chunks) + (tile.kernel - 1 if chunks > 1 else 0))
 
-    return min(range(1, rows + 1), key=steps)
+    return min(chunk_counts(rows), key=steps)
 
 
 def _maps(

@@ -9,6 +9,7 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, prepare_activation
+from convgrad_service.backends.cuda.kernels.dense_limits import MAX_GRID_YZ
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.first_groups import (
     Cut,
@@ -169,12 +170,15 @@ class HopperFirstData:
             return "a product's depth would be mostly empty"
         if work.kernel[1] <= work.stride[1]:
             return "kernel rows do not meet the same rows of the input"
-        if _form(work) is None:
+        form = _form(work)
+        if form is None:
             return (
                 f"{work.kernel[1]} rows and {_taps(work)[1]} steps along W of a kernel, "
                 f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
                 "no instance has the room"
             )
+        if _cut(work, form, device) is None:
+            return "its blocks are more than one grid holds"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
@@ -191,8 +195,9 @@ class HopperFirstData:
         form = _form(work)
         if form is None:
             raise ValueError("no instance has the room")
+        cut = cut or _cut(work, form, device)
         if cut is None:
-            cut = _cut(work, form, device)
+            raise ValueError("no cut fits")
         args = HopperFirstDataArgs()
         groups_args(args, work, y.operand, work.stride[2], cut)
         args.hop = 1
@@ -230,7 +235,10 @@ def _form(work: ConvWork) -> Form | None:
     """The one with the fewest products, None where none has the room."""
     split, stride = _splits(work), work.stride[1]
     forms = (
-        Form(work.dtype, split, shape, row_step) for shape in SHAPES for row_step in (1, stride)
+        Form(work.dtype, split, shape, row_step)
+        for shape in SHAPES
+        for row_step in (1, stride)
+        if row_step <= MAX_GRID_YZ
     )
     fitting = [
         form
@@ -304,8 +312,8 @@ def _blocks(work: ConvWork, cut: Cut) -> int:
     return work.batch * work.input[0] * cut.row_segments * _segments(work, cut.warp_groups)
 
 
-def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut:
-    """The one that should take the least time."""
+def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
+    """The one that should take the least time, None where none fits."""
     stride, pad = work.stride[1], work.pad[1]
     rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
     best: tuple[float, Cut] | None = None
@@ -332,9 +340,7 @@ def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut:
             clocks = walked * busy + turns * START_CLOCKS
             if best is None or clocks < best[0]:
                 best = clocks, cut
-    if best is None:
-        raise ValueError("no cut fits")
-    return best[1]
+    return best[1] if best is not None else None
 
 
 def _instance(form: Form) -> Instance:

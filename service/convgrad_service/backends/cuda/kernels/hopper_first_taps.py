@@ -9,8 +9,13 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.dense_limits import why_not_reach
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.first_weight import first_sum, first_sum_instances
+from convgrad_service.backends.cuda.kernels.first_weight import (
+    first_sum,
+    first_sum_instances,
+    why_not_summed,
+)
 from convgrad_service.backends.cuda.kernels.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
@@ -207,6 +212,9 @@ def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
         return "accumulate does not lie as the result does"
     if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
         return "positions are more than 32 bits count"
+    reason = why_not_reach(work) or why_not_summed(work)
+    if reason is not None:
+        return reason
     cut = _cut(work, device, kind)
     if cut is None:
         return "rows do not fit into shared memory"
@@ -305,9 +313,10 @@ def _part(
     step = work.stride[2] * work.in_channels
 
     def reached(part: int) -> int:
+        # Places in a part come again after as many segments as it has elements, or fewer.
         starts = (
             (one * segment * work.stride[2] - work.pad[2]) * work.in_channels - odd
-            for one in range(count)
+            for one in range(min(count, part))
         )
         return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
 

@@ -20,6 +20,7 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     choose_schedule,
     expected_s,
     is_plain,
+    may_alternate,
     may_split,
     may_start_with_images,
     pixels_beside,
@@ -162,7 +163,7 @@ class HopperGather:
             schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
         if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
             schedule = replace(schedule, tile=replace(schedule.tile, split=1))
-        if schedule.tile.alternate and not is_plain(work):
+        if schedule.tile.alternate and not may_alternate(work):
             schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
         stages = tile.stages(device)

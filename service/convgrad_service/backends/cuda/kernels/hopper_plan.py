@@ -30,6 +30,7 @@ __all__ = [
     "expected_s",
     "is_plain",
     "kept_taps",
+    "may_alternate",
     "may_start_with_images",
     "pixels_beside",
     "stores_planes",
@@ -42,6 +43,8 @@ ROUND_TURNS = 3
 MOST_COUNTED = 1 << 16
 # What pixels of neighbouring images take more where warpgroups take turns: 1.1 to 1.4 measured.
 TURNS_BY_IMAGE = 1.13
+# Of 16 bytes, that warpgroups which take turns count in 32 bits; the last number is nowhere.
+MOST_CHUNKS = 2**32 - 1
 # With a larger one, a phase's pixels lie too far apart to be stored as they lie.
 MOST_STRIDE = 1
 
@@ -105,6 +108,16 @@ def is_plain(work: ConvWork) -> bool:
     written = work.in_channels if backward else work.out_channels
     result = gather_sides(work)[1]
     return work.epilogue_free and in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+
+
+def may_alternate(work: ConvWork) -> bool:
+    """Whether warpgroups can take turns: they have plain results, and count these in chunks."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    extents = (work.batch, *size)
+    strides = (result.strides[0], *result.strides[3:])
+    reach = sum((count - 1) * stride for count, stride in zip(extents, strides, strict=True))
+    return is_plain(work) and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
@@ -189,9 +202,9 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for along in axis.phases
         for j in range(along.taps)
     )
-    plain = is_plain(work)
+    alternates = may_alternate(work)
     for tile in tiles_of(work.dtype):
-        if tile.alternate and not plain:
+        if tile.alternate and not alternates:
             continue
         if tile.n - written >= 64 and tile.n > 64:
             continue
