@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(CLUSTER, 1, 1
   for (int i = threadIdx.x; i < args.bytes / 4; i += 128) out[i] = load_word(to + i * 4);
   // Everybody arrives everywhere: no block ends while another still uses its barriers.
   for (u32 block = 0; block < CLUSTER; ++block) arrive_at(met, block);
-  wait_for_cluster(met, 0);
+  wait_for(met, 0);
   synchronize_cluster();
 }
 #endif
@@ -133,12 +133,10 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(SENDS, 1, 1)
 #ifdef ELEMENT
 namespace {
 
-// In boxes of rows of so many bytes; of 16 they are not swizzled.
+// In boxes of rows of so many bytes.
 template <int kBytes, Major kMajor>
 __device__ __forceinline__ u64 operand(u32 at, u32 next_box, u32 eight) {
-  if constexpr (kBytes == 16) {
-    return operand_in_chunks(at, next_box, eight);
-  } else if constexpr (kMajor == kAlongK) {
+  if constexpr (kMajor == kAlongK) {
     return operand_along_k<kBytes>(at, eight);
   } else {
     return operand_along_mn<kBytes>(at, next_box, eight);

@@ -35,6 +35,26 @@ def layer(
     return Conv(n, c, c * multiplier, size, kernel, stride, padding, dilation, groups=c)
 
 
+# Either 16-bit type, each of which is compiled for the emulator, by one of the gates.
+either_type = pytest.mark.parametrize(
+    ("dtype", "gate"),
+    [("bfloat16", "exact"), pytest.param("float16", "bounded", marks=pytest.mark.slow)],
+)
+
+
+def compare(backend: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    """Channels last."""
+    tensors, wanted = drawn(seed, case, dtype, gate)
+    found = answers(backend, case, tensors, "NHWC")
+    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+
+
+def not_finite(backend: EmulatedBackend, seed: int, case: Case) -> None:
+    """Infinities and NaNs reach what they meet, and nothing else."""
+    tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
+    check(answers(backend, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")
+
+
 LAYERS = {
     "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),
     "kernel_5_odd_batch": layer(3, 24, (8, 19), (5, 5), 1, 2),
@@ -74,15 +94,10 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(families)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "gate"),
-    [("bfloat16", "exact"), pytest.param("float16", "bounded", marks=pytest.mark.slow)],
-)
+@either_type
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
-    tensors, wanted = drawn(seed, case, dtype, gate)
-    found = answers(emulated, case, tensors, "NHWC")
-    check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+    compare(emulated, seed, case, dtype, gate)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +125,4 @@ def test_added_to_a_tensor(emulated: EmulatedBackend, seed: int, case: Case) -> 
 def test_what_is_not_finite_stays_with_its_taps(
     emulated: EmulatedBackend, seed: int, case: Case
 ) -> None:
-    tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
-    check(answers(emulated, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")
+    not_finite(emulated, seed, case)

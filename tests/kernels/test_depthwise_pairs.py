@@ -15,24 +15,10 @@ from convgrad_service.plans.cuda_program import Fragment
 from convgrad_service.plans.cuda_works import ConvWork
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
-from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn, drawn_not_finite
-from tests.reference import Padding, Sizes
+from tests.kernels.test_cuda_depthwise import layer
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
-
-
-def layer(
-    n: int,
-    c: int,
-    size: tuple[int, int],
-    kernel: tuple[int, int],
-    stride: int = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-) -> Conv:
-    return Conv(n, c, c, size, kernel, stride, padding, dilation, groups=c)
-
 
 LAYERS = {
     "kernel_3": layer(2, 16, (9, 14), (3, 3), 1, 1),

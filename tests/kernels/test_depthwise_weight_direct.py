@@ -14,8 +14,7 @@ from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import Depth
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, drawn_not_finite
-from tests.kernels.test_cuda_depthwise import layer
+from tests.kernels.test_cuda_depthwise import compare, either_type, layer, not_finite
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -38,12 +37,10 @@ def emulated() -> EmulatedBackend:
     return EmulatedBackend(replace(FAMILIES, bwd_weight=[DepthwiseWeightDirect(always=True)]))
 
 
+@either_type
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
-    for dtype, gate in (("bfloat16", "exact"), ("float16", "bounded")):
-        tensors, wanted = drawn(seed, case, dtype, gate)
-        found = answers(emulated, case, tensors, "NHWC")
-        check(found, wanted, gate, f"seed {seed}, {case.id} {dtype}")
+def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str, gate: str) -> None:
+    compare(emulated, seed, case, dtype, gate)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +51,4 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case) -> None:
 def test_what_is_not_finite_stays_with_its_taps(
     emulated: EmulatedBackend, seed: int, case: Case
 ) -> None:
-    tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
-    check(answers(emulated, case, tensors, "NHWC"), wanted, "bounded", f"seed {seed}, {case.id}")
+    not_finite(emulated, seed, case)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+
+from tests.perf.records import Record, records, source
 
 __all__ = [
     "how_far_table",
@@ -19,31 +17,21 @@ __all__ = [
     "soak_table",
 ]
 
-RESULTS = Path(__file__).parent / "results" / "load.jsonl"
 MIB = 2**20
 # Bytes of tensors in and out, and seconds on a device, of problems that might be sent to replicas.
 _PROBLEMS = (1e6, 0.01), (1e6, 0.1), (1e7, 0.1), (1e7, 1.0), (1e8, 1.0), (1e9, 10.0)
 
-Record = Mapping[str, Any]
-
 
 def rows_of(run: str) -> list[Record]:
     """What one kind of run stored; nothing where it has not run."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    return [row for row in map(json.loads, lines) if row["run"] == run]
-
-
-def _source(rows: list[Record], command: str) -> str:
-    first = rows[0]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    where = f"{first['device']}, {first['utc'][:10]}, at {first['git_sha']}"
-    return f"`{command}` on {where} ({versions})."
+    return [row for row in records("load") if row["run"] == run]
 
 
 def _table(heads: str, lines: list[str], rows: list[Record], command: str) -> str:
     columns = heads.count("|") - 1
     ruler = "| --- |" + " ---: |" * (columns - 1)
-    return "\n".join([heads, ruler, *lines, "", _source(rows, command)])
+    behind = f"{source(rows, command, rows[0]['git_sha'])}."
+    return "\n".join([heads, ruler, *lines, "", behind])
 
 
 def _ms(seconds: float | None) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from tests.perf.records import Record, records, source
 
 __all__ = [
     "cpu_means_table",
@@ -20,29 +20,12 @@ __all__ = [
     "wire_table",
 ]
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS = Path(__file__).parent / "suite" / "layers.json"
 
-Record = Mapping[str, Any]
 
-
-def records(bench: str) -> list[Record]:
-    """The stored measurements of one benchmark; none where it has not run."""
-    path = RESULTS / f"{bench}.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def source(rows: list[Record], command: str) -> str:
-    """One sentence: the command, the machine, the day and the versions behind a table."""
-    first = rows[0]
-    commits = ", ".join(dict.fromkeys(row["git_sha"][:7] for row in rows))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    return (
-        f"`{command}` on {first['device']}, {first['utc'][:10]}, at {commits} "
-        f"({versions}); medians."
-    )
+def _source(rows: list[Record], command: str) -> str:
+    commits = dict.fromkeys(row["git_sha"][:7] for row in rows)
+    return f"{source(rows, command, ', '.join(commits))}; medians."
 
 
 def wire_table() -> str:
@@ -60,7 +43,7 @@ def wire_table() -> str:
             f"| {row['direction']} | {_MALLOC[row['malloc']]} | {row['ours_ms']:.3g} | {rate} | "
             f"{row['peer']} | {row['peer_ms']:.3g} |"
         )
-    return "\n".join([*lines, "", source(rows, "make bench-wire")])
+    return "\n".join([*lines, "", _source(rows, "make bench-wire")])
 
 
 _MALLOC = {"default": "as shipped by glibc", "served": "as the server sets it"}
@@ -89,7 +72,7 @@ def cpu_table() -> str:
             )
         lines.append(f"| {layer} | {' | '.join(cells)} |")
     lines += _cpu_means(rows, bold=True)
-    return "\n".join([*lines, "", source(rows, "make bench-cpu")])
+    return "\n".join([*lines, "", _source(rows, "make bench-cpu")])
 
 
 def cpu_means_table() -> str:
@@ -103,7 +86,7 @@ def cpu_means_table() -> str:
         "| --- | ---: | ---: | ---: | ---: |",
         *_cpu_means(rows, bold=False),
     ]
-    return "\n".join([*lines, "", source(rows, "make bench-cpu")])
+    return "\n".join([*lines, "", _source(rows, "make bench-cpu")])
 
 
 def _cpu_means(rows: list[Record], *, bold: bool) -> list[str]:
@@ -158,7 +141,7 @@ def gpu_ratios_table() -> str:
         found = [groups.get((kind, op, *precision), []) for precision in _PRECISIONS]
         layers = max(map(len, found))
         lines.append(f"| {kind} | {op} | {layers} | {' | '.join(map(_ratio, found))} |")
-    return "\n".join([*lines, "", source(rows, "make bench-gpu")])
+    return "\n".join([*lines, "", _source(rows, "make bench-gpu")])
 
 
 def gpu_table() -> str:
@@ -174,7 +157,7 @@ def gpu_table() -> str:
     for names, some in sorted(_gpu_groups(rows).items()):
         over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
         lines.append(f"| {' | '.join(names)} | {len(some)} | {_ratio(some)} | {over:.2f}x |")
-    return "\n".join([*lines, "", source(rows, "make bench-gpu")])
+    return "\n".join([*lines, "", _source(rows, "make bench-gpu")])
 
 
 def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Record]]:
@@ -206,7 +189,7 @@ def serve_table() -> str:
         cells = map(_beside, found)
         peers = " or ".join(dict.fromkeys(row["peer"] for row in found))
         lines.append(f"| {transport} | {peers} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(rows, "make bench-serve")])
+    return "\n".join([*lines, "", _source(rows, "make bench-serve")])
 
 
 _SHORT = [
@@ -233,7 +216,7 @@ def serve_short_table() -> str:
         found = [row for row in rows if row["transport"] == transport]
         cells = " | ".join(map(_beside, found))
         lines.append(f"| {transport} | {cells} | {found[0]['peer']} |")
-    return "\n".join([*lines, "", source(rows, "make bench-serve")])
+    return "\n".join([*lines, "", _source(rows, "make bench-serve")])
 
 
 def _beside(row: Record) -> str:
@@ -266,7 +249,7 @@ def engine_gpu_table() -> str:
             f"| {row['transport']} | {row['front_ends']} | {row['in_flight']} "
             f"| {row['ours_ms']:.3g} | {rates[0]} | {rates[1]} | {way} | {share} |"
         )
-    return "\n".join([*lines, "", source(rows, "make bench-engine-gpu")])
+    return "\n".join([*lines, "", _source(rows, "make bench-engine-gpu")])
 
 
 def devices_table() -> str:
@@ -287,4 +270,4 @@ def devices_table() -> str:
         f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} | {row['peer_ms'] / row['ours_ms']:.2f}x |"
         for row in rows
     ]
-    return "\n".join([*lines, "", source(rows, "make bench-devices")])
+    return "\n".join([*lines, "", _source(rows, "make bench-devices")])

@@ -19,9 +19,8 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
     Strips,
-    rows_of_chunks,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import plane_of
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows, plane_of
 from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import (
     DIRECT_TILES,
     DepthwiseWeightDirect,
@@ -372,4 +371,4 @@ def test_blocks_of_tiles_run_at_once(channels: int, stages: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 56, 1000])
 @pytest.mark.parametrize("items", [1, 100, 10_000])
 def test_chunks_are_some_of_the_rows(rows: int, items: int) -> None:
-    assert 1 <= rows_of_chunks(rows, 6, items, 264, 4) <= rows
+    assert 1 <= chunk_rows(rows, 6, items, 264, 4) <= rows

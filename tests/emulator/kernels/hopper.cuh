@@ -21,7 +21,6 @@ static inline void arrive_at(u32 barrier, u32 block) { emulator::count_at(block,
 static inline void wait_for(u32 barrier, u32 parity) {
   while (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
 }
-static inline void wait_for_cluster(u32 barrier, u32 parity) { wait_for(barrier, parity); }
 static inline bool has_passed(u32 barrier, u32 parity) {
   if (!emulator::phase_is_over(barrier, parity)) emulator::wait_for_change();
   return emulator::phase_is_over(barrier, parity);

@@ -44,9 +44,6 @@ template <int kBytes>
 static inline u64 operand_along_mn(u32 address, u32 next_box = 0, u32 eight_rows = 8 * kBytes) {
   return swizzled_by<kBytes>() | operand_at(address, next_box, eight_rows);
 }
-static inline u64 operand_in_chunks(u32 address, u32 next_chunk, u32 next_eight) {
-  return operand_at(address, next_eight, next_chunk);
-}
 static inline u64 advance(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 static inline u64 rows_of_128_bytes(u32 address) {
   if (address % 1024 != 0) emulator::fail("rows of an operand that do not start at a multiple of 1024");

@@ -36,18 +36,16 @@ struct Operand {
 
   explicit Operand(u64 bits) {
     const unsigned swizzle = bits >> 62;
+    if (swizzle == 0) emulator::fail("an operand that is not swizzled");
     start = (bits & 0x3fff) << 4;
     leading = (bits >> 16 & 0x3fff) << 4;
     stride = (bits >> 32 & 0x3fff) << 4;
-    row_bytes = swizzle == 0 ? 16 : 256 >> swizzle;
+    row_bytes = 256 >> swizzle;
   }
   // The chunk that begins with element `k` of the reduction in row (column) `row`.
   const T* chunk(Major major, u32 row, u32 k) const {
     u32 address = start;
-    if (row_bytes == 16) {
-      if (major != kAlongMn) emulator::fail("an operand along the reduction that is not swizzled");
-      address += row / 8 * stride + row % 8 * sizeof(T) + k / 8 * leading + k % 8 * 16;
-    } else if (major == kAlongK) {
+    if (major == kAlongK) {
       address += row / 8 * stride + row % 8 * row_bytes + k * sizeof(T);
     } else {
       const u32 wide = row_bytes / sizeof(T);

@@ -16,16 +16,16 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     StripTiling,
     line_bytes,
     plane_bytes,
-    resident_blocks,
-    rows_of_chunks,
     variant,
     variants,
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
+    chunk_rows,
     fill_operands,
     plane_of,
+    resident_blocks,
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
@@ -175,7 +175,7 @@ class DepthwiseMma:
         if chunk is None:
             reach = ceil_div(tile.kernel_rows, stride) - 1
             resident = resident_blocks(device, shared_bytes, blocks)
-            chunk = rows_of_chunks(rows, reach, items, resident, tile.start)
+            chunk = chunk_rows(rows, reach, items, resident, tile.start)
         chunks = ceil_div(rows, chunk)
 
         args = DepthwiseMmaArgs()

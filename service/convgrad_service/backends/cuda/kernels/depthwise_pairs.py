@@ -12,10 +12,14 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     DTYPES,
     STRIP_COLUMNS,
-    resident_blocks,
     why_not_strips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, plane_of, why_not_plane
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
+    Plane,
+    plane_of,
+    resident_blocks,
+    why_not_plane,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.fused_shapes import Divider
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides

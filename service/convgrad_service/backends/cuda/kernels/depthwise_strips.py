@@ -6,14 +6,13 @@ import ctypes
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane, chunk_counts
+from convgrad_service.backends.cuda.kernels.depthwise_tiles import Plane
 from convgrad_service.plans.cuda_device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda_program import ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
-__all__ += ["plane_bytes", "resident_blocks", "rows_of_chunks", "variant", "variants"]
-__all__ += ["why_not_strips"]
+__all__ += ["plane_bytes", "variant", "variants", "why_not_strips"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 # Places are counted in four elements, by 32 bits; rows outside count from before the first.
@@ -104,24 +103,3 @@ def plane_bytes(slots: int, channels: int) -> int:
 def line_bytes(slots: int, channels: int) -> int:
     """The same row, turned around."""
     return channels * (slots + (4 if slots % 8 == 0 else 0)) * 16
-
-
-def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
-    """Blocks that run at once where ``blocks`` fit in a multiprocessor's registers."""
-    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
-    return device.multiprocessors * max(1, min(blocks, fitting))
-
-
-def rows_of_chunks(rows: int, reach: int, items: int, resident: int, start: int) -> int:
-    """Rows of a chunk, such that all blocks are done soonest.
-
-    A block takes its rows, ``reach`` that it reads beside, and a ``start`` in rows; each chunk
-    takes ``items`` blocks, and ``resident`` run at once.
-    """
-    best = min(
-        chunk_counts(rows),
-        key=lambda chunks: (
-            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
-        ),
-    )
-    return ceil_div(rows, best)

@@ -165,17 +165,16 @@ def chunk_counts(rows: int) -> Iterator[int]:
         yield chunks
 
 
-def chunk_rows(rows: int, reach: int, columns_of_work: int, resident_warps: int) -> int:
-    """Rows of a chunk, such that all warps are done soonest.
+def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = START_ROWS) -> int:
+    """Rows of a chunk, such that all warps (or blocks, where those share an item) are done soonest.
 
-    A warp takes its rows, those that it reads beside, and a start; ``columns_of_work`` warps are
-    needed for each chunk, and ``resident_warps`` run at once.
+    Each takes its rows, ``reach`` that it reads beside, and a ``start`` in rows; a chunk is
+    ``items`` of them, and ``resident`` run at once.
     """
     best = min(
         chunk_counts(rows),
         key=lambda chunks: (
-            ceil_div(columns_of_work * chunks, resident_warps)
-            * (ceil_div(rows, chunks) + reach + START_ROWS)
+            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
         ),
     )
     return ceil_div(rows, best)

@@ -16,6 +16,7 @@
 // Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
 // since 0 * Inf is NaN.
 #include "depthwise_args.cuh"
+#include "depthwise_weight_args.cuh"
 #include "partial_sums.cuh"
 
 using namespace convgrad;
@@ -66,18 +67,6 @@ __device__ __noinline__ S exact(const DepthwiseWeightArgs& args, int c, int r, i
     }
   }
   return sum;
-}
-
-__device__ void put(const DepthwiseWeightArgs& args, int c, int r, int s, S sum) {
-  const R* accumulate = static_cast<const R*>(args.accumulate);
-  if (accumulate != nullptr) {
-    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
-                  s * args.accumulate_stride[2];
-  }
-  const R* const no_bias = nullptr;
-  sum = finish<R, S>(sum, S(args.alpha), S(args.beta), accumulate, no_bias, kNone);
-  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
-      narrow<R>(sum);
 }
 
 }  // namespace
@@ -228,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     if (!alone) {
       partials[static_cast<i64>(block) * kPart + i] = sum;
     } else if (r < args.kernel_rows && first_channel + channel < args.channels) {
-      put(args, first_channel + channel, r, s, sum);
+      put_gradient<R>(args, first_channel + channel, r, s, sum);
     }
   }
   if (alone) return;
@@ -256,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     S sum = 0;
     for (int share = 0; share < shares; ++share) sum += units_sums[share * kPart + i];
     if (r < args.kernel_rows && first_channel + channel < args.channels) {
-      put(args, first_channel + channel, r, s, sum);
+      put_gradient<R>(args, first_channel + channel, r, s, sum);
     }
   }
 }

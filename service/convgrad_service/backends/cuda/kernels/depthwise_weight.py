@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -14,22 +13,22 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
     Tiling,
     chunk_rows,
-    fill_operands,
     plane_of,
     resident_blocks,
     why_not_counted,
     why_not_plane,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_weight_args import (
+    OPERANDS,
+    SIZES,
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import (
-    ZEROS,
-    Fragment,
-    Instance,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["WEIGHT_TILES", "DepthwiseWeight", "WeightTile"]
@@ -92,13 +91,8 @@ class DepthwiseWeightArgs(ctypes.Structure):
     """See ``depthwise_args.cuh``."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        *OPERANDS,
+        *SIZES,
         ("kernel_rows", ctypes.c_int32),
         ("tiling", Tiling),
     )
@@ -119,7 +113,7 @@ class DepthwiseWeight:
         plane = plane_of(work)
         if plane is None or not _has_instance(work.dtype, (*plane.kernel, plane.stride)):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        elements = _elements(work, plane)
+        elements = elements_of(work, plane)
         if (
             work.dtype.itemsize == 2
             and plane.kernel == (3, 3)
@@ -164,33 +158,19 @@ class DepthwiseWeight:
         blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
 
         args = DepthwiseWeightArgs()
-        fill_operands(args, work, plane, work.x, work.y)
-        args.channels = work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        fill_weight(args, work, plane)
         args.kernel_rows = plane.kernel[0]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
-        partials = None
-        workspace: tuple[Workspace, ...] = ()
-        if blocks > 1:
-            partials = f"{work.prefix}partials"
-            part = tile.kernel_rows * plane.kernel[1] * BLOCK_CHANNELS
-            workspace = (Workspace(partials, blocks * columns * part * 4),)
+        part = tile.kernel_rows * plane.kernel[1] * BLOCK_CHANNELS
+        partials = partials_of(work, blocks, blocks * columns * part)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, (*plane.kernel, plane.stride), tile),
             (blocks * channel_tiles, 1, row_groups),
             (WARPS * 32, 1, 1),
-            pack(
-                args,
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                arrived=ZEROS,
-            ),
+            pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
-        return Fragment(self.name, (launch,), workspace)
+        return Fragment(self.name, (launch,), partials)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -210,11 +190,6 @@ def _has_instance(dtype: DType, kernel: tuple[int, int, int]) -> bool:
     return dtype.itemsize == 4 or kernel[1] == 1 or kernel in TILES_IN_16_BITS
 
 
-def _elements(work: ConvWork, plane: Plane) -> int:
-    """Of both tensors."""
-    return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
-
-
 def _tile_of(dtype: DType, kernel: tuple[int, int, int], small: bool) -> WeightTile:
     if dtype.itemsize == 2 and kernel in TILES_IN_16_BITS:
         return TILES_IN_16_BITS[kernel]
@@ -224,7 +199,7 @@ def _tile_of(dtype: DType, kernel: tuple[int, int, int], small: bool) -> WeightT
 
 
 def _tile(work: ConvWork, plane: Plane) -> WeightTile:
-    small = _elements(work, plane) < TENSOR_CORES_FROM
+    small = elements_of(work, plane) < TENSOR_CORES_FROM
     return _tile_of(work.dtype, (*plane.kernel, plane.stride), small)
 
 

@@ -19,32 +19,15 @@
 // units end where rows of y do, and nothing is padded by more than half a kernel.
 // Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
 // since 0 * Inf is NaN.
+#include "depthwise_weight_args.cuh"
 #include "divider.cuh"
-#include "epilogue.cuh"
 #include "kept.cuh"
 #include "partial_sums.cuh"
 #include "vectors.cuh"
 
 namespace convgrad {
 
-struct DepthwiseWeightDirectArgs {
-  const void* x;           // the input
-  const void* y;           // grad_output
-  void* w;                 // grad_weight
-  const void* accumulate;  // like w, or null
-  float* partials;         // [tile of channels][block][tap][channel]
-  unsigned* arrived;       // one for each tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
-  i64 y_stride[3];
-  i64 w_stride[3];  // C R S
-  i64 accumulate_stride[3];
-  double alpha;
-  double beta;
-  int batch;
-  int channels;
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
+struct DepthwiseWeightDirectArgs : DepthwiseWeightOperands<> {
   int vectors;     // of channels, of a tile
   int strips;      // of a unit
   int unit_warps;
@@ -127,10 +110,7 @@ __device__ __noinline__ float exact(const DepthwiseWeightDirectArgs& args, int f
     const int top = at.chunk * args.rows, left = (at.group * args.strips + strip) * COLUMNS;
     for (int p = top; p < min(top + args.rows, args.y_size[0]); ++p) {
       for (int q = left; q < min(left + COLUMNS, args.y_size[1]); ++q) {
-        const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
-        if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-        sum += widen(x[at.n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-               widen(y[at.n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+        add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
       }
     }
   }
@@ -138,17 +118,7 @@ __device__ __noinline__ float exact(const DepthwiseWeightDirectArgs& args, int f
 }
 
 __device__ void put(const DepthwiseWeightDirectArgs& args, int c, int r, int s, float sum) {
-  if (c >= args.channels) return;
-  const R* accumulate = static_cast<const R*>(args.accumulate);
-  if (accumulate != nullptr) {
-    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
-                  s * args.accumulate_stride[2];
-  }
-  const R* const no_bias = nullptr;
-  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
-                         accumulate, no_bias, kNone);
-  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
-      narrow<R>(sum);
+  if (c < args.channels) put_gradient<R>(args, c, r, s, sum);
 }
 
 }  // namespace

@@ -6,28 +6,27 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
-    fill_operands,
     plane_of,
     why_not_counted,
     why_not_plane,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_weight_args import (
+    OPERANDS,
+    SIZES,
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.fused_shapes import Divider
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import (
-    ZEROS,
-    Fragment,
-    Instance,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["DIRECT_TILES", "DepthwiseWeightDirect", "DirectLayout", "DirectTile"]
@@ -78,13 +77,8 @@ class DepthwiseWeightDirectArgs(ctypes.Structure):
     """See ``depthwise_weight_direct.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        *OPERANDS,
+        *SIZES,
         *(
             (name, ctypes.c_int32)
             for name in (
@@ -162,9 +156,7 @@ class DepthwiseWeightDirect:
         blocks = ceil_div(items, ceil_div(items, resident * layout.units) * layout.units)
 
         args = DepthwiseWeightDirectArgs()
-        fill_operands(args, work, plane, work.x, work.y)
-        args.channels = work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        fill_weight(args, work, plane)
         args.vectors, args.strips = layout.vectors, layout.strips
         args.unit_warps, args.units = layout.unit_warps, layout.units
         args.groups, args.chunks, args.rows = groups, chunks, layout.rows
@@ -172,12 +164,8 @@ class DepthwiseWeightDirect:
         args.by_vectors = Divider.of(layout.vectors)
         args.by_unit_warps = Divider.of(layout.unit_warps)
         args.by_groups, args.by_chunks = Divider.of(groups), Divider.of(chunks)
-        partials = None
-        workspace: tuple[Workspace, ...] = ()
-        if blocks > 1:
-            partials = f"{work.prefix}partials"
-            part = tile.kernel**2 * layout.vectors * tile.vector
-            workspace = (Workspace(partials, blocks * tiles * part * 4),)
+        part = tile.kernel**2 * layout.vectors * tile.vector
+        partials = partials_of(work, blocks, blocks * tiles * part)
         launch = Launch(
             _instance(
                 work.dtype,
@@ -187,18 +175,10 @@ class DepthwiseWeightDirect:
             ),
             (tiles, blocks, 1),
             (layout.units * layout.unit_warps * 32, 1, 1),
-            pack(
-                args,
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                arrived=ZEROS,
-            ),
+            pack(args, **buffers_of(work, partials)),
             _shared_bytes(tile, layout),
         )
-        return Fragment(self.name, (launch,), workspace)
+        return Fragment(self.name, (launch,), partials)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -221,7 +201,7 @@ class DepthwiseWeightDirect:
 
 def _why_slower(work: ConvWork, plane: Plane, tile: DirectTile) -> str | None:
     """Why others are expected to be faster."""
-    elements = (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+    elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; others are faster on few"
     columns = plane.output[1]

@@ -23,6 +23,7 @@
 // Padding and diagonals that are not wanted meet elements that may be Inf; a sum that is not finite
 // is computed again from the pairs that exist.
 #include "depthwise_strips.cuh"
+#include "depthwise_weight_args.cuh"
 #include "partial_sums.cuh"
 
 namespace convgrad {
@@ -102,10 +103,7 @@ __device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int bloc
       const int left = at.strip * kStripColumns;
       for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
         for (int q = left; q < min(left + kStripColumns, args.y_size[1]); ++q) {
-          const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
-          if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-          sum += widen(x[at.n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-                 widen(y[at.n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+          add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
         }
       }
     }
@@ -116,18 +114,7 @@ __device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int bloc
 // The gradient of tap (r, s), if there is one.
 __device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
   if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
-  r /= args.dilation[0];
-  s /= args.dilation[1];
-  const R* accumulate = static_cast<const R*>(args.accumulate);
-  if (accumulate != nullptr) {
-    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
-                  s * args.accumulate_stride[2];
-  }
-  const R* const no_bias = nullptr;
-  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
-                         accumulate, no_bias, kNone);
-  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
-      narrow<R>(sum);
+  put_gradient<R>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
 }
 
 }  // namespace

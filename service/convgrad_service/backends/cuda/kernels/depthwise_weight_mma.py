@@ -17,29 +17,27 @@ from convgrad_service.backends.cuda.kernels.depthwise_strips import (
     StripTiling,
     line_bytes,
     plane_bytes,
-    resident_blocks,
-    rows_of_chunks,
     variant,
     variants,
     why_not_strips,
 )
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
-    fill_operands,
+    chunk_rows,
     plane_of,
+    resident_blocks,
     why_not_counted,
     why_not_plane,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_weight_args import (
+    OPERANDS,
+    buffers_of,
+    fill_weight,
+    partials_of,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import (
-    ZEROS,
-    Fragment,
-    Instance,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
 __all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
@@ -90,8 +88,7 @@ class DepthwiseWeightMmaArgs(ctypes.Structure):
     """See ``depthwise_weight_mma.cu``."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+        *OPERANDS,
         ("x_pitch", ctypes.c_uint32),
         ("y_pitch", ctypes.c_uint32),
         ("alpha", ctypes.c_double),
@@ -169,45 +166,30 @@ class DepthwiseWeightMma:
         resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
         if chunk is None:
             reach = ceil_div(tile.kernel_rows, plane.stride) - 1
-            chunk = rows_of_chunks(plane.output[0], reach, strips.tiles, resident, tile.start)
+            chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
         chunks = ceil_div(plane.output[0], chunk)
         # As many blocks as run at once, each with the same number of items or one less.
         items = strips.tiles * chunks
         blocks = ceil_div(items, ceil_div(items, resident))
 
         args = DepthwiseWeightMmaArgs()
-        fill_operands(args, work, plane, work.x, work.y)
+        fill_weight(args, work, plane)
         args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 8
-        args.channels = work.groups * work.out_channels
         args.x_channels, args.multiplier = work.groups, work.out_channels
-        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
         args.kernel[:], args.dilation[:], args.part[:] = plane.reach, plane.dilation, part
         args.parts_across, args.blocks = across, blocks
         args.tiling = StripTiling(
             strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
         )
-        partials = None
-        workspace: tuple[Workspace, ...] = ()
-        if blocks > 1:
-            partials = f"{work.prefix}partials"
-            sums = part[0] * part[1] * channels
-            workspace = (Workspace(partials, blocks * columns * sums * 4),)
+        partials = partials_of(work, blocks, blocks * columns * part[0] * part[1] * channels)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, tile, held, architectures),
             (blocks * columns, 1, 1),
             (tile.warps * 32, 1, 1),
-            pack(
-                args,
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                arrived=ZEROS,
-            ),
+            pack(args, **buffers_of(work, partials)),
             shared_bytes,
         )
-        return Fragment(self.name, (launch,), workspace)
+        return Fragment(self.name, (launch,), partials)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

@@ -82,15 +82,6 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
       : "memory");
 #endif
 }
-// The same, and sees what other blocks of the cluster wrote before they arrived.
-__device__ __forceinline__ void wait_for_cluster(u32 barrier, u32 parity) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // ---- Copies to shared memory. They are counted at `barrier` in bytes, those outside the tensor
 // included: always the whole box (tiled), or `channels` * `pixels` elements (im2col).

@@ -24,7 +24,7 @@
 // exist. Tensor cores do not round but cut, so products are added up in float32 every kFlush rows.
 // Index limits: items below 2^31, an image's extent below 2^31 elements.
 #include "accesses.cuh"
-#include "epilogue.cuh"
+#include "depthwise_weight_args.cuh"
 #include "hopper.cuh"
 #include "partial_sums.cuh"
 #include "vectors.cuh"
@@ -32,26 +32,12 @@
 
 namespace convgrad {
 
-struct HopperDepthwiseStripsArgs {
+struct HopperDepthwiseStripsMaps {
   TensorMap x_map;  // a row of all the images of an item
   TensorMap y_map;
-  const void* x;           // the input
-  const void* y;           // grad_output
-  void* w;                 // grad_weight
-  const void* accumulate;  // like w, or null
-  float* partials;         // [tile of channels][block][tap][channel]
-  unsigned* arrived;       // one for each tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
-  i64 y_stride[3];
-  i64 w_stride[3];  // C R S
-  i64 accumulate_stride[3];
-  double alpha;
-  double beta;
-  int batch;
-  int channels;
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
+};
+
+struct HopperDepthwiseStripsArgs : DepthwiseWeightOperands<HopperDepthwiseStripsMaps> {
   int groups;  // of 8 * SIDE columns, of a row
   int chunks;  // of `rows` rows, of an image
   int rows;
@@ -114,10 +100,7 @@ __device__ __noinline__ float exact(const HopperDepthwiseStripsArgs& args, int b
     for (int n = item.n; n < min(item.n + kImages, args.batch); ++n) {
       for (int p = item.top; p < item.top + item.rows; ++p) {
         for (int q = item.left; q < min(item.left + 8 * SIDE, args.y_size[1]); ++q) {
-          const int h = p + r - args.pad[0], k = q + s - args.pad[1];
-          if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-          sum += widen(x[n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-                 widen(y[n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+          add_pair<1>(sum, args, x, y, n, p, q, r, s);
         }
       }
     }
@@ -128,18 +111,7 @@ __device__ __noinline__ float exact(const HopperDepthwiseStripsArgs& args, int b
 // The gradient of a tap.
 __device__ __forceinline__ void put(const HopperDepthwiseStripsArgs& args, int c, int tap,
                                     float sum) {
-  if (c >= args.channels) return;
-  const int r = tap / KERNEL, s = tap % KERNEL;
-  const R* accumulate = static_cast<const R*>(args.accumulate);
-  if (accumulate != nullptr) {
-    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
-                  s * args.accumulate_stride[2];
-  }
-  const R* const no_bias = nullptr;
-  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
-                         accumulate, no_bias, kNone);
-  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
-      narrow<R>(sum);
+  if (c < args.channels) put_gradient<R>(args, c, tap / KERNEL, tap % KERNEL, sum);
 }
 
 // One thread brings a block's rows into the ring, whose barriers are at `full` and behind them.

@@ -12,22 +12,22 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
     chunk_counts,
-    fill_operands,
     plane_of,
     why_not_counted,
     why_not_plane,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_weight_args import (
+    OPERANDS,
+    SIZES,
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import (
-    ZEROS,
-    Fragment,
-    Instance,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["HOPPER_STRIPS_TILES", "HopperDepthwiseStrips", "StripsTile"]
@@ -91,13 +91,8 @@ class HopperDepthwiseStripsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, MapField) for name in ("x_map", "y_map")),
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        *OPERANDS,
+        *SIZES,
         *(
             (name, ctypes.c_int32)
             for name in ("groups", "chunks", "rows", "items", "blocks", "slots")
@@ -164,34 +159,19 @@ class HopperDepthwiseStrips:
         blocks = ceil_div(items, ceil_div(items, resident))
 
         args = HopperDepthwiseStripsArgs()
-        fill_operands(args, work, plane, work.x, work.y)
-        args.channels = work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        fill_weight(args, work, plane)
         args.groups = ceil_div(plane.output[1], STRIP_COLUMNS * tile.side)
         args.chunks, args.rows, args.items = chunks, rows, items
         args.blocks, args.slots = blocks, tile.slots(device)
-        partials = None
-        workspace: tuple[Workspace, ...] = ()
-        if blocks > 1:
-            partials = f"{work.prefix}partials"
-            workspace = (Workspace(partials, blocks * tiles * tile.kernel**2 * CHANNELS * 4),)
+        partials = partials_of(work, blocks, blocks * tiles * tile.kernel**2 * CHANNELS)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, tile),
             (tiles, blocks, 1),
             (32 * (WARPS + 4), 1, 1),
-            pack_maps(
-                args,
-                _maps(work, plane, tile),
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                arrived=ZEROS,
-            ),
+            pack_maps(args, _maps(work, plane, tile), **buffers_of(work, partials)),
             ALIGN_BYTES + args.slots * tile.stage_bytes + tile.sums_bytes,
         )
-        return Fragment(self.name, (launch,), workspace)
+        return Fragment(self.name, (launch,), partials)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -213,7 +193,7 @@ class HopperDepthwiseStrips:
 
 def _why_slower(work: ConvWork, plane: Plane, tile: StripsTile) -> str | None:
     """Why others are expected to be faster."""
-    elements = (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+    elements = elements_of(work, plane)
     if elements < LEAST_ELEMENTS:
         return f"{elements} elements; others are faster on few"
     sides = ((plane.output[1], STRIP_COLUMNS * tile.side), (plane.batch, tile.images))

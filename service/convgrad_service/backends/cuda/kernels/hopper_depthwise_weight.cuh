@@ -2,34 +2,20 @@
 // exact results.
 #pragma once
 
-#include "epilogue.cuh"
+#include "depthwise_weight_args.cuh"
 #include "hopper.cuh"
 #include "partial_sums.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
 
-struct HopperDepthwiseWeightArgs {
+struct HopperDepthwiseWeightMaps {
   TensorMap x_map;     // a stage's rows
   TensorMap tail_map;  // the rows below them
   TensorMap y_map;
-  const void* x;           // the input
-  const void* y;           // grad_output
-  void* w;                 // grad_weight
-  const void* accumulate;  // like w, or null
-  float* partials;         // [tile of channels][block][tap][channel]
-  unsigned* arrived;       // one for each tile, 0 before and after
-  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
-  i64 y_stride[3];
-  i64 w_stride[3];  // C R S
-  i64 accumulate_stride[3];
-  double alpha;
-  double beta;
-  int batch;
-  int channels;
-  int x_size[2];
-  int y_size[2];
-  int pad[2];
+};
+
+struct HopperDepthwiseWeightArgs : DepthwiseWeightOperands<HopperDepthwiseWeightMaps> {
   int pairs;       // of units of 8 columns of y, side by side in a stage
   int across;      // parts of a row, of so many pairs
   int down;        // stages of an image's part
@@ -140,10 +126,7 @@ __device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const
     const int left = at.part * args.pairs * 16;
     for (int p = at.row; p < at.row + at.rows(args); ++p) {
       for (int q = left; q < min(left + args.pairs * 16, args.y_size[1]); ++q) {
-        const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
-        if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-        sum += widen(x[at.n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-               widen(y[at.n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
+        add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
       }
     }
   }
@@ -153,18 +136,7 @@ __device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const
 // The gradient of a tap.
 __device__ __forceinline__ void put(const HopperDepthwiseWeightArgs& args, int c, int tap,
                                     float sum) {
-  if (c >= args.channels) return;
-  const int r = tap / KERNEL, s = tap % KERNEL;
-  const R* accumulate = static_cast<const R*>(args.accumulate);
-  if (accumulate != nullptr) {
-    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
-                  s * args.accumulate_stride[2];
-  }
-  const R* const no_bias = nullptr;
-  sum = finish<R, float>(sum, static_cast<float>(args.alpha), static_cast<float>(args.beta),
-                         accumulate, no_bias, kNone);
-  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
-      narrow<R>(sum);
+  if (c < args.channels) put_gradient<R>(args, c, tap / KERNEL, tap % KERNEL, sum);
 }
 
 // What the tile's blocks have summed, [tap][channel] one after another, by all of one that multiply:

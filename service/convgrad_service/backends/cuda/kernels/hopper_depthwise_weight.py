@@ -5,27 +5,26 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     Plane,
-    fill_operands,
     plane_of,
     why_not_counted,
     why_not_plane,
 )
+from convgrad_service.backends.cuda.kernels.depthwise_weight_args import (
+    OPERANDS,
+    SIZES,
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
 from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import (
-    ZEROS,
-    Fragment,
-    Instance,
-    Launch,
-    Workspace,
-    ceil_div,
-)
+from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork, Operand
 
 __all__ = ["HOPPER_WEIGHT_TILES", "HopperDepthwiseWeight", "HopperWeightTile"]
@@ -78,13 +77,8 @@ class HopperDepthwiseWeightArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, MapField) for name in ("x_map", "tail_map", "y_map")),
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+        *OPERANDS,
+        *SIZES,
         *(
             (name, ctypes.c_int32)
             for name in (
@@ -160,7 +154,7 @@ class HopperDepthwiseWeight:
         tile = self._tile(plane)
         if tile is None:
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        elements = (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+        elements = elements_of(work, plane)
         if elements < self._least_elements:
             return f"{elements} elements; others are faster on few"
         stage = _stage(plane, tile, device)
@@ -193,9 +187,7 @@ class HopperDepthwiseWeight:
         blocks, last_blocks = blocks_of_tiles(work.groups, tile.channels, count, device)
 
         args = HopperDepthwiseWeightArgs()
-        fill_operands(args, work, plane, work.x, work.y)
-        args.channels = work.groups
-        args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+        fill_weight(args, work, plane)
         args.pairs, args.across = stage.pairs, stage.across
         args.down = ceil_div(plane.output[0], stage.rows)
         args.stages, args.stage_rows = count, stage.rows
@@ -205,28 +197,16 @@ class HopperDepthwiseWeight:
         args.slot_bytes = stage.slot_bytes
         args.blocks, args.last_blocks = blocks, last_blocks
         grid = (tiles - 1) * blocks + last_blocks
-        partials = None
-        workspace: tuple[Workspace, ...] = ()
-        if max(blocks, last_blocks) > 1:
-            partials = f"{work.prefix}partials"
-            workspace = (Workspace(partials, grid * tile.kernel**2 * tile.channels * 4),)
+        sums = grid * tile.kernel**2 * tile.channels
+        partials = partials_of(work, max(blocks, last_blocks), sums)
         launch = Launch(
             _instance(work.dtype, work.result_dtype, tile),
             (grid, 1, 1),
             (32 * (tile.warps + 4), 1, 1),
-            pack_maps(
-                args,
-                _maps(work, plane, stage),
-                x=work.x,
-                y=work.y,
-                w=work.w,
-                accumulate=work.accumulate,
-                partials=partials,
-                arrived=ZEROS,
-            ),
+            pack_maps(args, _maps(work, plane, stage), **buffers_of(work, partials)),
             ALIGN_BYTES + slots * stage.slot_bytes + tile.sums_bytes,
         )
-        return Fragment(self.name, (launch,), workspace)
+        return Fragment(self.name, (launch,), partials)
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""

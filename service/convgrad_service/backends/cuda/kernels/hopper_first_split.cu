@@ -22,7 +22,7 @@
 // definition, over the block's rows.
 // Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "accesses.cuh"
-#include "hopper_first_taps.cuh"
+#include "hopper_first_sums.cuh"
 #include "overlap.cuh"
 #include "split_floats.cuh"
 #include "warpgroup.cuh"
@@ -31,7 +31,6 @@ using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
 constexpr int kSums = 1;  // a barrier
 constexpr bool kExact = PARTS == 3;
@@ -39,31 +38,6 @@ constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannel
 constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
 constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
 constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
-
-// A result again, over the rows of y of a share.
-__device__ __forceinline__ float again(const HopperFirstTapsArgs& args, int line, int end, int k, int r,
-                                       int column) {
-  float sum = 0;
-#pragma unroll 1
-  for (; line < end; ++line) {
-    const int walk = line / args.y_size[0], p = line - walk * args.y_size[0];
-    const int n = walk / args.segments, h = p * args.stride[0] - args.pad[0] + r;
-    if (static_cast<u32>(h) >= static_cast<u32>(args.x_size[0])) continue;
-    const T* const x_row =
-        static_cast<const T*>(args.x) + n * args.x_stride[0] + h * args.x_stride[1];
-    const T* const y_row =
-        static_cast<const T*>(args.y) + n * args.y_stride[0] + p * args.y_stride[1] + k;
-    const int q0 = (walk - n * args.segments) * args.segment;
-    const int q1 = min(q0 + args.segment, args.y_size[1]);
-#pragma unroll 1
-    for (int q = q0; q < q1; ++q) {
-      const int element = window_of(args, q) + args.odd + column;
-      if (static_cast<u32>(element) >= static_cast<u32>(args.x_size[1] * args.channels)) continue;
-      sum += widen(y_row[q * args.y_stride[2]]) * widen(x_row[element]);
-    }
-  }
-  return sum;
-}
 
 }  // namespace
 
@@ -80,12 +54,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
   const u32 x_full = y_empty + kMostStages * 8, x_empty = x_full + kMostStages * 8;
   const u32 made = x_empty + kMostStages * 8, used = made + kMostStages * 8;
-  const int channel_block = blockIdx.x / args.groups;
-  const int first_tile = (blockIdx.x - channel_block * args.groups) * args.tiles;
-  const int first_channel = channel_block * kChannels;
-  const int share = blockIdx.y;
-  const int line = share * args.lines + min(share, args.more);
-  const int end = line + args.lines + (share < args.more);
+  const BlockAt block(args, kChannels);
   // Of 32 channels of a row of y, and of the row in one of the parts.
   const u32 sub_bytes = args.segment * 128, part_bytes = args.segment * kRowBytes;
   if (thread == 0) {
@@ -110,26 +79,18 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     // A thread for either tensor: starting a copy takes longer than many copies.
     const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
     if (lane == 0 && of_x) {
-      Place at;
-      for (Steps step(args, line, end); step.there(); step.next()) {
-        const u32 full = x_full + at.at * 8;
-        wait_for(x_empty + at.at * 8, at.parity ^ 1);
-        arrive_expecting(full, args.added * args.x_row);
-        const int corner[4] = {0, step.part, step.row(), step.n};
-        load_tile(ring + args.raws_at + at.at * args.x_stage, args.x_map, full, corner);
-        at.advance(args.x_stages);
-      }
+      copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0 && of_y) {
       Place at;
-      for (Steps step(args, line, end); step.there(); step.next()) {
+      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + at.at * 8;
         wait_for(y_empty + at.at * 8, at.parity ^ 1);
         arrive_expecting(full, kSubs * sub_bytes);
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
-          const int corner[4] = {first_channel + sub * 32, step.segment * args.segment, step.p,
-                                 step.n};
+          const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
+                                 step.p, step.n};
           load_tile(ring + at.at * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
         }
         at.advance(args.y_stages);
@@ -140,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     leave_registers<80>();
     const int first = thread - consumers * 32;
     Place y_at, at;
-    for (Steps step(args, line, end); step.there(); step.next()) {
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       if (!step.multiplies()) continue;
       wait_for(y_full + y_at.at * 8, y_at.parity);
       wait_for(used + at.at * 8, at.parity ^ 1);
@@ -187,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     start_next();
     // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
     // that step's rows they are.
-    const int place = first_tile * 64 + own, row = min(place / args.window, args.kernel[0] - 1);
+    const int place = block.first_tile * 64 + own;
+    const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
     const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
     const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
@@ -206,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     float sum[kFragments][4] = {};
     // Products of the largest numbers, by halves of a row, where those are apart; and all others.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
-    for (Steps step(args, line, end); step.there(); step.next()) {
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       wait_for(x_full + at.at * 8, at.parity);
       if (step.multiplies()) {
         int stage = at.at - lag;
@@ -290,46 +252,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     for (int turn = 0; turn < args.parts; ++turn) {
       wait_at(kSums, consumers * 32);
       if (part != turn) continue;
-      float* const to = sums + (lane & 3) * 2 * pitch + own;
-#pragma unroll
-      for (int i = 0; i < 2 * kFragments; ++i) {  // channels: two neighbours of a window each
-        float* const two = to + (i / 2 * 8 + i % 2) * pitch;
-        const float first = sum[i / 2][i % 2], second = sum[i / 2][2 + i % 2];
-        const float2 old = turn > 0 ? *reinterpret_cast<float2*>(two) : make_float2(0, 0);
-        *reinterpret_cast<float2*>(two) = make_float2(old.x + first, old.y + second);
-      }
+      leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
     }
   }
   wait_at(kSums, consumers * 32);
 
-  const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
-  float* const partials = args.partials + static_cast<i64>(share) * args.y_channels * all;
-  const int channels = min(kChannels, args.y_channels - first_channel);
-  bool odd = false;
-  const auto put = [&](bool anew) {
-#pragma unroll 1
-    for (int rest = lane; rest < args.tiles * 64; rest += 32) {
-      const int place = first_tile * 64 + rest, row = place / args.window;
-      const int column = place - row * args.window - args.odd;
-      if (row >= args.kernel[0] || column < 0 || column >= columns) continue;
-      const float* const from = sums + rest;
-      float* const to = partials + static_cast<i64>(first_channel) * all + row * columns + column;
-      if (!anew) {
-#pragma unroll 4
-        for (int channel = warp; channel < channels; channel += consumers) {
-          const float value = from[channel * pitch];
-          odd |= !is_finite(value);
-          to[channel * all] = value;
-        }
-      } else {
-#pragma unroll 1
-        for (int channel = warp; channel < channels; channel += consumers) {
-          if (is_finite(from[channel * pitch])) continue;
-          to[channel * all] = again(args, line, end, first_channel + channel, row, column);
-        }
-      }
-    }
-  };
-  put(false);
-  if (odd) put(true);
+  put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);
 }

@@ -22,7 +22,7 @@
 // as zeros, which times an infinity is NaN: sums that are not finite are taken again by the
 // definition, over the block's rows.
 // Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
-#include "hopper_first_taps.cuh"
+#include "hopper_first_sums.cuh"
 #include "overlap.cuh"
 #include "warpgroup.cuh"
 
@@ -30,36 +30,10 @@ using namespace convgrad;
 
 namespace {
 
-using T = ELEMENT;
 constexpr int kMostStages = 16, kMostThreads = 448;
 constexpr int kSums = 1;  // a barrier
 constexpr int kChannels = 64;
 constexpr u32 kDepthBytes = 16 * 128;  // of y, that a product takes
-
-// A result again, over the rows of y of a share.
-__device__ __forceinline__ float again(const HopperFirstTapsArgs& args, int line, int end, int k, int r,
-                                       int column) {
-  float sum = 0;
-#pragma unroll 1
-  for (; line < end; ++line) {
-    const int walk = line / args.y_size[0], p = line - walk * args.y_size[0];
-    const int n = walk / args.segments, h = p * args.stride[0] - args.pad[0] + r;
-    if (static_cast<u32>(h) >= static_cast<u32>(args.x_size[0])) continue;
-    const T* const x_row =
-        static_cast<const T*>(args.x) + n * args.x_stride[0] + h * args.x_stride[1];
-    const T* const y_row =
-        static_cast<const T*>(args.y) + n * args.y_stride[0] + p * args.y_stride[1] + k;
-    const int q0 = (walk - n * args.segments) * args.segment;
-    const int q1 = min(q0 + args.segment, args.y_size[1]);
-#pragma unroll 1
-    for (int q = q0; q < q1; ++q) {
-      const int element = window_of(args, q) + args.odd + column;
-      if (static_cast<u32>(element) >= static_cast<u32>(args.x_size[1] * args.channels)) continue;
-      sum += widen(y_row[q * args.y_stride[2]]) * widen(x_row[element]);
-    }
-  }
-  return sum;
-}
 
 // Of two words, the low halves and the high ones.
 __device__ __forceinline__ u32 lows(u32 first, u32 second) { return __byte_perm(first, second, 0x5410); }
@@ -79,12 +53,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   const u32 ring = shared_address(base);
   const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
   const u32 x_full = y_empty + kMostStages * 8, x_empty = x_full + kMostStages * 8;
-  const int channel_block = blockIdx.x / args.groups;
-  const int first_tile = (blockIdx.x - channel_block * args.groups) * args.tiles;
-  const int first_channel = channel_block * kChannels;
-  const int share = blockIdx.y;
-  const int line = share * args.lines + min(share, args.more);
-  const int end = line + args.lines + (share < args.more);
+  const BlockAt block(args, kChannels);
   if (thread == 0) {
     for (int i = 0; i < kMostStages; ++i) {
       make_barrier(y_full + i * 8, 1);
@@ -103,23 +72,15 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     // A thread for either tensor: starting a copy takes longer than many copies.
     const bool of_x = warp == consumers;
     if (lane == 0 && of_x) {
-      Place at;
-      for (Steps step(args, line, end); step.there(); step.next()) {
-        const u32 full = x_full + at.at * 8;
-        wait_for(x_empty + at.at * 8, at.parity ^ 1);
-        arrive_expecting(full, args.added * args.x_row);
-        const int corner[4] = {0, step.part, step.row(), step.n};
-        load_tile(ring + args.raws_at + at.at * args.x_stage, args.x_map, full, corner);
-        at.advance(args.x_stages);
-      }
+      copy_rows_of_x(args, block, ring, x_full, x_empty);
     } else if (lane == 0) {
       Place at;
-      for (Steps step(args, line, end); step.there(); step.next()) {
+      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
         if (!step.multiplies()) continue;
         const u32 full = y_full + at.at * 8;
         wait_for(y_empty + at.at * 8, at.parity ^ 1);
         arrive_expecting(full, args.segment * 128);
-        const int corner[4] = {first_channel, step.segment * args.segment, step.p, step.n};
+        const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
         load_tile(ring + at.at * args.y_stage, args.y_map, full, corner);
         at.advance(args.y_stages);
       }
@@ -129,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     start_next();
     // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
     // that step's rows they are.
-    const int place = first_tile * 64 + own, row = min(place / args.window, args.kernel[0] - 1);
+    const int place = block.first_tile * 64 + own;
+    const int row = min(place / args.window, args.kernel[0] - 1);
     const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
     const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
     const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
@@ -147,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[PRODUCTS][4];
     hold_sums(sum);
-    for (Steps step(args, line, end); step.there(); step.next()) {
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       wait_for(x_full + at.at * 8, at.parity);
       if (step.multiplies()) {
         int stage = at.at - lag;
@@ -203,46 +165,10 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
   float* const sums = reinterpret_cast<float*>(base);
   for (int turn = 0; turn < args.parts; ++turn) {
     if (part == turn) {
-      float* const to = sums + (lane & 3) * 2 * pitch + own;
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {  // channels: two neighbours of a window each
-        float* const two = to + (i / 2 * 8 + i % 2) * pitch;
-        const float first = sum[i / 2][i % 2], second = sum[i / 2][2 + i % 2];
-        const float2 old = turn > 0 ? *reinterpret_cast<float2*>(two) : make_float2(0, 0);
-        *reinterpret_cast<float2*>(two) = make_float2(old.x + first, old.y + second);
-      }
+      leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
     }
     wait_at(kSums, consumers * 32);
   }
 
-  const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
-  float* const partials = args.partials + static_cast<i64>(share) * args.y_channels * all;
-  const int channels = min(kChannels, args.y_channels - first_channel);
-  bool odd = false;
-  const auto put = [&](bool anew) {
-#pragma unroll 1
-    for (int rest = lane; rest < args.tiles * 64; rest += 32) {
-      const int place = first_tile * 64 + rest, row = place / args.window;
-      const int column = place - row * args.window - args.odd;
-      if (row >= args.kernel[0] || column < 0 || column >= columns) continue;
-      const float* const from = sums + rest;
-      float* const to = partials + static_cast<i64>(first_channel) * all + row * columns + column;
-      if (!anew) {
-#pragma unroll 4
-        for (int channel = warp; channel < channels; channel += consumers) {
-          const float value = from[channel * pitch];
-          odd |= !is_finite(value);
-          to[channel * all] = value;
-        }
-      } else {
-#pragma unroll 1
-        for (int channel = warp; channel < channels; channel += consumers) {
-          if (is_finite(from[channel * pitch])) continue;
-          to[channel * all] = again(args, line, end, first_channel + channel, row, column);
-        }
-      }
-    }
-  };
-  put(false);
-  if (odd) put(true);
+  put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);
 }

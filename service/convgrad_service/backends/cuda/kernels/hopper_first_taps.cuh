@@ -1,4 +1,5 @@
-// The arguments of hopper_first_taps.cu, and its steps.
+// What hopper_first_taps.cu and hopper_first_split.cu begin with: arguments, what a block has, its
+// steps, its rows of x. Their end is in hopper_first_sums.cuh.
 #pragma once
 
 #include "hopper.cuh"
@@ -39,6 +40,21 @@ struct HopperFirstTapsArgs {
 __device__ __forceinline__ int window_of(const HopperFirstTapsArgs& args, int q) {
   return (q * args.stride[1] - args.pad[1]) * args.channels - args.odd;
 }
+
+// What a block has: a group of tiles of 64 of all windows' numbers, channels of y, and a share of the
+// rows of y, from `line` to `end`.
+struct BlockAt {
+  int first_tile, first_channel, share, line, end;
+
+  __device__ __forceinline__ BlockAt(const HopperFirstTapsArgs& args, int channels) {
+    const int channel_block = blockIdx.x / args.groups;
+    first_tile = (blockIdx.x - channel_block * args.groups) * args.tiles;
+    first_channel = channel_block * channels;
+    share = blockIdx.y;
+    line = share * args.lines + min(share, args.more);
+    end = line + args.lines + (share < args.more);
+  }
+};
 
 // Where a step is. All roles go through the same ones. Divides where a walk begins, and then counts.
 struct Steps {
@@ -91,5 +107,20 @@ struct Place {
     if (++at == size) at = 0, parity ^= 1;
   }
 };
+
+// One thread brings the rows of x that the block's steps add into their ring, whose barriers are at
+// `full` and `empty`.
+__device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
+                                               u32 ring, u32 full, u32 empty) {
+  Place at;
+  for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+    const u32 barrier = full + at.at * 8;
+    wait_for(empty + at.at * 8, at.parity ^ 1);
+    arrive_expecting(barrier, args.added * args.x_row);
+    const int corner[4] = {0, step.part, step.row(), step.n};
+    load_tile(ring + args.raws_at + at.at * args.x_stage, args.x_map, barrier, corner);
+    at.advance(args.x_stages);
+  }
+}
 
 }  // namespace convgrad

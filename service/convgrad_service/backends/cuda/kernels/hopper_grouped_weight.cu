@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<224>();
   u32* const word = args.met + slice;
-  if (thread == 0 && shares > 1) atomicAdd(word, kBegun);
+  if (thread == 0 && shares > 1) begin_party(word);
   Sums sum;
   const auto clear = [](float (&one)[4]) { one[0] = one[1] = one[2] = one[3] = 0; };
 #pragma unroll
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   // How many blocks of the slice have begun, asked for beside the last products.
   u32 begun = 0;
-  if (thread == 0 && shares > 1) begun = *static_cast<const volatile u32*>(word);
+  if (thread == 0 && shares > 1) begun = begun_by_now(word);
   wait_products<0>();
   hold();
   wait_at(kRead, kSummers);  // all of the block have read the ring

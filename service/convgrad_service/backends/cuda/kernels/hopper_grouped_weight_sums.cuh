@@ -8,6 +8,7 @@
 #pragma once
 
 #include "hopper_grouped_weight.cuh"
+#include "meeting.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
@@ -213,36 +214,8 @@ __device__ __forceinline__ void put_vector(const HopperGroupedWeightArgs& args, 
   }
 }
 
-// ---- The blocks of a slice add up what they left, each a part of the vectors, in the order of shares,
-// and meet as those of hopper_weight_together.cuh do.
-//
-// A word for each slice counts its blocks: those that have begun, those whose partial sums are there,
-// of these the ones that do not wait for the others, and those that have seen all: eight bits each, so
-// at most 255. A block waits only if it finds all of them begun: each then has a place on the device and
-// waits for nobody before its sums are there. (Of a grid no larger than the device all mostly have.
-// Kernels beside this one may keep some out.) What would be the part of those that left is added up by
-// the others; the one that began last always waits. Whoever sees last leaves zero.
-constexpr u32 kBegun = 1, kThere = 1 << 8, kLeft = 1 << 16, kSeen = 1 << 24;
-
-// Of the blocks that add up the how manieth this one is, and how many.
-struct Met {
-  int rank, blocks;
-};
-
-// One thread, after its block's partial sums have been written and a barrier of those who did.
-__device__ __forceinline__ Met meet(u32* word, u32 begun, u32 blocks) {
-  const volatile u32* const now = word;
-  const bool waits = (begun & 255) == blocks;
-  __threadfence();
-  const u32 more = waits ? kThere : kThere + kLeft;
-  u32 found = atomicAdd(word, more);
-  if (!waits) return {0, 0};
-  const int rank = (found >> 8 & 255) - (found >> 16 & 255);
-  found += more;
-  while ((found >> 8 & 255) != blocks) found = *now;
-  __threadfence();
-  return {rank, static_cast<int>(blocks - (found >> 16 & 255))};
-}
+// ---- The blocks of a slice add up what they left, each a part of the vectors, in the order of shares.
+// They meet at a word of the slice (meeting.cuh).
 
 // Adds up vectors of all shares: so many vectors, of so many shares, are read at once.
 template <class T, int kTogether, int kShares>
@@ -307,10 +280,7 @@ __device__ __forceinline__ void sum_slice(const HopperGroupedWeightArgs& args, i
   } else {
     add_shares<T, 1, 16>(args, partials, shares, first, warp, met);
   }
-  if (threadIdx.x == 0 && shares > 1) {
-    const u32 found = atomicAdd(word, kSeen);
-    if (static_cast<int>(found >> 24) == met.blocks - 1) atomicExch(word, 0u);
-  }
+  if (threadIdx.x == 0 && shares > 1) leave_meeting(word, met);
 }
 
 }  // namespace convgrad

@@ -130,7 +130,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     };
     const bool together = !kSums && args.met != nullptr;
     if (together && thread == 0 && !last_unit().whole) {
-      begin_unit(args.met + (last_unit().tile - of.whole));
+      begin_party(args.met + (last_unit().tile - of.whole));
     }
     int turn = 0;
     float sum[ROWS][PRODUCTS][kFragments][4];

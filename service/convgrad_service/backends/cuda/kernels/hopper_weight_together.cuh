@@ -1,43 +1,13 @@
 // The partial sums of a tile, added up by the blocks that left them, each some of the tile's vectors.
-// Part of hopper_weight.cu.
-//
-// A word for each tile counts units: those that have begun, those whose partial sums are there, of
-// these the ones whose blocks do not wait for the others, and the blocks that have seen all: eight
-// bits each, so at most 255 shares. A block waits only if it finds all of the tile's units begun:
-// each of them then has a place on the device and waits for nobody before its sums are there. (Of a
-// grid no larger than the device all mostly have begun. Kernels beside this one may keep some out.)
-// The others add up what would be the share of those that left; the unit that began last always
-// waits. Whoever sees last leaves the word as it was, zero.
+// Part of hopper_weight.cu. The units of a tile meet at a word of its own (meeting.cuh), so there are
+// at most 255 shares.
 #pragma once
 
 #include "hopper_weight_finish.cuh"
+#include "meeting.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
-
-constexpr u32 kBegun = 1, kThere = 1 << 8, kLeft = 1 << 16, kSeen = 1 << 24;
-
-__device__ __forceinline__ void begin_unit(u32* met) { atomicAdd(met, kBegun); }
-
-// Of the blocks that add up a tile's sums the how manieth this one is, and how many.
-struct Met {
-  int rank, blocks;
-};
-
-// One thread, after its block's partial sums have been written and a barrier of those who did.
-__device__ __forceinline__ Met meet_units(u32* word, u32 units) {
-  const volatile u32* const now = word;
-  const bool waits = (*now & 255) == units;
-  __threadfence();
-  const u32 more = waits ? kThere : kThere + kLeft;
-  u32 found = atomicAdd(word, more);
-  if (!waits) return {0, 0};
-  const int rank = (found >> 8 & 255) - (found >> 16 & 255);
-  found += more;
-  while ((found >> 8 & 255) != units) found = *now;
-  __threadfence();
-  return {rank, static_cast<int>(units - (found >> 16 & 255))};
-}
 
 // Adds to kEach sums what lies `each` vectors apart, of up to kShares shares, all read at once.
 template <int kEach, int kShares>
@@ -151,7 +121,7 @@ __device__ __forceinline__ void add_together(const HopperWeightArgs& args, const
   const int parted = unit.tile - of.whole;
   u32* const word = args.met + parted;
   wait_at(1, Adds::kThreads);
-  if (threadIdx.x == 0) met = meet_units(word, of.shares);
+  if (threadIdx.x == 0) met = meet(word, begun_by_now(word), of.shares);
   const i64 share_size = static_cast<i64>(of.row_tiles * of.column_tiles - of.whole) * Adds::kVectors;
   const float4* const partials =
       reinterpret_cast<const float4*>(of.partials) + static_cast<i64>(parted) * Adds::kVectors;
@@ -164,10 +134,7 @@ __device__ __forceinline__ void add_together(const HopperWeightArgs& args, const
   } else {
     adds.add_many(args.slices);
   }
-  if (threadIdx.x == 0) {
-    const u32 found = atomicAdd(word, kSeen);
-    if (static_cast<int>(found >> 24) == met.blocks - 1) atomicExch(word, 0u);
-  }
+  if (threadIdx.x == 0) leave_meeting(word, met);
 }
 
 }  // namespace convgrad

@@ -11,6 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool_cells import image_elements
+from convgrad_service.backends.cuda.kernels.pool_lines import FULL, blocks_held
 from convgrad_service.backends.cuda.kernels.pool_strips import DTYPES, in_words, per_word
 from convgrad_service.plans.cuda_device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
@@ -19,14 +20,10 @@ from convgrad_service.plans.cuda_works import PoolWork
 __all__ = ["PoolLineWords", "Shape"]
 
 KERNELS = (2, 3, 5)
-# Whole lines that a thread holds; longer ones are cut into tiles with halos.
-FULL = (7, 14, 20, 28)
-LONGEST = 28
+LONGEST = FULL[-1]
 # Of channels: they make whole sectors of memory. Twice as many where registers leave room for two
 # such blocks on a multiprocessor.
 WORDS = (16, 8)
-SHARED_OF_MULTIPROCESSOR = 228 * 1024
-REGISTERS = 65536
 REGISTERS_OF_THREAD = 96
 
 
@@ -70,8 +67,7 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        by_shared = SHARED_OF_MULTIPROCESSOR // (self.shared_bytes + 1024)
-        return max(1, min(by_shared, REGISTERS // (self.threads * self.registers)))
+        return blocks_held(self.threads, self.registers, self.shared_bytes)
 
 
 class LineWordArgs(ctypes.Structure):
@@ -177,7 +173,7 @@ def _shape(work: PoolWork) -> Shape:
         kernel % 2 == 1
         and work.pad[1:] == ((kernel - 1) // 2,) * 2
         and work.output[1:] == work.input[1:]
-        and extent <= FULL[-1]
+        and extent <= LONGEST
     )
     if whole:
         lines = next(lines for lines in FULL if lines >= extent)

@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda_device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import PoolWork, Size3
 
-__all__ = ["Box", "PoolLines", "lies_flat"]
+__all__ = ["FULL", "Box", "PoolLines", "blocks_held", "lies_flat"]
 
 # A block's channels make whole sectors of memory; a key has 4 bytes for 16-bit types, else 8.
 CHANNELS = {DType.FLOAT16: 16, DType.BFLOAT16: 16, DType.FLOAT32: 8}
@@ -106,10 +106,8 @@ class Shape:
         With 16-bit types 64 registers do; keys of 8 bytes need more, and so do the sums of a ring
         of planes.
         """
-        by_shared = SHARED_OF_MULTIPROCESSOR // (self.shared_bytes + 1024)
         registers = 64 if self.depth[0] == 1 and self.key_bytes == 4 else 112
-        by_registers = REGISTERS // (self.threads * registers)
-        return max(1, min(by_shared, by_registers))
+        return blocks_held(self.threads, registers, self.shared_bytes)
 
 
 class PoolLines:
@@ -199,6 +197,12 @@ class PoolLines:
                         for box in boxes
                     ]
         return found
+
+
+def blocks_held(threads: int, registers: int, shared_bytes: int) -> int:
+    """Of a multiprocessor, with so many registers a thread."""
+    by_shared = SHARED_OF_MULTIPROCESSOR // (shared_bytes + 1024)
+    return max(1, min(by_shared, REGISTERS // (threads * registers)))
 
 
 def lies_flat(work: PoolWork) -> bool:

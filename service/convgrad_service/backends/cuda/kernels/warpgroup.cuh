@@ -98,12 +98,6 @@ __device__ __forceinline__ u64 operand_along_mn(u32 address, u32 next_box = 0,
                                                 u32 eight_rows = 8 * kBytes) {
   return swizzled_by<kBytes>() | operand_at(address, next_box, eight_rows);
 }
-// Elements along M or N side by side, eight 16-bit ones in a chunk of 16 bytes, and nothing swizzled:
-// a chunk's eight steps of the reduction are 16 bytes apart, its next eight steps `next_eight` on,
-// the next chunk of rows (columns) `next_chunk`. The hardware's two offsets change places here.
-__device__ __forceinline__ u64 operand_in_chunks(u32 address, u32 next_chunk, u32 next_eight) {
-  return operand_at(address, next_eight, next_chunk);
-}
 // The same operand from so many bytes on: of a shared address, not of what is stored there.
 __device__ __forceinline__ u64 advance(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 

@@ -1,0 +1,29 @@
+"""What benchmarks stored in `results/`, for the tables and plots that are made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Record", "records", "source"]
+
+RESULTS = Path(__file__).parent / "results"
+
+Record = Mapping[str, Any]
+
+
+def records(bench: str) -> list[Record]:
+    """The stored measurements of one benchmark; none where it has not run."""
+    path = RESULTS / f"{bench}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def source(rows: list[Record], command: str, commits: str) -> str:
+    """The command, the machine, the day, the commits and the versions behind a table."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return f"`{command}` on {first['device']}, {first['utc'][:10]}, at {commits} ({versions})"
