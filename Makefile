@@ -30,7 +30,7 @@ DRAWN := $(if $(FRESH),--fresh)
 QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-kernels test-others test-slow test-faults test-torch fuzz check lint type format \
+.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-others test-slow test-faults test-torch fuzz check lint type format \
         check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
@@ -53,12 +53,18 @@ demo: kernels ## train a small network through a running server, check every ope
 serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
 	@$(PY) -m convgrad serve
 
-# In two halves, for two cores: one computes, the other mostly waits. Each tells when it has ended.
+# In three parts side by side: two compute, the third mostly waits. Each tells when it has ended.
+KERNELS_A_TO_F := $(wildcard tests/kernels/test_[a-f]*.py)
 test: kernels ## every test that needs neither a GPU nor much time
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-kernels test-others
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
+	    test-kernels-a-to-f test-kernels-g-to-z test-others
 
-test-kernels: kernels ## of those, what the kernels compute, the GPU's in the emulator
-	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/kernels
+test-kernels: test-kernels-a-to-f test-kernels-g-to-z ## of those, what the kernels compute, the GPU's in the emulator
+
+test-kernels-a-to-f: TESTS = $(KERNELS_A_TO_F)
+test-kernels-g-to-z: TESTS = tests/kernels $(KERNELS_A_TO_F:%=--ignore=%)
+test-kernels-a-to-f test-kernels-g-to-z: kernels
+	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) $(TESTS)
 
 test-others: kernels ## and the rest: the parts, the servers, the client
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) --ignore=tests/kernels

@@ -19,15 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
-from convgrad_service.backends.base import Outcome, Plan, Vitals
+from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.backends.cpu import compile as cpu_compile
 from convgrad_service.backends.cpu import library
 from convgrad_service.backends.cuda.compile import KERNELS, included
 from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
 from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import ZEROS, ZEROS_BYTES, Arguments, Clear, Instance
+from convgrad_service.plans.cuda_program import (
+    ZEROS,
+    ZEROS_BYTES,
+    Arguments,
+    Clear,
+    CudaPlan,
+    Instance,
+)
 from convgrad_service.problems import Problem
 from tests.emulator.maps import encode
 from tests.emulator.memory import Buffers, Stretch
@@ -184,12 +191,13 @@ class EmulatedBackend:
     name = "emulated"
     fault: str | None = None
 
-    def __init__(self, families: Families) -> None:
-        self._families = families
+    def __init__(self, families: Families, device: CudaDevice = H200) -> None:
+        """``device`` is what is planned for."""
+        self._families, self._device = families, device
         self._lock = threading.Lock()  # a kernel's shared memory is static
 
-    def explain(self, problem: Problem) -> Plan:
-        return plan_for(problem, H200, self._families)
+    def explain(self, problem: Problem) -> CudaPlan:
+        return plan_for(problem, self._device, self._families)
 
     def vitals(self) -> Vitals:
         return Vitals()
@@ -201,7 +209,7 @@ class EmulatedBackend:
         cancelled: threading.Event | None = None,
         out: Mapping[str, NDArray[Any]] | None = None,
     ) -> Outcome:
-        plan = plan_for(problem, H200, self._families)
+        plan = self.explain(problem)
         sizes = {
             **{name: spec.size_bytes for name, spec in problem.inputs.items()},
             **{name: spec.size_bytes for name, spec in problem.outputs.items()},

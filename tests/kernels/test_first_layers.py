@@ -108,7 +108,15 @@ def test_true_float32_on_every_backend(backend: Backend, seed: int, case: Case) 
 
 
 @emulated
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # What others have that these have not is no other code.
+        pytest.param(case, id=case.id, marks=[pytest.mark.slow] if slow else [])
+        for case in EXACT
+        for slow in [case.name.split("-")[0] not in ("resnet", "mobilenet", "every_third")]
+    ],
+)
 def test_true_float32_emulated(seed: int, case: Case) -> None:
     _compare_exact(EmulatedBackend(FAMILIES), seed, case)
 

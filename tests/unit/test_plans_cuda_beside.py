@@ -15,7 +15,7 @@ from convgrad_service.plans.cuda_program import Fragment
 def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Chosen]:
     def make(device: CudaDevice) -> Chosen:
         count = device.multiprocessors
-        return Chosen(Fragment(str(count), (), expected_s=expected_s(count)), ())
+        return Chosen("fake", Fragment(str(count), (), expected_s=expected_s(count)), ())
 
     return make
 

@@ -98,6 +98,7 @@ def _plan_of(
         (*first, *(step for one in fragments for step in one.steps)),
         workspace,
         tuple(check for one in fragments for check in one.checks),
+        orders=tuple(f"{part.family} {part.fragment.order}".strip() for part, _ in parts),
     )
 
 
@@ -271,10 +272,11 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
     for family in families.fused:
         reason = family.why_not(fused, device)
         if reason is None:
-            return put_together([Chosen(family.launches(fused, device), tuple(reasons))])
+            chosen = Chosen(family.name, family.launches(fused, device), tuple(reasons))
+            return put_together([chosen])
         reasons.append((family.name, reason))
     two = [_choose_conv(part, device, families) for part in (first, second)]
-    two[0] = Chosen(two[0].fragment, (*reasons, *two[0].passed_over))
+    two[0] = replace(two[0], passed_over=(*reasons, *two[0].passed_over))
     return put_together(two, [Workspace(middle, between_bytes)])
 
 

@@ -75,6 +75,7 @@ class Families:
 class Chosen:
     """A family's launches, and the families before it with the reason for each."""
 
+    family: str
     fragment: Fragment
     passed_over: tuple[tuple[str, str], ...]
 
@@ -89,7 +90,7 @@ def choose(families: Sequence[Family[V]], work: V, device: CudaDevice) -> Chosen
     for family in families:
         reason = family.why_not(work, device)
         if reason is None:
-            return Chosen(family.launches(work, device), tuple(passed_over))
+            return Chosen(family.name, family.launches(work, device), tuple(passed_over))
         passed_over.append((family.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise UnsupportedProblem(f"no GPU kernel computes this: {reasons}")

@@ -136,7 +136,8 @@ class Fragment:
     """What one kernel family does for one piece of work: part of a plan.
 
     ``expected_s`` is what its kernel should take on the device it was planned for, where the family
-    has a model of that.
+    has a model of that. ``order`` is what decides, beside the family, in which order products are
+    added up, where the sizes of a batch or an image have a say in it.
     """
 
     kernel: str
@@ -144,6 +145,7 @@ class Fragment:
     workspace: tuple[Workspace, ...] = ()
     checks: tuple[Check, ...] = ()
     expected_s: float | None = None
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +153,16 @@ class CudaPlan(Plan):
     """A problem's steps, in order, and the memory that they need beside inputs and outputs.
 
     ``branches`` are the places in the steps where work begins that may run beside the other
-    branches: it needs what stands before the first of them, and nothing of theirs.
+    branches: it needs what stands before the first of them, and nothing of theirs. ``orders`` are
+    the families, and in which order each adds up: of one problem's pieces those that have the same
+    put the same bits side by side.
     """
 
     steps: tuple[Step, ...] = ()
     workspace: tuple[Workspace, ...] = ()
     checks: tuple[Check, ...] = ()
     branches: tuple[int, ...] = ()
+    orders: tuple[str, ...] = ()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -190,10 +190,10 @@ class CudaBackend:
             else:
                 outputs = run_in_pieces(problem, tensors, parts, one)
         except DeviceOutOfMemory:
-            # Others take memory too. What is put side by side may be cut finer; what is summed
-            # may not, for its sums would depend on what else runs.
+            # Others take memory too. What is put side by side may be cut finer, where that changes
+            # no order of sums; what is summed may not, for its bits would depend on what else runs.
             finer = self._parts_by_free_memory(problem)
-            if finer <= parts or _is_summed(problem):
+            if finer <= parts or _is_summed(problem) or not self._same_bits(problem, parts, finer):
                 raise
             spent = _Spent()
             outputs = run_in_pieces(problem, tensors, finer, one)
@@ -229,6 +229,11 @@ class CudaBackend:
             self._free_cached()
             free, _ = self._cuda.runtime.memGetInfo()
         return parts_for(problem, free - RESERVE_BYTES // 8, self._needed)
+
+    def _same_bits(self, problem: Problem, parts: int, finer: int) -> bool:
+        """Whether pieces of either size add up in the same order."""
+        pieces = (*problem.split(parts), *problem.split(finer))
+        return len({self._prepared(piece.problem)[0].orders for piece in pieces}) == 1
 
     def _needed(self, problem: Problem) -> int:
         _, arena = self._prepared(problem)

@@ -105,6 +105,7 @@ class ThroughChannelsLast(Generic[W]):
             (*before, *inner.steps, *after),
             (*workspace, *inner.workspace),
             inner.checks,
+            order=inner.order,
         )
 
 

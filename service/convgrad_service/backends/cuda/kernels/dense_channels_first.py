@@ -84,6 +84,7 @@ class ResultThroughChannelsLast(ThroughChannelsLast[ConvWork]):
             (*workspace, *inner.workspace),
             inner.checks,
             inner.expected_s,
+            inner.order,
         )
 
 

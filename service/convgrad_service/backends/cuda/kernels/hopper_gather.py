@@ -239,6 +239,7 @@ class HopperGather:
             (*sides.steps, launch),
             sides.workspace,
             expected_s=expected_s(work, axes, device, schedule),
+            order=f"split {tile.split}" if tile.split > 1 else "",
         )
 
     def instances(self) -> Iterable[Instance]:

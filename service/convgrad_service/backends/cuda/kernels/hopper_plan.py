@@ -182,7 +182,7 @@ def _taps_of_tiles(
 
 
 def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
-    """The one that should take the least time. Every one gives the same bits."""
+    """The one that should take the least time. All give the same bits but those that split."""
     return min(
         candidates(work, axes, device),
         key=lambda schedule: expected_s(work, axes, device, schedule),

@@ -67,8 +67,13 @@ class Patches:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        fragment = choose(self._families, _folded(work), device).fragment
-        return replace(fragment, kernel=f"{self.name}_{fragment.kernel}")
+        chosen = choose(self._families, _folded(work), device)
+        fragment = chosen.fragment
+        return replace(
+            fragment,
+            kernel=f"{self.name}_{fragment.kernel}",
+            order=f"{chosen.family} {fragment.order}",
+        )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`: those of the other families."""

@@ -1,0 +1,101 @@
+"""Pieces whose plans have the same orders of sums give the whole's bits, on the CPU.
+
+Plans pick other tiles for other batches; what they say of the order is held to here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.problems import problem_from
+from convgrad_service.problems.pieces import run_in_pieces
+from tests.arrays import DTYPES, draw, normals, request_arrays, rng_for
+from tests.bounds import assert_same_bits
+from tests.cases import FROM_CONV, FUSED, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+LAYERS = {
+    "dense": Conv(6, 64, 128, (9, 11), (3, 3), padding=1),
+    "depthwise": Conv(5, 32, 32, (9, 24), (3, 3), padding=1, groups=32),
+    "grouped": Conv(5, 64, 64, (9, 11), (3, 3), padding=1, groups=8),
+    "first": Conv(4, 3, 64, (17, 19), (7, 7), 2, 3),
+}
+MOVED = ("conv_fwd", "conv_bwd_data")
+CASES = [FROM_CONV[operation](name, conv) for name, conv in LAYERS.items() for operation in MOVED]
+# On few multiprocessors there are more tiles than these, as there are of large problems on many.
+FEW = replace(H200, multiprocessors=2)
+
+
+def alike(seed: int, case: Case, dtype: str, layout: str, parts: int) -> bool | None:
+    """Whether the pieces' orders are the whole's; then the bits must be. None where it is not cut.
+
+    The whole is planned for a device on which it fills few turns, the pieces as they are.
+    """
+    backend = EmulatedBackend(FAMILIES, FEW)
+    tensors = draw(case, rng_for(seed, case.id, dtype), DTYPES[dtype], normals)
+    params = {**case.params, "layout": layout}
+    if dtype == "float32":
+        params["precision"] = "high"
+    arrays = request_arrays(case, tensors, layout)
+    request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
+    problem = problem_from(case.operation, request)
+    pieces = problem.split(parts)
+    if len(pieces) == 1:
+        return None
+    orders = {backend.explain(piece.problem).orders for piece in pieces}
+    if orders != {backend.explain(problem).orders}:
+        return False
+    whole = backend.run(problem, request.tensors()).outputs
+    found = run_in_pieces(problem, request.tensors(), parts, lambda p, t: backend.run(p, t).outputs)
+    for name, array in found.items():
+        what = f"seed {seed}, {case.id} {dtype} {layout} in {parts}: {orders}"
+        assert_same_bits(array, whole[name], what)
+    return True
+
+
+@pytest.mark.parametrize("case", [*CASES, FUSED[0]], ids=lambda case: case.id)
+def test_layers(seed: int, case: Case) -> None:
+    layout = "NHWC" if case.ndim == 2 else "NWC"
+    assert alike(seed, case, "bfloat16", layout, 2) is not False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(200))
+def test_random_layers(seed: int, number: int) -> None:
+    rng = rng_for(seed, "pieces", number)
+    kind = rng.choice(["dense", "dense", "depthwise", "grouped", "first"])
+    kernel = int(rng.choice([1, 2, 3, 5]))
+    size = tuple(int(n) for n in rng.integers(kernel, 24, 2))
+    stride, dilation = int(rng.choice([1, 1, 2, 3])), 1 if min(size) < 2 * kernel else 2
+    channels = int(rng.choice([32, 48, 64, 96, 136]))
+    groups = {"depthwise": channels, "grouped": channels // 8}.get(str(kind), 1)
+    read = int(rng.integers(1, 5)) if kind == "first" else channels
+    written = int(rng.choice([32, 64, 136, 200])) if kind == "dense" else channels
+    conv = Conv(
+        int(rng.integers(1, 8)), read, written, size, (kernel, kernel), stride,
+        int(rng.integers(0, kernel + 1)), int(rng.integers(1, dilation + 1)), groups=groups,
+    )  # fmt: skip
+    case = FROM_CONV[str(rng.choice(MOVED))](str(kind), conv)
+    dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
+    alike(seed, case, dtype, str(rng.choice(["NHWC", "NCHW"])), int(rng.choice([2, 3, 7])))
+
+
+def test_a_split_reduction_is_another_order() -> None:
+    """The same layer, many images of it and one."""
+    tensors = {"input": np.zeros((64, 9, 9, 256), np.float16)}
+    tensors["weight"] = np.zeros((64, 3, 3, 256), np.float16)
+    request = validate(OPERATIONS["conv_fwd"].request, {**tensors, "layout": "NHWC"})
+    many = problem_from("conv_fwd", request)
+    one = many.split(64)[0].problem
+    orders = [EmulatedBackend(FAMILIES).explain(problem).orders for problem in (many, one)]
+    assert orders[0] != orders[1]
+    assert all(order[0].startswith("hopper_gather") for order in orders)
