@@ -31,8 +31,9 @@ from convgrad_service.plans.cuda_program import Instance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"
-# Takes nearly all of the GPU's memory at times.
-ALONE = "tests/kernels/test_cuda_backend.py"
+# Takes nearly all of the GPU's memory at times; each of its slow tests up to 26 GB, and the host's
+# as much.
+ALONE, SLOW_WORKERS = "tests/kernels/test_cuda_backend.py", 4
 NOTHING_COLLECTED = 5
 PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hypothesis")
 
@@ -118,6 +119,11 @@ def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {**added, "exit_code": worse}
 
 
+def side_by_side(workers: int) -> list[str]:
+    """pytest-xdist's options."""
+    return ["-n", str(workers)] if workers > 1 else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--git-sha", default=git_sha())
@@ -136,14 +142,11 @@ def main() -> int:
     command = [sys.executable, "-m", "pytest", "-m", marks, f"--seed={asked.seed}", "--fresh"]
     # Warnings of other packages' plugins are not what is tested here.
     command += ["-q", "-p", "no:cacheprovider", "-W", "default", *more]
-    side_by_side = ["-n", str(asked.workers)] if asked.workers > 1 else []
-    if asked.slow:  # none of which takes that much memory
-        outcome = run_tests([*command, *side_by_side, "tests/kernels"])
-    else:
-        outcome = together(
-            run_tests([*command, *side_by_side, f"--ignore={ALONE}", "tests/kernels"]),
-            run_tests([*command, ALONE]),
-        )
+    beside = min(asked.workers, SLOW_WORKERS) if asked.slow else 1
+    outcome = together(
+        run_tests([*command, *side_by_side(asked.workers), f"--ignore={ALONE}", "tests/kernels"]),
+        run_tests([*command, *side_by_side(beside), ALONE]),
+    )
     line = {
         "bench": "gpu_checks",
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),

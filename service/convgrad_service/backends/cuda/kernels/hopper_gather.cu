@@ -25,7 +25,8 @@
 // Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
 // outside the source enter as zeros, which times an infinity is NaN: results that are not finite are
 // summed again over the positions inside.
-// Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets.
+// Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets. Warpgroups that take turns
+// count places of results in 16 bytes and 32 bits: less than 64 GiB (hopper_plan.py: may_alternate).
 #include "hopper_gather_copies.cuh"
 #include "hopper_parts.cuh"
 #include "hopper_planes.cuh"
