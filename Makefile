@@ -30,7 +30,7 @@ DRAWN := $(if $(FRESH),--fresh)
 QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-others test-slow test-faults test-torch fuzz check lint type format \
+.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
         check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
@@ -53,11 +53,12 @@ demo: kernels ## train a small network through a running server, check every ope
 serve: kernels ## serve on port 8000, or CONVGRAD_HTTP_PORT, until interrupted
 	@$(PY) -m convgrad serve
 
-# In three parts side by side: two compute, the third mostly waits. Each tells when it has ended.
+# Three parts at a time side by side, for two cores: two compute, the third, with the servers, mostly
+# waits. Each tells when it has ended.
 KERNELS_A_TO_F := $(wildcard tests/kernels/test_[a-f]*.py)
 test: kernels ## every test that needs neither a GPU nor much time
 	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
-	    test-kernels-a-to-f test-kernels-g-to-z test-others
+	    test-servers test-kernels-a-to-f test-kernels-g-to-z test-units
 
 test-kernels: test-kernels-a-to-f test-kernels-g-to-z ## of those, what the kernels compute, the GPU's in the emulator
 
@@ -66,8 +67,12 @@ test-kernels-g-to-z: TESTS = tests/kernels $(KERNELS_A_TO_F:%=--ignore=%)
 test-kernels-a-to-f test-kernels-g-to-z: kernels
 	@OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) $(TESTS)
 
-test-others: kernels ## and the rest: the parts, the servers, the client
-	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) --ignore=tests/kernels
+test-units: kernels ## and the parts one by one
+	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) tests/unit
+
+test-servers: kernels ## and the servers, the client, the rest
+	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) \
+	    --ignore=tests/kernels --ignore=tests/unit
 
 test-slow: kernels ## the larger random sweeps, each time over other inputs
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh

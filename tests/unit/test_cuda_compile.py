@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from convgrad_service.plans.cuda_device import ARCHITECTURES
 from convgrad_service.plans.cuda_program import Instance
 
 MOST = 60
+ARCHITECTURE = re.compile(r"__CUDA_ARCH__ [=>]= (\d+)")
 SLOW = pytest.mark.slow
 
 
@@ -41,12 +43,17 @@ def _prefers(one: Instance, other: Instance) -> bool:
     return ("ELEMENT", "bf16") in one.defines and ("ELEMENT", "bf16") not in other.defines
 
 
+@cache
+def begins_at(source: str) -> frozenset[int]:
+    """The architectures from which on a source, or what it includes, has other lines."""
+    texts = [(cuda_compile.KERNELS / name).read_text() for name in included(source)]
+    return frozenset(int(found) // 10 for text in texts for found in ARCHITECTURE.findall(text))
+
+
 def is_slow(architecture: str, instance: Instance) -> bool:
-    """No line of a source is sm_89's alone, and of sm_90a's only those of kernels that are: what is
-    compiled for sm_80 and sm_100 is."""
-    return architecture == "sm_89" or (
-        architecture == "sm_90a" and "sm_80" in instance.architectures
-    )
+    """What has no lines for this architecture is compiled for sm_80."""
+    number = int("".join(filter(str.isdigit, architecture)))
+    return "sm_80" in instance.architectures and number not in {80, *begins_at(instance.source)}
 
 
 SAMPLE = [(arch, instance) for arch in ARCHITECTURES for instance in sample(arch)]
