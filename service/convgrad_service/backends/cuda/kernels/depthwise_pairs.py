@@ -36,8 +36,10 @@ TILE_STRIPS = 8
 # uses; from sweeps on one H200.
 START_ROWS = 3
 ALONE = 0.65
-# Of 3x3 kernels, by the stride: how much of the strips' columns there must be.
+# Of 3x3 kernels, by the stride: how much of the strips' columns there must be, and the elements of
+# the result, times the stride's square, below which others are faster.
 FULL = {1: 0.85, 2: 0.9}
+FEW = 2**19
 # Of an image that are tried, beside equal shares.
 MOST_PARTS = 16
 
@@ -300,16 +302,16 @@ def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, i
 
 
 def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
-    """Why 3x3 kernels had better be left to FMAs, whose strips of columns are narrower.
-
-    Judged by nothing that cutting a problem in pieces changes, so that these have the whole's bits.
-    """
+    """Why 3x3 kernels had better be left to FMAs, whose strips of columns are narrower."""
     if plane.kernel != (3, 3) or plane.dilation != (1, 1):
         return None
-    width = _result(work, plane)[0][1]
+    height, width = _result(work, plane)[0]
     strips = ceil_div(width, STRIP_COLUMNS)
     if width < FULL[plane.stride] * strips * STRIP_COLUMNS:
         return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
+    elements = plane.batch * height * width * work.groups
+    if elements < FEW * plane.stride**2:
+        return f"{elements} elements; others are faster on few"
     return None
 
 
