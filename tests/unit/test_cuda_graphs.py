@@ -33,9 +33,6 @@ class Stream:
         assert recorded is not None
         return Graph(recorded)
 
-    def synchronize(self) -> None:
-        assert self.capture is None
-
     def record(self) -> Recorded:
         return self.capture
 
@@ -61,7 +58,7 @@ class Steppers:
     fails_beside = False
 
     def run(self, steps: tuple[Step, ...], addresses: dict[str, int], stream: Stream) -> None:
-        if self.fails or (self.fails_beside and stream.beside and steps):
+        if self.fails or (self.fails_beside and stream.beside):
             raise RuntimeError("refused")
         for step in steps:
             assert isinstance(step, Clear)
@@ -125,6 +122,21 @@ def test_branches_are_recorded_side_by_side(graphs: Graphs) -> None:
     for _ in range(3):
         graphs.run(plan, {"a": 1}, stream)
     assert stream.done == ["a@1", "waited", *["graph of a@1 |a@1 waited"] * 2]
+
+
+def test_no_recording_makes_a_stream(steppers: Steppers) -> None:
+    made: list[Stream] = []
+
+    def new_stream() -> Stream:
+        assert stream.capture is None
+        made.append(Stream(non_blocking=True))
+        return made[-1]
+
+    stream, plan = Stream(), plan_of("a", (0, 1))
+    graphs = Graphs(cast(Kernels, steppers), new_stream)
+    for _ in range(3):
+        graphs.run(plan, {"a": 1}, stream)
+    assert len(made) == 1
 
 
 def test_a_branch_that_fails_is_waited_for(graphs: Graphs, steppers: Steppers) -> None:

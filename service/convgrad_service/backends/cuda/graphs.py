@@ -76,7 +76,6 @@ class Graphs:
                 stream.wait_event(side.record())
 
     def _recorded(self, plan: CudaPlan, addresses: Mapping[str, int], stream: Any) -> Any:
-        self._streams_beside(stream, len(plan.branches) - 1)
         stream.begin_capture()
         try:
             self.side_by_side(plan, addresses, stream)
@@ -86,12 +85,11 @@ class Graphs:
         return graph
 
     def _streams_beside(self, stream: Any, count: int) -> list[Any]:
-        """So many streams that only branches beside this one use."""
+        """So many streams that only branches beside this one use.
+
+        They are made as a plan first runs, step by step, and so are the zeros that its kernels
+        count in: a recording, which comes after that on the same streams, makes neither.
+        """
         beside = self._beside.setdefault(stream.ptr, [])
-        while len(beside) < count:
-            side = self._new_stream()
-            # Its buffer of zeros is made now, not in a recording, which would do it in every run.
-            self._kernels.run((), {}, side)
-            side.synchronize()
-            beside.append(side)
+        beside += [self._new_stream() for _ in range(count - len(beside))]
         return beside[:count]
