@@ -38,7 +38,7 @@ FEW = replace(H200, multiprocessors=2)
 def alike(seed: int, case: Case, dtype: str, layout: str, parts: int) -> bool | None:
     """Whether the pieces' orders are the whole's; then the bits must be. None where it is not cut.
 
-    The whole is planned for a device on which it fills few turns, the pieces as they are.
+    Both are planned for few multiprocessors, on which such small layers fill several turns.
     """
     backend = EmulatedBackend(FAMILIES, FEW)
     tensors = draw(case, rng_for(seed, case.id, dtype), DTYPES[dtype], normals)
