@@ -61,7 +61,7 @@ _CLUSTER = re.compile(r"__cluster_dims__\((\w+)")
 
 
 HEADERS = ("emulator.hpp", "transfers.hpp", "cuda.hpp", "launch.hpp")
-# Zig takes any -O for its fastest; what runs once or twice compiles a fifth sooner with clang's own -O1.
+# Zig takes any -O for its fastest; what runs once or twice compiles a fifth sooner by clang's -O1.
 OPTIONS = "-std=c++20 -O2 -Xclang -O1 -ffp-contract=off -fno-sanitize=all -g0 -w -shared -fPIC"
 # A vector that is not aligned is a fault on a GPU. launch.hpp has the functions that tell.
 OPTIONS += " -fsanitize=alignment,array-bounds"
