@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
-from convgrad_service.backends.cuda.nvrtc import Nvrtc
+from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc
 from convgrad_service.backends.cuda.sources import KERNELS, source_hash
 from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda_program import Instance
@@ -107,7 +107,8 @@ class Compiler:
         self._cache = cache
         self._more_options = tuple(options)
         self._processes = CompileProcesses()
-        self._pool = ThreadPoolExecutor(jobs or usable_cores(), "convgrad-compile")
+        self._jobs = jobs or usable_cores()
+        self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
         self._wanted: dict[Instance, _Wanted] = {}
         self._lock = threading.Lock()
         self.found = self.compiled = 0
@@ -156,6 +157,19 @@ class Compiler:
         for wanted in waited:
             wanted.cubin.add_done_callback(one_less)
         return done
+
+    def compile_all(self, instances: Iterable[Instance]) -> list[str]:
+        """Have these in the cache; says which were refused, and why."""
+
+        def refusal(instance: Instance) -> str | None:
+            try:
+                self.cubin(instance)
+            except CompileError as error:
+                return f"{instance.name}: {error}"
+            return None
+
+        with ThreadPoolExecutor(self._jobs) as waiting:
+            return [said for said in waiting.map(refusal, instances) if said is not None]
 
     def compile(self, instance: Instance) -> Cubin:
         """Compiled now, whatever the cache holds; raises as `cubin`."""
