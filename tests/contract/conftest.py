@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.server import LiveServer, serving
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import LiveServer, serving
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

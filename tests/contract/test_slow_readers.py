@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import time
 
-from tests.contract.server import SAFETENSORS, serving
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import SAFETENSORS, serving
 
 DRIP_S = 0.05
 # A tiny body that asks for 23 MB of answer, more than any socket's buffers take.

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 import grpc
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.quotas import ANYBODY
-from convgrad_service.request_context import RequestContext
+from convgrad_service.engine.scheduling.quotas import ANYBODY
+from convgrad_service.engine.telemetry.request_context import RequestContext
 
 __all__ = ["EOF", "Call", "Trailers", "status_of"]
 

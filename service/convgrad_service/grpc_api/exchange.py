@@ -15,13 +15,13 @@ import grpc
 
 from convgrad.errors import DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.records import Record
+from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
+from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
-from convgrad_service.keys import KeyRing
-from convgrad_service.request_context import TRACE_HEADERS, RequestContext
-from convgrad_service.settings import Settings
-from convgrad_service.tracing import Traces
+from convgrad_service.security.keys import KeyRing
+from convgrad_service.server.settings import Settings
 
 __all__ = ["Exchanges"]
 

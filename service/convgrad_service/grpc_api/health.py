@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from convgrad.errors import DeviceUnavailable, NotFound, Overloaded
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.messages import SERVICE, parsed
@@ -31,8 +31,8 @@ _Request, _Response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckRespo
 class HealthMethods:
     """``Check`` and ``Watch``, of the server as a whole ("") and of the protocol's service."""
 
-    def __init__(self, dataplane: Dataplane, exchanges: Exchanges) -> None:
-        self._dataplane, self._exchanges = dataplane, exchanges
+    def __init__(self, pipeline: Pipeline, exchanges: Exchanges) -> None:
+        self._pipeline, self._exchanges = pipeline, exchanges
         self._watches = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -96,7 +96,7 @@ class HealthMethods:
         if service not in ("", SERVICE.full_name):
             return int(_Response.SERVICE_UNKNOWN)
         try:
-            self._dataplane.require_ready()
+            self._pipeline.require_ready()
         except DeviceUnavailable:
             return int(_Response.NOT_SERVING)
         return int(_Response.SERVING)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from convgrad.errors import ProblemTooLarge, ServiceError
-from convgrad_service.engine.call import Call as Job
-from convgrad_service.engine.call import Result
-from convgrad_service.engine.dataplane import SMALL_BYTES, Dataplane, Work
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.quotas import Ticket, entered
+from convgrad_service.engine.pipeline import SMALL_BYTES, Pipeline, Work
+from convgrad_service.engine.request import ComputeRequest as Job
+from convgrad_service.engine.request import Result
+from convgrad_service.engine.scheduling.quotas import Ticket, entered
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.at_once import SmallInfers
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
@@ -34,8 +35,7 @@ from convgrad_service.oip.fields import described, request_fields, tensor_in
 from convgrad_service.oip.request import InferRequest, Span
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
-from convgrad_service.request_context import RequestContext
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
 
@@ -93,16 +93,16 @@ class InferMethods:
 
     def __init__(
         self,
-        dataplane: Dataplane,
+        pipeline: Pipeline,
         settings: Settings,
         exchanges: Exchanges,
         shared_memory: SharedMemory,
     ) -> None:
-        self._dataplane = dataplane
+        self._pipeline = pipeline
         self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
-        self._small = SmallInfers(dataplane)
+        self._small = SmallInfers(pipeline)
 
     async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
@@ -110,8 +110,8 @@ class InferMethods:
         deadline = Deadline.after(self._allowed_s(call))
         # What it may have is decided before there is a message of it.
         context.operation = UNKNOWN
-        async with entered(self._dataplane.engine, call.caller) as ticket:
-            self._dataplane.admit()
+        async with entered(self._pipeline.engine, call.caller) as ticket:
+            self._pipeline.admit()
             context.operation = None
             with context.timings.stage("receive"):
                 body = await self._exchanges.arrivals.message(call, deadline)
@@ -181,7 +181,7 @@ class InferMethods:
                 counted.left()
 
         async def work() -> None:
-            async with deadline.enforced(), entered(self._dataplane.engine, call.caller) as ticket:
+            async with deadline.enforced(), entered(self._pipeline.engine, call.caller) as ticket:
                 await self._answer(asked, context, deadline, ticket, _send_stream, send)
 
         try:
@@ -214,7 +214,7 @@ class InferMethods:
         if reply is _send_whole:
             request.refuse_parts()
         context.operation = request.operation.name
-        self._dataplane.admit()
+        self._pipeline.admit()
         regions = self._memory.parts(context.owner, request)
         own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
         if own:
@@ -237,7 +237,7 @@ class InferMethods:
         with self._exchanges.arrivals.held(asked.size_bytes) as held:
             async with (
                 deadline.enforced() if own else contextlib.nullcontext(),
-                self._dataplane.begin(job, decode, regions=regions) as work,
+                self._pipeline.begin(job, decode, regions=regions) as work,
             ):
                 with context.timings.stage("decode"):
                     await asked.fill(request, work)

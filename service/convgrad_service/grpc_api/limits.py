@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["SMALL_ANSWER_BYTES", "Answer", "Answers", "Arrivals"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.health import HealthMethods
@@ -16,11 +17,10 @@ from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
 from convgrad_service.grpc_api.messages import SERVICE, message, parsed
 from convgrad_service.grpc_api.reflection import reflection_handlers
 from convgrad_service.grpc_api.service import DescribingMethods
-from convgrad_service.keys import KeyRing
 from convgrad_service.oip.registered_memory import shared_memory_of
-from convgrad_service.settings import Settings
-from convgrad_service.tls import Pem, newest_pem
-from convgrad_service.tracing import traces_to
+from convgrad_service.security.keys import KeyRing
+from convgrad_service.server.settings import Settings
+from convgrad_service.server.tls import Pem, newest_pem
 
 __all__ = ["GrpcServer"]
 
@@ -34,21 +34,21 @@ _LAST_S = 1.0
 
 
 class GrpcServer:
-    """Serves a dataplane over gRPC on the running event loop, from `start` to `stop`."""
+    """Serves a pipeline over gRPC on the running event loop, from `start` to `stop`."""
 
-    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
+    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self._settings = settings
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
-        self._exchanges = Exchanges(dataplane.engine, settings, keys, self._traces)
+        self._exchanges = Exchanges(pipeline.engine, settings, keys, self._traces)
         memory = shared_memory_of(
-            dataplane.engine,
+            pipeline.engine,
             system=settings.system_shared_memory,
             cuda=settings.cuda_shared_memory,
         )
-        infer = InferMethods(dataplane, settings, self._exchanges, memory)
-        describing = DescribingMethods(dataplane, memory)
-        self._health = HealthMethods(dataplane, self._exchanges)
+        infer = InferMethods(pipeline, settings, self._exchanges, memory)
+        describing = DescribingMethods(pipeline, memory)
+        self._health = HealthMethods(pipeline, self._exchanges)
         self._handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{
                 f"/{SERVICE.full_name}/{name}": self._describing(name, method)
