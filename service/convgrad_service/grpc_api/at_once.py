@@ -20,6 +20,7 @@ from convgrad_service.engine.request import ComputeRequest as Job
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.infer_wire import Part, encode_response, raw_output_prefix
+from convgrad_service.grpc_api.limits import Answers
 from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.request import Span as Raw
@@ -41,8 +42,8 @@ _MOST_LENGTHS, _MOST_EACH = 256, 4
 class SmallInfers:
     """Answers small requests like those that it was told to `remember`."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._plane = pipeline
+    def __init__(self, pipeline: Pipeline, answers: Answers) -> None:
+        self._plane, self._answers = pipeline, answers
         self._seen: OrderedDict[int, list[tuple[Operation, Spans]]] = OrderedDict()
 
     async def answer(self, call: Call, body: bytes, deadline: Deadline) -> bytes | None:
@@ -82,7 +83,7 @@ class SmallInfers:
                 if request_id:
                     parts.append(bytes((_ID, len(request_id))) + request_id)
                 parts += work.outputs(words)
-                answer = b"".join(parts)
+                answer = await self._answers.joined(call, parts)
         finally:
             work.lease.release()
         context.sent_bytes = len(answer)

@@ -28,7 +28,6 @@ from convgrad_service.grpc_api.infer_wire import (
     read_infer_request,
     request_names,
 )
-from convgrad_service.grpc_api.limits import SMALL_ANSWER_BYTES
 from convgrad_service.oip.answer import answer_names, answer_outputs
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
 from convgrad_service.oip.fields import described, request_fields, tensor_in
@@ -102,7 +101,7 @@ class InferMethods:
         self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
-        self._small = SmallInfers(pipeline)
+        self._small = SmallInfers(pipeline, exchanges.answers)
 
     async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
@@ -124,11 +123,7 @@ class InferMethods:
 
             async def send(parts: list[Part]) -> None:
                 nonlocal sent
-                size_bytes = sum(map(len, parts))
-                if size_bytes > SMALL_ANSWER_BYTES:
-                    counted = await self._exchanges.answers.counted(call, size_bytes)
-                    call.rpc.add_done_callback(counted.left)
-                sent = b"".join(parts)
+                sent = await self._exchanges.answers.joined(call, parts)
 
             async with deadline.enforced():
                 await self._answer(asked, context, deadline, ticket, _send_whole, send)

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.server.settings import Settings
 
-__all__ = ["SMALL_ANSWER_BYTES", "Answer", "Answers", "Arrivals"]
+__all__ = ["Answer", "Answers", "Arrivals"]
 
 # What a network brings in this time is memory enough for messages without a permit.
 _AT_ONCE_S = 0.1
 # Of methods that need no key: their messages are a few bytes, sent together with the headers.
 _OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
 _RETRY_AFTER_S = 1.0
-SMALL_ANSWER_BYTES = 4096
-"""What is too little to be counted."""
+# What is too little to be counted.
+_SMALL_ANSWER_BYTES = 4096
 # Of all unread answers those of one connection may take this share.
 _CONNECTION_SHARE = 1 / 4
 
@@ -159,6 +160,16 @@ class Answers:
         self._bytes: Counter[str] = Counter()
         self._unread: OrderedDict[Answer, None] = OrderedDict()
         self._waiting: OrderedDict[asyncio.Future[Answer], tuple[Call, int]] = OrderedDict()
+
+    async def joined(self, call: Call, parts: Sequence[bytes | memoryview]) -> bytes:
+        """The only message that answers a call, counted until the call has ended.
+
+        Raises as `counted`.
+        """
+        size_bytes = sum(map(len, parts))
+        if size_bytes > _SMALL_ANSWER_BYTES:
+            call.rpc.add_done_callback((await self.counted(call, size_bytes)).left)
+        return b"".join(parts)
 
     async def counted(self, call: Call, size_bytes: int) -> Answer:
         """An answer of this size, once there is room for it; its caller says when it has left.
