@@ -135,9 +135,9 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
   }
 }
 
-// Shared memory starts as large numbers, whatever the block before left: sums that are not finite
-// would be taken again, and right.
-static constexpr char kSpoiled = 0x4b;
+// Shared memory starts as NaN in every type, whatever the block before left: a product of what nothing
+// has written shows in the result, by whatever zero it is multiplied.
+static constexpr char kSpoiled = -1;
 static void spoil_shared() {
   memset(dynamic_shared, kSpoiled, dynamic_bytes + kMarginBytes);
   memset(__start_convgrad_shared, kSpoiled, __stop_convgrad_shared - __start_convgrad_shared);

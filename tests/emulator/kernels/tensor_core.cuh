@@ -103,6 +103,9 @@ static inline u32 load_word(u32 from) {
 static inline void load_words(u32 (&to)[4], u32 from) {
   memcpy(to, emulator::in_shared(from, 16, 16), 16);
 }
+static inline void store_words(u32 to, const u32 (&words)[4]) {
+  memcpy(emulator::in_shared(to, 16, 16), words, 16);
+}
 
 // Ties away from zero.
 static inline u32 to_tf32(u32 word) {

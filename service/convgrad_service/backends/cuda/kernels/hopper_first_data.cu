@@ -138,8 +138,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         put_one(wanted[1][more], to + own_at[beside][1], of[2 * more + 1]);
       }
     }
-    const float finite = fmaf(of[0], 0.0f, of[1] * 0.0f) + fmaf(of[2], 0.0f, of[3] * 0.0f);
-    if (finite == 0.0f && args.plain) return;
+    if (args.plain) return;
 #pragma unroll 1
     for (int e = 0; e < 4; ++e) {
       const float value = e < 2 ? (e == 0 ? of[0] : of[1]) : e == 2 ? of[2] : of[3];

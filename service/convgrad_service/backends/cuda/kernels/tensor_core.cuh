@@ -86,7 +86,7 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
   return turned;
 }
 
-// One word from shared memory, or four, in the order of the copies and their waits.
+// One word from shared memory, or four there or back, in the order of the copies and their waits.
 __device__ __forceinline__ u32 load_word(u32 from) {
   u32 word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
@@ -96,6 +96,11 @@ __device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(from));
+}
+__device__ __forceinline__ void store_words(u32 to, const u32 (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // To the nearest TF32: mma would cut the low bits off.
