@@ -31,7 +31,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -172,6 +172,9 @@ bench-devices: kernels ## one GPU and several: side by side, a problem split, a 
 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire
+
+bench-nonfinite: kernels ## NaN, infinities and subnormals beside finite data, on the GPU or else the CPU
+	@$(PY) -m tests.perf.bench_nonfinite
 
 bench-sums: kernels ## how fast the shares of a split sum are added up
 	@$(PY) -m tests.perf.bench_sums

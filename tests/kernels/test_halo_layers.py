@@ -33,7 +33,9 @@ EPILOGUES = [
 ]
 CASES = [*halo_cases(), *EPILOGUES]
 NONFINITE = [
-    case for case in CASES if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d_up")
+    case
+    for case in CASES
+    if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d_up")
 ]
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 

@@ -32,7 +32,9 @@ GEOMETRIES = {
 }
 OPERATIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 CASES = [
-    FROM_CONV[operation](name, conv) for operation in OPERATIONS for name, conv in GEOMETRIES.items()
+    FROM_CONV[operation](name, conv)
+    for operation in OPERATIONS
+    for name, conv in GEOMETRIES.items()
 ]
 # A sum of a tensor's own elements overflows on its way where some are the largest.
 CASES = [

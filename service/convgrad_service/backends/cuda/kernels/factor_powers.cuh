@@ -16,6 +16,7 @@
 // below 2^-126, some 2^-139 of the tile's largest factor or less.
 #pragma once
 
+#include "extremes.cuh"
 #include "tensor_core.cuh"
 
 namespace convgrad {
@@ -23,24 +24,7 @@ namespace convgrad {
 // Of a block, in shared memory.
 struct FactorFlags {
   u32 found[2];  // some thread's factors are outside what the powers serve: of tiles in turn
-  u32 least[2], most[2];  // of A and B in the tile, as `Extremes` has them
-};
-
-// Of finite factors other than zero: each is one addition and one comparison a word.
-struct Extremes {
-  u32 least;
-  int most;
-
-  // Grows with the magnitude; zero and what is not finite lie above all others.
-  __device__ static __forceinline__ constexpr u32 low(u32 magnitude) { return magnitude * 2 - 1; }
-  // Likewise; they lie below all others.
-  __device__ static __forceinline__ constexpr int high(u32 magnitude) {
-    return static_cast<int>(magnitude * 2 + 0x81000000u);
-  }
-  __device__ __forceinline__ void add(u32 word) {
-    least = min(least, low(word));
-    most = max(most, high(word));
-  }
+  Extremes of[2];  // A and B in the tile
 };
 
 // kCopies chunks of each thread, the first of them of A, in stages of kABytes and then kBBytes.
@@ -62,7 +46,7 @@ struct FactorPowers {
 
   // Before the first look.
   __device__ __forceinline__ void begin(FactorFlags* flags) {
-    if (threadIdx.x == 0) *flags = {{0, 0}, {~0u, ~0u}, {0, 0}};
+    if (threadIdx.x == 0) *flags = {{0, 0}, {Extremes::none(), Extremes::none()}};
 #pragma unroll
     for (int of = 0; of < 2; ++of) {
       by[of] = 1;
@@ -74,7 +58,7 @@ struct FactorPowers {
   }
   __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (int of = 0; of < 2; ++of) seen[of] = {~0u, static_cast<int>(0x80000000u)};
+    for (int of = 0; of < 2; ++of) seen[of] = Extremes::none();
   }
   // At this thread's copy i, which lies at `at`.
   __device__ __forceinline__ void look(int i, u32 at) {
@@ -124,17 +108,16 @@ struct FactorPowers {
     const bool scaled = serves();
 #pragma unroll
     for (int of = 0; of < 2; ++of) {
-      atomicMin(&flags->least[of], seen[of].least);
-      atomicMax(&flags->most[of], static_cast<u32>(seen[of].most) ^ 0x80000000u);
+      atomicMin(&flags->of[of].least, seen[of].least);
+      atomicMax(&flags->of[of].most, seen[of].most);
     }
     __syncthreads();
     // Biased exponents of the largest factors, and the powers' exponents.
     int most[2], lift[2] = {};
 #pragma unroll
     for (int of = 0; of < 2; ++of) {
-      const u32 found = flags->most[of];
-      most[of] = found > 0x01000000u ? static_cast<int>((found - 0x01000000u) >> 24) : 0;
-      if (flags->least[of] < Extremes::low(kTiny)) lift[of] = max(min(kLift, kHighest - most[of]), 0);
+      most[of] = flags->of[of].exponent();
+      if (flags->of[of].least < Extremes::low(kTiny)) lift[of] = max(min(kLift, kHighest - most[of]), 0);
       if (most[of] == 254) lift[of] = kLower;
     }
     // Sums stay within float32 for the larger factors of the operand that is not lifted; where both are,
@@ -158,7 +141,7 @@ struct FactorPowers {
       // What is below in this tile would be in any other power: it is not asked for again.
       const int tiny = max(127 - 102 - lift[of], 0);
       low[of] = tiny == 0 ? 0 : Extremes::low(static_cast<u32>(tiny) << 23);
-      if (flags->least[of] < low[of]) low[of] = 0;
+      if (flags->of[of].least < low[of]) low[of] = 0;
       const int top = lifts ? min(most[of] + slack, 253) : 254;
       const u32 beyond = static_cast<u32>(top + 1) << 23;
       high[of] = Extremes::high(lift[of] < 0 ? beyond : min(beyond, kRoundsUp)) - 1;
@@ -168,11 +151,7 @@ struct FactorPowers {
     if (threadIdx.x == 0) flags->found[turn] = 0;
     __syncthreads();
     // Read by all; wanted again after another barrier.
-    if (threadIdx.x < 2) flags->least[threadIdx.x] = ~0u, flags->most[threadIdx.x] = 0;
-  }
-
-  __device__ static __forceinline__ float power_of_two(int e) {
-    return __uint_as_float(static_cast<u32>(127 + e) << 23);
+    if (threadIdx.x < 2) flags->of[threadIdx.x] = Extremes::none();
   }
 };
 

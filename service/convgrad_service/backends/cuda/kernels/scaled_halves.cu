@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int e = 0; e < 4; ++e) factor[e] = power_of_two(scale_of(sized[e]));
   const bool copies = mine && (!kCopiesAgain || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
-  u32 most[4] = {}, lost[4] = {}, lost_peak[4] = {};
+  u32 most[4] = {}, lost[4] = {}, lost_peak = 0;  // the latter of all four
   int first = turn * each + row;
   if (kCopiesAgain && copies) load(four, first, of.rows);
   while (first < of.pixels && copies) {
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
         const u32 scaled = __float_as_uint(value[e]) & 0x7fffffff;
         const bool small = !zero && scaled < kLeastWhole;
         lost[e] += small;
-        lost_peak[e] = max(lost_peak[e], small ? scaled : 0);
+        lost_peak = max(lost_peak, small ? scaled : 0);
       }
       store_if(first + j * of.rows < of.pixels, to + j * of.rows * of.padded,
                make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       if (!kCopiesAgain && turn == 0 && row == 0) range_of(e)->guess = sized[e];
       if (lost[e] == 0 || loses_nothing(sized[e]) || (kCopiesAgain && !wanted[e])) continue;
       atomicAdd(kCopiesAgain ? &unscaling_of(e)->lost : &range_of(e)->lost, lost[e]);
-      atomicMax(kCopiesAgain ? &unscaling_of(e)->lost_peak : &range_of(e)->lost_peak, lost_peak[e]);
+      atomicMax(kCopiesAgain ? &unscaling_of(e)->lost_peak : &range_of(e)->lost_peak, lost_peak);
     }
   }
   if (kCopiesAgain) return;

@@ -3,7 +3,7 @@
 // lies below loses bits, and is counted.
 #pragma once
 
-#include "elements.cuh"
+#include "extremes.cuh"
 
 namespace convgrad {
 
@@ -23,11 +23,6 @@ struct alignas(16) Unscaling {
 // A sample's largest magnitude goes to [2^11, 2^12), so that a channel's may be 16 times as large, or for
 // some 32: a normal distribution's is 1.5 to 4 times as large.
 constexpr u32 kHeadroom = 3;
-
-// 2^e, -127 < e < 128.
-__device__ __forceinline__ float power_of_two(int e) {
-  return __uint_as_float(static_cast<u32>(127 + e) << 23);
-}
 
 // Biased, of subnormals as of the least normal number.
 __device__ __forceinline__ int exponent_of(u32 magnitude) {
