@@ -17,7 +17,8 @@ from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.test_grouped import gates, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_grouped import gates
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
@@ -75,7 +76,7 @@ def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_not_finite(backend: Backend, seed: int, name: str) -> None:
-    not_finite(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+    check_rule(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
 
 
 @emulation
@@ -93,7 +94,7 @@ def test_emulated_float16(seed: int, name: str) -> None:
 @emulation
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str) -> None:
-    not_finite(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+    check_rule(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
@@ -112,4 +113,4 @@ def test_emulated_float32(seed: int, name: str, precision: str) -> None:
 @emulation
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_float32_not_finite(seed: int, name: str) -> None:
-    not_finite(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])
+    check_rule(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])

@@ -23,7 +23,8 @@ from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, with_layouts
-from tests.kernels.test_grouped import ROUNDED, gates, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_grouped import ROUNDED, gates
 from tests.oracle import expected
 
 OPERATION = "grouped_conv_bwd_weight"
@@ -154,7 +155,7 @@ def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_not_finite(backend: Backend, seed: int, name: str) -> None:
-    not_finite(
+    check_rule(
         backend, seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
     )
 
@@ -253,7 +254,7 @@ def test_emulated_as_planned(seed: int, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
-    not_finite(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
+    check_rule(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
 
 
 # Kinds by turns; the others are among the slow tests.
