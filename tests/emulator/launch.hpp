@@ -135,9 +135,9 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
   }
 }
 
-// Shared memory starts as NaN in every type, whatever the block before left: a product of what nothing
-// has written shows in the result, by whatever zero it is multiplied.
-static constexpr char kSpoiled = -1;
+// Shared memory starts as NaN, whatever the block before left: what a product reads before it is
+// written shows, even where it meets zeros.
+static constexpr char kSpoiled = static_cast<char>(0xff);
 static void spoil_shared() {
   memset(dynamic_shared, kSpoiled, dynamic_bytes + kMarginBytes);
   memset(__start_convgrad_shared, kSpoiled, __stop_convgrad_shared - __start_convgrad_shared);

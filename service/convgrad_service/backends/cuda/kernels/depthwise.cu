@@ -10,8 +10,8 @@
 // Shared memory: the weights as sums, KERNEL_H * KERNEL_W * LANES * VECTOR, then STAGES rows a warp.
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements. Deterministic: sums run in the order of rows, then taps.
-// Padding enters as zeros; a sum that is not finite is computed again with the valid taps alone,
-// since 0 * Inf is NaN. A kernel that is launched to overlap this one may start with it (overlap.cuh).
+// Padding enters as zeros. A kernel that is launched to overlap this one may start with it
+// (overlap.cuh).
 #include "depthwise_args.cuh"
 #include "overlap.cuh"
 
@@ -50,8 +50,6 @@ constexpr int kStageBytes = Copier::kElements * sizeof(T);
 // costs moves between registers.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// Whether results are judged two at a time, once they are rounded.
-constexpr bool kProbesPairs = !EPILOGUE && VECTOR == 2 && sizeof(T) == 2;
 // Whether the first tap to reach a sum begins it: with taps left out, another may be the first.
 constexpr bool kBegins = !kSkipTaps && (!BACKWARD || STRIDE == 1);
 
@@ -65,46 +63,6 @@ __device__ __forceinline__ void widen_all(Sum<E> (&to)[VECTOR], const Vector<E, 
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) to[v] = widen(from.at[v]);
   }
-}
-
-// What is not 0 once a result, or the sum that it is of, was not finite.
-template <bool kPairs>
-struct OddOf {
-  using type = bool;
-};
-template <>
-struct OddOf<true> {
-  using type = u32;
-};
-using Odd = OddOf<kProbesPairs>::type;
-
-template <class E, class Marked>
-__device__ __forceinline__ void judge(Marked& odd, const Vector<E, VECTOR>& result) {
-  if constexpr (kProbesPairs && sizeof(E) == 2) mark_odd<E>(odd, result.raw);
-}
-
-// One result from its valid taps alone.
-__device__ S exact(const DepthwiseArgs& args, int n, int c, int row, int column) {
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
-  S sum = 0;
-#pragma unroll 1
-  for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll 1
-    for (int s = 0; s < KERNEL_W; ++s) {
-#if BACKWARD
-      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
-      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
-      const int h = u / STRIDE, k = v / STRIDE;
-#else
-      const int h = row * STRIDE + r - args.pad[0], k = column * STRIDE + s - args.pad[1];
-#endif
-      if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
-             widen(w[r * args.w_stride[1] + s * args.w_stride[2]]);
-    }
-  }
-  return sum;
 }
 
 // The result of a sum.
@@ -130,7 +88,6 @@ struct Strip {
   T* y;
   int n, c, column;
   u32 inside;  // where there are few taps: the columns that lie in the result, a bit each
-  Odd odd;
 
   // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
   __device__ __forceinline__ Strip(const DepthwiseArgs& args, int n, int c, int first_row,
@@ -140,8 +97,7 @@ struct Strip {
         n(n),
         c(c),
         column(c < args.channels ? column : args.y_size[1]),
-        inside(0),
-        odd(0) {
+        inside(0) {
     if constexpr (kSkipTaps) return;
     y += first_row * args.y_stride[1];
 #pragma unroll
@@ -164,14 +120,9 @@ struct Strip {
       y += args.y_stride[1];
     }
     const int pitch = static_cast<int>(args.y_stride[2]);
-    S probe = 0;  // NaN once any sum is not finite
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       Channels result;
-      if constexpr (!kProbesPairs) {
-#pragma unroll
-        for (int v = 0; v < VECTOR; ++v) probe += sums[i][v] * S(0);
-      }
       const bool wanted = kSkipTaps ? i >= low && i < high : (columns & 1u << i) != 0;
 #if EPILOGUE
       if (wanted)
@@ -182,26 +133,11 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      judge<T>(odd, result);
       if constexpr (kSkipTaps) {
         store_if(wanted, to, result.raw);
         to += pitch;
       } else {
         store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
-      }
-    }
-    if constexpr (!kProbesPairs) odd |= probe != S(0);
-  }
-
-  // Rows of results, each from its valid taps alone.
-  __device__ void put_exact(int first_row, int rows) const {
-    T* const image = static_cast<T*>(args.y) + n * args.y_stride[0] + c;
-    for (int row = max(first_row, 0); row < min(first_row + rows, args.y_size[0]); ++row) {
-      for (int at = max(column, 0); at < min(column + kOwn, args.y_size[1]); ++at) {
-        for (int v = 0; v < VECTOR; ++v) {
-          image[row * args.y_stride[1] + at * args.y_stride[2] + v] =
-              finished(args, exact(args, n, c + v, row, at), n, c + v, row, at);
-        }
       }
     }
   }
@@ -378,9 +314,4 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
     }
   }
-#if BACKWARD
-  if (result.odd != 0) result.put_exact(first_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
-#else
-  if (result.odd != 0) result.put_exact(first_row, tiling.rows);
-#endif
 }

@@ -13,8 +13,7 @@
 // Deterministic.
 // Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
 // elements; `arrived` being 0, and partials with more than one block.
-// Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
-// since 0 * Inf is NaN.
+// Padding enters as zeros.
 #include "depthwise_args.cuh"
 #include "depthwise_weight_args.cuh"
 #include "partial_sums.cuh"
@@ -44,31 +43,6 @@ constexpr int kPixelBytes = kChannels * sizeof(T);
 // As in depthwise.cu.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// One thread's sum for one tap and channel, over its items, from the pairs that exist.
-__device__ __noinline__ S exact(const DepthwiseWeightArgs& args, int c, int r, int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  const Tiling& tiling = args.tiling;
-  const int items = tiling.groups * tiling.chunks * args.batch;
-  const int step = static_cast<int>(gridDim.x / tiling.channel_tiles) * WARPS;
-  S sum = 0;
-  for (int item = blockIdx.x / tiling.channel_tiles * WARPS + threadIdx.x / 32; item < items;
-       item += step) {
-    const ItemAt at = item_at(tiling, item);
-    const int n = at.n, first = at.chunk * tiling.rows;
-    const int left = (at.group * kStrips + threadIdx.x % 32 / LANES) * COLUMNS;
-    for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
-      for (int q = left; q < min(left + COLUMNS, args.y_size[1]); ++q) {
-        const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
-        if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-        sum += widen(x[n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-               widen(y[n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
-      }
-    }
-  }
-  return sum;
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
@@ -82,7 +56,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int block = blockIdx.x / tiling.channel_tiles, blocks = gridDim.x / tiling.channel_tiles;
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
-  const int c = first_channel + own;
   const int first_tap_row = blockIdx.z * KERNEL_H;
   const int items = tiling.groups * tiling.chunks * args.batch;
   T* const all_stages = reinterpret_cast<T*>(shared);
@@ -168,15 +141,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
     }
   }
-  bool odd = false;
-#pragma unroll
-  for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll
-    for (int s = 0; s < KERNEL_W; ++s) {
-#pragma unroll
-      for (int v = 0; v < VECTOR; ++v) odd |= !is_finite(sums[r][s][v]);
-    }
-  }
 
   // The block's strips, in order.
   constexpr int units = WARPS * kStrips;
@@ -192,13 +156,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         units_sums[((r * KERNEL_W + s) * units + unit) * kChannels + own + v] =
             sums[r][s][v];
       }
-    }
-  }
-  if (odd && c < args.channels) {
-    for (int i = 0; i < kTaps * VECTOR; ++i) {
-      const int tap = i / VECTOR, v = i % VECTOR;
-      S& sum = units_sums[(tap * units + unit) * kChannels + own + v];
-      if (!is_finite(sum)) sum = exact(args, c + v, first_tap_row + tap / KERNEL_W, tap % KERNEL_W);
     }
   }
   __syncthreads();
