@@ -257,6 +257,16 @@ def test_emulated_nonfinite(seed: int, name: str, kind: str) -> None:
     check_rule(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
 
 
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_whole", "128x192_together"])
+@pytest.mark.parametrize("name", ["plain", "channels_67_to_131"])
+def test_emulated_nonfinite_scaled(seed: int, name: str, kind: str) -> None:
+    """float32 by scaled halves, whose scales come from finite elements."""
+    case = CASES[name].with_params("high", precision="high")
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    check_rule(EmulatedBackend(of_kind(kind)), seed, case, "float32", layout, ROUNDED)
+
+
 # Kinds by turns; the others are among the slow tests.
 @emulation
 @pytest.mark.parametrize(
