@@ -144,7 +144,8 @@ __device__ __forceinline__ void compute_middle(const FusedArgs& args, const Shar
   const Element* const bias0 = static_cast<const Element*>(args.bias0);
   const int strips = shared.counts[table];
   for (int i = own_thread() >> args.lanes; i < strips; i += kThreads >> args.lanes) {
-    const Strip strip = shared.strips[table * kPixels + i];
+    // Read again where it is needed: registers are few.
+    const Strip& strip = shared.strips[table * kPixels + i];
     float sum[kStripPixels][kVector] = {};
     if (there && strip.count > 0) {
 #if WIDTH != 0
