@@ -47,6 +47,7 @@ from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool_separable import PoolSeparable
 from convgrad_service.backends.cuda.kernels.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
@@ -149,6 +150,8 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolStacks(), COPIES),
         PoolThroughChannelsLast(PoolLines(), COPIES),
         PoolLines(),
+        PoolSeparable(),
+        PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),
     ),
     copy=COPIES,

@@ -147,12 +147,7 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      if constexpr (kSkipTaps) {
-        store_if(wanted, to, result.raw);
-        to += pitch;
-      } else {
-        store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
-      }
+      store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
     }
   }
 };
