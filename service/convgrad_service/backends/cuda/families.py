@@ -42,6 +42,7 @@ from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointw
 from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
@@ -108,13 +109,21 @@ DENSE_WEIGHT = (
     DenseWeight(),
 )
 # First layers: few channels of the input.
-FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
+FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
+FIRST_DATA = (
+    Patches(DENSE),
+    PatchProducts(DENSE),
+    HopperFirstData(),
+    FirstGroups(),
+    FirstData(),
+)
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
+    PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
     HopperFirstSplit(),
     FirstWeight(),
+    PatchProducts((WeightTile(),)),
 )
 
 # Two convolutions with the intermediate on the chip.

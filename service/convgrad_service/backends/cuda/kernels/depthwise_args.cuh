@@ -148,14 +148,16 @@ struct RowCopier {
   // This one, and on by so many elements and rows.
   __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
+    const T* from = next[0];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
-        const T* const from = kMany ? next[0] + i * apart : next[kMany ? 0 : i];
-        copy_async<PIECE>(target + offset_bytes + i * 32 * PIECE, from,
+        copy_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
                           exists && ((inside >> i) & 1) ? PIECE : 0);
       }
-      if (!kMany || i + 1 == kCopies) next[kMany ? 0 : i] += step;
+      // In turn: the compiler would keep all of these distances.
+      if constexpr (kMany) from = kept_pointer(from + apart);
+      if (!kMany || i == 0) next[kMany ? 0 : i] += step;
     }
     row += rows_on;
   }

@@ -88,10 +88,10 @@ WEIGHT_TILES: dict[Kernel, WeightTile] = {
     (13, 13, 1): WeightTile(5, 1, 4, 1),
     (1, 5, 1): WeightTile(1, 2, 14, 2),
     (1, 15, 1): WeightTile(1, 1, 20, 2),
-    (1, 31, 1): WeightTile(1, 1, 20, 2),
+    (1, 31, 1): WeightTile(1, 1, 16, 2),
     (1, 5, 2): WeightTile(1, 2, 7, 2),
     (1, 15, 2): WeightTile(1, 1, 10, 2),
-    (1, 31, 2): WeightTile(1, 1, 10, 2),
+    (1, 31, 2): WeightTile(1, 1, 8, 2),
 }
 # Of kernels with several planes, in whole chunks.
 DEEP = ((3, 3, 1), (3, 3, 2))
