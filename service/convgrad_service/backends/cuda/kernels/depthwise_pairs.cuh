@@ -190,18 +190,17 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
   for (int unit = 0; unit < UNITS; ++unit) {
     const int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
     const int tap = divide(s, args.by_dilation);
-    // All channels of an octet are there, or none.
-    const bool wanted = s >= 0 && s < args.kernel[1] && tap * args.dilation[1] == s &&
-                        channel < args.channels;
+    const bool wanted = s >= 0 && s < args.kernel[1] && tap * args.dilation[1] == s;
+    const int pairs = wanted ? (args.channels - channel - g % 2 + 1) / 2 : 0;
     const T* w = static_cast<const T*>(args.w) +
                  (args.w_first + (channel + g % 2) * args.w_stride[0] + tap * args.w_step[1]);
     int between = 0;  // rows since the last of taps
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
-      const bool there = wanted && between == 0 && r < args.kernel[0];
+      const bool there = between == 0 && r < args.kernel[0];
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
-        load_if(there, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
+        load_if(there && pair < pairs, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
       }
       if (between == 0) w += args.w_step[0];
       if (++between == args.dilation[0]) between = 0;

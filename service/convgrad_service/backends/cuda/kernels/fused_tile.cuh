@@ -144,7 +144,12 @@ __device__ __forceinline__ void compute_middle(const FusedArgs& args, const Shar
   const Element* const bias0 = static_cast<const Element*>(args.bias0);
   const int strips = shared.counts[table];
   for (int i = own_thread() >> args.lanes; i < strips; i += kThreads >> args.lanes) {
+#ifdef MULTIPLIERS
+    // Read again where it is needed: registers are few in one of two roles.
+    const Strip& strip = shared.strips[table * kPixels + i];
+#else
     const Strip strip = shared.strips[table * kPixels + i];
+#endif
     float sum[kStripPixels][kVector] = {};
     if (there && strip.count > 0) {
 #if WIDTH != 0
