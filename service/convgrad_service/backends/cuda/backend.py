@@ -25,7 +25,7 @@ from convgrad.errors import (
 )
 from convgrad_service.backends.base import Outcome, Plan, Vitals
 from convgrad_service.backends.cuda.cancelling import stop_if, wait_for
-from convgrad_service.backends.cuda.compile import BOUNDED_WAITS, DEFAULT_CACHE, Compiler
+from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import (
     cuda_driver_major,
     describe,
@@ -112,7 +112,7 @@ class CudaBackend:
                 find_nvrtc(cuda_driver_major()),
                 self.device.architecture,
                 cache,
-                options=(BOUNDED_WAITS,) if debug else (),
+                debug=debug,
             )
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
