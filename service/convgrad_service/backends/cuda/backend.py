@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,9 +216,9 @@ class CudaBackend:
             spent.download_s,
         )
 
-    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+    def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
         """See `ServingBackend.compile_ahead`."""
-        pieces = problem.split(self._parts(problem))
+        pieces = (piece for each in problems for piece in each.split(self._parts(each)))
         plans = (self._prepared(piece.problem)[0] for piece in pieces)
         return self._kernels.compile_ahead(step for plan in plans for step in plan.steps)
 

@@ -67,7 +67,7 @@ class Supervisor:
             index,
             self._hub.arena,
             self._hub.regions,
-            self._hub.schedule.finished,
+            self._hub.schedule,
         )
         self.workers[index] = worker
         self._hub.backend = worker.greeting.backend
