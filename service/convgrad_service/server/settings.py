@@ -128,7 +128,8 @@ class Settings(BaseSettings):
     )
     threads: _Count | None = Field(
         default=None,
-        description="Threads one problem computes on; unset means one per available core.",
+        description="Threads one problem computes on; unset means one for each core that the "
+        "process may use, by its affinity and by the CPU time that its container is granted.",
     )
     compute_slots: _Count | None = Field(
         default=None,
@@ -159,7 +160,9 @@ class Settings(BaseSettings):
         default=256, description="Regions of shared memory that may be registered."
     )
     max_stored_bytes: _Bytes = Field(
-        default=ByteSize(_GiB), description="Most memory that stored tensors may take."
+        default=ByteSize(_GiB),
+        description="Most memory that stored tensors may take; less by "
+        "default where memory is short.",
     )
     stored_longest_s: _Seconds = Field(
         default=3600.0,
@@ -188,8 +191,9 @@ class Settings(BaseSettings):
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
         description="Most memory the tensors of all requests in flight may hold together, inputs "
-        "and outputs; unset means half of the machine's memory. JSON text has a quarter as much "
-        "besides, until it is decoded.",
+        "and outputs; unset means half of what the container's limit, or the machine, leaves "
+        "beside the server's processes. JSON text has a quarter as much besides, until it is "
+        "decoded.",
     )
     max_memory_wait_s: _Seconds = Field(
         default=5.0,
