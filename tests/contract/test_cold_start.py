@@ -6,6 +6,7 @@ that they are compiled.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,10 @@ import pytest
 
 from convgrad import Client
 from convgrad.errors import ClientTimeout, DeadlineExceeded, Internal
+from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import Problem
+from convgrad_service.server.warm_up import warm_up
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 WARM = np.ones((1, 3, 8, 8), np.float32)
@@ -61,6 +64,23 @@ class Cold(CpuBackend):
                     compiled.set_result(None)
                 elif (self._folder / f"{images}.refused").exists():
                     compiled.set_exception(RuntimeError("the source was refused"))
+
+
+class Waiting(Cold):
+    """Waits for what it compiles, as a GPU's backend does; counts what it has run."""
+
+    def run(self, problem: Problem, *others: Any, **more: Any) -> Outcome:
+        compiled = self.compile_ahead([problem])
+        if compiled is not None:
+            compiled.result(60)
+        images = next(iter(problem.inputs.values())).shape[0]
+        with (self._folder / f"{images}.ran").open("a") as ran:
+            ran.write("1")
+        return super().run(problem, *others, **more)
+
+
+def waiting(folder: Path, device: int) -> Waiting:
+    return Waiting(folder)
 
 
 def cold(folder: Path, device: int) -> Cold:
@@ -124,3 +144,24 @@ def test_a_worker_that_dies_meanwhile_costs_no_request(server: TreeServer, file:
         until(file(2, "begun").exists)
         file(2, "done").touch()
         assert waiting.result(60).shape == (2, 2, 6, 6)
+
+
+def test_what_is_warmed_up_is_compiled_and_computed_before_the_server_is_ready(
+    tmp_path: Path, file: File
+) -> None:
+    path = tmp_path / "requests"
+    tensors = {
+        "input": {"shape": [2, *WARM.shape[1:]], "dtype": "float32"},
+        "weight": {"shape": WEIGHT.shape, "dtype": "float32"},
+    }
+    path.write_text(json.dumps({"operation": "conv_fwd", **tensors}))
+    warm = partial(warm_up, path)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(lambda: until(file(2, "begun").exists))
+        begun.add_done_callback(lambda _: file(2, "done").touch())
+        with serving_tree(partial(waiting, tmp_path), slots=SLOTS, warm_up=warm) as tree:
+            assert begun.done()
+            assert file(2, "ran").read_text() == "1"
+            assert ask(tree, 2).shape == (2, 2, 6, 6)
+            tree.kill_worker()
+            assert file(2, "ran").read_text() == "11", "the next worker is ready without it"

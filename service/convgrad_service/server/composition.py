@@ -21,6 +21,7 @@ from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
 from convgrad_service.server.memory_budget import memory_budget
 from convgrad_service.server.settings import Settings
+from convgrad_service.server.warm_up import warm_up
 
 __all__ = [
     "backend_of",
@@ -72,6 +73,7 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
         settings.compute_slots,
         partial(prepare_process, settings),
         inline_cpu_backend(settings),
+        None if settings.warm_up is None else partial(warm_up, settings.warm_up),
     )
 
 

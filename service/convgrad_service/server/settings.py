@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.security.keys import read_keys
+from convgrad_service.server.warm_up import read_warm_up
 
 __all__ = ["Settings", "markdown_table", "setting_fields"]
 
@@ -31,6 +32,11 @@ _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 
 def _readable_keys(path: Path) -> Path:
     read_keys(path)  # a ValueError that says where
+    return path
+
+
+def _readable_warm_up(path: Path) -> Path:
+    read_warm_up(path)  # likewise
     return path
 
 
@@ -97,6 +103,12 @@ class Settings(BaseSettings):
     kernel_cache: Path | None = Field(
         default=None,
         description="Folder of compiled GPU kernels; unset means one inside the package.",
+    )
+    warm_up: Annotated[Path, AfterValidator(_readable_warm_up)] | None = Field(
+        default=None,
+        description="File of requests (JSON, a line each, with their operation) or of a network's "
+        "layers whose kernels are compiled, and which are computed once, before the server is "
+        "ready; unset means that the first request of a kind waits for its kernels.",
     )
     api_keys: Annotated[Path, AfterValidator(_readable_keys)] | None = Field(
         default=None,

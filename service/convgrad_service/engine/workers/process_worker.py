@@ -47,12 +47,14 @@ _START_S = 300
 class WorkerRecipe(NamedTuple):
     """How to start a worker: in its process, ``prepare`` is called, then ``make_backend`` with the
     number of its device. It computes ``slots`` jobs at a time, or as many as its backend likes.
-    ``beside`` is what front ends may compute with themselves, see `inline_executor`."""
+    ``beside`` is what front ends may compute with themselves, see `inline_executor`. Of a device's
+    first worker, ``warm_up`` is called with the backend before it is ready, which may take long."""
 
     make_backend: Callable[[int], ServingBackend]
     slots: int | None = None
     prepare: Callable[[], None] = gc.enable  # which it is already: nothing is to be prepared
     beside: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None
 
 
 class ProcessWorker:
@@ -107,7 +109,13 @@ class ProcessWorker:
         ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
         numbers = [end.fileno() for end in theirs]
         start = Start(
-            recipe.make_backend, recipe.prepare, device, recipe.slots, arena.descriptor, *numbers
+            recipe.make_backend,
+            recipe.prepare,
+            recipe.warm_up,
+            device,
+            recipe.slots,
+            arena.descriptor,
+            *numbers,
         )
         worker._process = spawn(
             "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *numbers]
@@ -119,7 +127,7 @@ class ProcessWorker:
         worker._files = ours[2]
         regions.forgotten.append(worker._forget)
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(None if recipe.warm_up else _START_S):
                 worker.greeting = await worker._greeted
         except TimeoutError:
             worker._gone()

@@ -47,6 +47,7 @@ class Start(NamedTuple):
 
     make_backend: Callable[[int], ServingBackend]
     prepare: Callable[[], None]
+    warm_up: Callable[[ServingBackend], None] | None
     device: int
     slots: int | None
     arena: int
@@ -146,6 +147,8 @@ def worker_main(start: Start) -> None:
     start.prepare()
     try:
         backend = start.make_backend(start.device)
+        if start.warm_up is not None:
+            start.warm_up(backend)
     except ServiceError as error:
         control.send(error)
         return
