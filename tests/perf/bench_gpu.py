@@ -39,6 +39,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
+from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_program import CudaPlan, Launch
 from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
@@ -117,6 +118,12 @@ class Bench:
         return float(statistics.median(a.elapsed_time(b) for a, b in times[2:])) / 1e3
 
 
+def sources_of(plan: CudaPlan) -> dict[str, str]:
+    """The plan's kernels, and the hash of each one's sources: what the figures hold for."""
+    names = {step.instance.source for step in plan.steps if isinstance(step, Launch)}
+    return {name: source_hash(name) for name in sorted(names)}
+
+
 def outputs_of(case: Case) -> dict[str, Any]:
     """Poisoned: every element must be written."""
     return {
@@ -164,6 +171,7 @@ def measure(bench: Bench, case: Case, plan: CudaPlan, *, with_peer: bool) -> dic
         "layout": case.layout,
         "ours_ms": round(ours_s * 1e3, 4),
         "kernel": plan.kernel,
+        "sources": sources_of(plan),
         "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
         "peer_ms": None if peer_s is None else round(peer_s * 1e3, 4),
         "reference_ms": round(case.reference_s * 1e3, 4),
