@@ -21,8 +21,8 @@ from convgrad.contract import OPERATIONS
 from convgrad.wire import json_tensors
 from tests.client.awaited import CLIENTS
 from tests.client.fake import ones
-from tests.contract.server import LiveServer, serving
-from tests.fake_backends import Blocking, Zeros
+from tests.support.fake_backends import Blocking, Zeros
+from tests.support.http_server import LiveServer, serving
 
 MIB = 1 << 20
 
