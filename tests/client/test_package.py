@@ -64,7 +64,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom) and node.module is not None
             for found in {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            if found in modules
+            if found in modules and found != name
         }
         for name, path in modules.items()
     }
