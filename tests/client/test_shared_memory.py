@@ -171,7 +171,7 @@ def test_a_server_without_it_says_so() -> None:
     with (
         serving(Blocking(), log_level="error") as server,
         convgrad.Client(server.url, transport="shm") as client,
-        pytest.raises(convgrad.UnsupportedProblem, match="not enabled"),
+        pytest.raises(convgrad.UnsupportedProblem, match="CONVGRAD_SYSTEM_SHARED_MEMORY=true"),
     ):
         client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
     assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
