@@ -25,6 +25,7 @@ from tests.support.h2_client import (
     CHECK,
     INFER,
     LIVE,
+    STREAM_INFER,
     WATCH,
     H2Client,
     connected,
@@ -73,6 +74,17 @@ def test_messages_on_their_way_have_a_permit_each() -> None:
         stream = client.open(INFER, grpc_message(pool_request()), last=True)
         assert client.answer(stream).status == "0"
         assert not any(client.answers[stream].ended for stream in held)
+
+
+def test_open_streams_are_limited() -> None:
+    with serving_oip(Zeros(), grpc_message_permits=1) as server, connected(server.grpc) as client:
+        opened = [client.open(STREAM_INFER) for _ in range(8)]
+        refused = client.answer(client.open(STREAM_INFER))
+        assert refused.headers["convgrad-code"] == "overloaded"
+        client.data(opened[0], b"", last=True)
+        assert client.answer(opened[0]).status == "0"
+        stream = client.open(STREAM_INFER, grpc_message(pool_request()), last=True)
+        assert client.answer(stream).status == "0"
 
 
 def test_who_had_time_enough_leaves_its_permit_to_others() -> None:

@@ -135,6 +135,10 @@ class InferMethods:
         While one is computed, the next is received. A request that fails gets an answer with
         ``error_message``, and the stream goes on.
         """
+        with self._exchanges.arrivals.stream():
+            await self._answer_all(call)
+
+    async def _answer_all(self, call: Call) -> None:
         slots = asyncio.Semaphore(_STREAM_AHEAD)
         running: set[asyncio.Task[None]] = set()
         previous: asyncio.Task[None] | None = None

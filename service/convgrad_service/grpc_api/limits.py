@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
@@ -23,6 +24,8 @@ __all__ = ["Answer", "Answers", "Arrivals"]
 _AT_ONCE_S = 0.1
 # Of methods that need no key: their messages are a few bytes, sent together with the headers.
 _OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
+# Streams that may be open, for each message that may be on its way.
+_STREAMS_PER_PERMIT = 8
 _RETRY_AFTER_S = 1.0
 # What is too little to be counted.
 _SMALL_ANSWER_BYTES = 4096
@@ -41,6 +44,7 @@ class Arrivals:
         self._waiting: OrderedDict[_Arrival, float] = OrderedDict()
         self._held_limit = permits * settings.grpc_max_message_bytes
         self.held_bytes = 0
+        self._streams = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
         """The one message of a unary call.
@@ -59,6 +63,26 @@ class Arrivals:
             if await call.rpc.read() is not EOF:
                 raise MalformedRequest("the call holds a second message; its method takes one")
         return bytes(message)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Count an open stream, whose messages need no permit: it may be silent between them.
+
+        Raises
+        ------
+        Overloaded
+            As many are open as may be.
+        """
+        if self._streams >= _STREAMS_PER_PERMIT * self.permits:
+            raise Overloaded(
+                f"{self._streams} streams are open, and no more may be",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
 
     def held(self, size_bytes: int) -> Held:
         """Count a message that has been read until its tensors are in their places.
