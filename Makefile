@@ -23,8 +23,7 @@ TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
-# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md; of
-# `make compile-all`, a line of what it found.
+# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
 STORE ?=
 
 # Of `make test`: FRESH=1 draws other random inputs than last time.
@@ -34,7 +33,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,8 +90,8 @@ test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
 
-compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes an hour or two
-	@$(PY) -m tests.perf.compile_kernels $(if $(STORE),--store)
+compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; all take two hours
+	@$(PY) -m tests.perf.compile_kernels
 
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
@@ -193,6 +192,9 @@ bench-devices: kernels ## one GPU and several: side by side, a problem split, a 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire
 
+bench-nonfinite: kernels ## NaN, infinities and subnormals beside finite data, on the GPU or else the CPU
+	@$(PY) -m tests.perf.bench_nonfinite
+
 bench-sums: kernels ## how fast the shares of a split sum are added up
 	@$(PY) -m tests.perf.bench_sums
 
@@ -219,9 +221,10 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 	@$(PY) -m tests.perf.bench_front_ends
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
+	@$(PY) -m tests.perf.plot_load
+	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py
-	@$(PY) -m tests.perf.plot_load
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
 

@@ -39,7 +39,8 @@ def generated(
     (folder / "config.json").write_text(
         json.dumps({"content_type_overrides": overrides, "post_hooks": []})
     )
-    command = [Path(tools) / "bin" / "openapi-python-client", "generate", "--meta", "none"]
+    generator = Path(tools).resolve() / "bin" / "openapi-python-client"
+    command = [generator, "generate", "--meta", "none"]
     command += ["--path", "openapi.json", "--config", "config.json", "--output-path", "made_client"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
