@@ -342,7 +342,8 @@ class Hub:
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""
-        self.inferences.count(record)
+        if record.operation:
+            self.inferences.count(record)
         if self.counts is not None:
             self.counts.count(record)
 
