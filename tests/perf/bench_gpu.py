@@ -1,6 +1,7 @@
 """The GPU kernels beside PyTorch's (cuDNN, ATen): the suite's layers, one process, same tensors.
 
     python -m tests.perf.bench_gpu --classes depthwise pool --dtypes bfloat16 --layouts NHWC
+    python -m tests.perf.bench_gpu --suite fallbacks
 
 Prints a table for each class and writes `tests/perf/results/gpu.jsonl`, a line for each layer,
 operation, type and layout, in place of an older run's. Needs a GPU, CuPy and PyTorch.
@@ -251,6 +252,7 @@ def show(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", default="layers", help="a file of tests/perf/suite, by its stem")
     parser.add_argument("--classes", nargs="*", default=[], help="of the suite; none means all")
     parser.add_argument("--layers", nargs="*", default=[])
     parser.add_argument("--ops", nargs="*", default=[])
@@ -262,7 +264,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    suite = json.loads((HERE / "suite" / "layers.json").read_text(encoding="utf-8"))
+    suite = json.loads((HERE / "suite" / f"{given.suite}.json").read_text(encoding="utf-8"))
     layers = [
         layer
         for layer in suite

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.settings import markdown_table
 from tests.perf import load_tables, speed_tables
 from tests.perf.records import records
@@ -18,17 +19,33 @@ from tests.perf.stale import stale_rows
 ROOT = Path(__file__).resolve().parents[2]
 README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
 LOAD, DEPLOY = ROOT / "docs" / "load.md", ROOT / "deploy" / "README.md"
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def errors_table() -> str:
+    """Every code of `convgrad.errors`, and how each transport says it."""
+    rows = ["| code | HTTP | gRPC | Python | retried |", "| --- | ---: | --- | --- | --- |"]
+    for error in ServiceError.__subclasses__():
+        row = CODES[error.code]
+        grpc = f"`{row.grpc_status}`" if row.grpc_status else "none"
+        retried = "yes" if row.retryable else "no"
+        rows.append(
+            f"| `{row.code}` | {row.http_status} | {grpc} | `{error.__name__}` | {retried} |"
+        )
+    return "\n".join(rows)
+
 
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {
         "gpu_ratios": speed_tables.gpu_ratios_table,
-        "serve_short": speed_tables.serve_short_table,
-        "cpu_means": speed_tables.cpu_means_table,
-        "settings": markdown_table,
     },
+    REFERENCE / "settings.md": {"settings": markdown_table},
+    REFERENCE / "errors.md": {"errors": errors_table},
     SPEED: {
         "gpu": speed_tables.gpu_table,
+        "cpu_means": speed_tables.cpu_means_table,
         "cpu": speed_tables.cpu_table,
+        "serve_short": speed_tables.serve_short_table,
         "serve": speed_tables.serve_table,
         "wire": speed_tables.wire_table,
         "engine_gpu": speed_tables.engine_gpu_table,

@@ -275,7 +275,7 @@ def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
 
 
 def markdown_table() -> str:
-    """All settings as the Markdown table that the README shows."""
+    """All settings as the Markdown table of docs/reference/settings.md."""
     rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
     for name, field, unit in setting_fields():
         default = _shown(field.default, unit)
