@@ -252,8 +252,8 @@ class Settings(BaseSettings):
         Field(
             default=0.0,
             description="How long the server goes on taking requests after SIGINT or SIGTERM while "
-            "it says that it is not ready, so that whoever distributes requests stops sending it any "
-            "first. Longer than a readiness probe takes to notice.",
+            "it says that it is not ready, so that whoever distributes requests stops sending it "
+            "any first. Longer than a readiness probe takes to notice.",
         )
     )
     shutdown_grace_s: _Seconds = Field(
