@@ -16,9 +16,9 @@ from tritonclient.utils import InferenceServerException
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.keys import hash_of, new_key
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import until
+from convgrad_service.security.keys import hash_of, new_key
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 
 class Guarded(NamedTuple):
@@ -65,7 +65,7 @@ def test_the_sdk_brings_its_key(guarded: Guarded) -> None:
     url = f"http://{guarded.server.http}"
     with convgrad.Client(url, headers=guarded.headers("ada")) as client:
         assert (client.conv_fwd(x, w) == 2).all()
-    with convgrad.Client(url, retries=0) as client, pytest.raises(convgrad.Unauthenticated):
+    with convgrad.Client(url, max_retries=0) as client, pytest.raises(convgrad.Unauthenticated):
         client.conv_fwd(x, w)
 
 

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 import convgrad
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda import CudaBackend
-from tests.contract.tree_server import TreeServer, serving_tree
+from tests.support.tree_server import TreeServer, serving_tree
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20
@@ -35,7 +35,7 @@ def server() -> Iterator[TreeServer]:
 
 @pytest.fixture
 def client(server: TreeServer) -> Iterator[convgrad.Client]:
-    with convgrad.Client(server.url, retries=0) as made:
+    with convgrad.Client(server.url, max_retries=0) as made:
         yield made
 
 

@@ -1,4 +1,4 @@
-"""Stored tensors stay on the device that computes with them: a fake one, see `tests.fake_gpu`."""
+"""Stored tensors stay on the device that computes with them: see `tests.support.fake_gpu`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 import convgrad
 from convgrad.errors import InvalidProblem
-from convgrad_service.engine import parts, stored
-from convgrad_service.engine.arrangement import forget_sizes
-from tests.contract.server import LiveServer, serving
-from tests.contract.tree_server import serving_tree, until
-from tests.fake_gpu import FakeGpu, fake_gpu, one_of_two
+from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.shm import stored
+from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
+from tests.support.http_server import LiveServer, serving
+from tests.support.tree_server import serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((2, 4, 16, 16), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 3, 3, 3), np.float32)
@@ -35,7 +36,7 @@ def test_a_request_uploads_nothing_that_is_stored(
     server: LiveServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "_SPARE_S", 0.1)
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         wanted = client.conv_bwd_data(GRAD, WEIGHT)
         grad, weight = client.put("grad", GRAD), client.put("weight", WEIGHT)
         moved = []
@@ -52,7 +53,7 @@ def test_a_request_uploads_nothing_that_is_stored(
 
 
 def test_a_result_that_is_kept_is_on_the_device_at_once(server: LiveServer, gpu: FakeGpu) -> None:
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         weight = client.put("weight", WEIGHT)
         client.conv_bwd_data(GRAD, weight)  # the weight is there
         before = gpu.uploaded_bytes
@@ -84,7 +85,7 @@ def test_a_kept_result_that_fails_leaves_nothing_that_counts(
         return outcome
 
     monkeypatch.setattr(gpu, "run", run)
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         keeping = client.with_options(store={"grad_input": "g"})
         with pytest.raises(convgrad.InvalidProblem):
             keeping.conv_bwd_data(GRAD, WEIGHT)
@@ -105,7 +106,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
     forget_sizes()
     image = np.random.default_rng(2).standard_normal((1, 4, 144, 144), np.float32)
     try:
-        with convgrad.Client(server.url, retries=0) as client:
+        with convgrad.Client(server.url, max_retries=0) as client:
             weight = client.put("weight", WEIGHT)
             client.conv_bwd_data(GRAD, weight)  # the weight is there
             keeping = client.with_options(store={"grad_input": "g"})
@@ -121,7 +122,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
 
 
 def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:
-    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, max_retries=0) as client:
         weight = client.put("weight", WEIGHT)
         wanted = client.conv_bwd_data(GRAD, WEIGHT)
         for _ in range(2):
@@ -131,7 +132,7 @@ def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:
 
 
 def test_a_kept_result_outlives_its_device() -> None:
-    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, max_retries=0) as client:
         kept = client.with_options(store={"grad_input": "g"}).conv_bwd_data(GRAD, WEIGHT)
         wanted = client.conv_fwd(kept, WEIGHT)
         server.kill_worker()
@@ -139,7 +140,7 @@ def test_a_kept_result_outlives_its_device() -> None:
 
 
 def test_of_two_devices_the_one_that_has_a_kept_result_computes_with_it() -> None:
-    with serving_tree(one_of_two) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(one_of_two) as server, convgrad.Client(server.url, max_retries=0) as client:
         answer = client.with_options(store={"grad_input": "g"}).call(
             convgrad.calls.conv_bwd_data(GRAD, WEIGHT)
         )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.regions import RegionInfo, RegionPart
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.shared_memory import Kind, NoSharedMemory, Registration, SharedMemory
 
@@ -70,7 +70,10 @@ class RegisteredMemory:
 
     def _refuse_other(self, kind: Kind) -> None:
         if kind not in self._kinds:
-            raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
+            raise UnsupportedProblem(
+                f"{kind} shared memory is not enabled on this server; "
+                f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+            )
 
 
 def shared_memory_of(engine: Engine, *, system: bool, cuda: bool) -> SharedMemory:

@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, Protocol
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.regions import ANONYMOUS, RegionPart
+from convgrad_service.engine.shm.registry import ANONYMOUS, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 
 __all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]
@@ -95,4 +95,7 @@ class NoSharedMemory:
 
     @staticmethod
     def _refuse(kind: Kind) -> NoReturn:
-        raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
+        raise UnsupportedProblem(
+            f"{kind} shared memory is not enabled on this server; "
+            f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+        )
