@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.malloc import keep_large_blocks
+from convgrad_service.server.malloc import keep_large_blocks
 from tests.perf.bench_cpu import (
     A_TURN,
     KEPT_BYTES,
