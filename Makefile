@@ -179,6 +179,7 @@ $(PEER):
 
 bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu
+	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu_networks
 
 bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
 	@$(PY) -m tests.perf.bench_gpu
