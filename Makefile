@@ -31,7 +31,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-networks bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -163,6 +163,9 @@ bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 
 bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
 	@$(PY) -m tests.perf.bench_gpu
+
+bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
+	@$(PY) -m tests.perf.bench_networks
 
 bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
 	@$(PY) -m tests.perf.bench_engine_gpu
