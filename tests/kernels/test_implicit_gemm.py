@@ -30,12 +30,12 @@ NAMES = (
     "3d_plain",
 )
 CASES = [case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES]
-TILE = {str(tile): tile for tile in TILES}
+TILE = {(tile.m, tile.n): tile for tile in reversed(TILES)}
 WAYS = {
-    "alone": Config(TILE["64x64"]),
-    "cluster": Config(TILE["64x64"], 4),
-    "workspace": Config(TILE["128x32"], 1, 3),
-    "both": Config(TILE["64x32"], 2, 2),
+    "alone": Config(TILE[64, 64]),
+    "cluster": Config(TILE[64, 64], 4),
+    "workspace": Config(TILE[128, 32], 1, 3),
+    "both": Config(TILE[64, 32], 2, 2),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
 

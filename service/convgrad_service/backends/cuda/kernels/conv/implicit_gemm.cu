@@ -45,30 +45,19 @@ struct GatherLoads {
       kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
       WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
 
-  const ImplicitGemmArgs& args;
   const Phases& phases;
-  const int taps, first_step;
   PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector> pixels;
   Weights weights;
 
   __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
                                          int group, int row, int rows, int column, int first_step)
-      : args(args),
-        phases(phases),
-        taps(phases.taps()),
-        first_step(first_step),
-        pixels(args, phases, group, row, rows),
-        weights(args, group, column) {}
+      : phases(phases),
+        pixels(args, phases, group, row, rows, first_step),
+        weights(args, phases, group, column, first_step) {}
 
-  __device__ __forceinline__ void operator()(int step, u32 stage) {
-    step += first_step;
-    const TapChunk<T> chunk(args, taps, step * 8 + static_cast<int>(threadIdx.x % 8));
-    pixels.load(stage, phases, chunk);
-    if constexpr (kForward) {
-      weights.load(stage + Gemm::TileA::kBytes, phases, chunk);
-    } else {
-      weights.load(stage + Gemm::TileA::kBytes, phases, taps, step);
-    }
+  __device__ __forceinline__ void operator()(u32 stage) {
+    pixels.load(stage, phases);
+    weights.load(stage + Gemm::TileA::kBytes, phases);
   }
 };
 
@@ -76,23 +65,17 @@ struct GatherLoads {
 template <class Gemm, int kVector>
 struct WgradLoads {
   using T = typename Gemm::T;
-  const Phases& phases;
-  const int pixels, first_step;
   GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector> gradient;
   TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector> input;
 
   __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
                                         int group, int row, int pixels, int column, int first_step)
-      : phases(phases),
-        pixels(pixels),
-        first_step(first_step),
-        gradient(args, group, row),
-        input(args, phases, group, column) {}
+      : gradient(args, phases, group, row, first_step, pixels),
+        input(args, phases, group, column, first_step, pixels) {}
 
-  __device__ __forceinline__ void operator()(int step, u32 stage) {
-    const int first = (step + first_step) * Gemm::kDepth;
-    gradient.load(stage, phases, first, pixels);
-    input.load(stage + Gemm::TileA::kBytes, phases, first, pixels);
+  __device__ __forceinline__ void operator()(u32 stage) {
+    gradient.load(stage);
+    input.load(stage + Gemm::TileA::kBytes);
   }
 };
 
@@ -116,40 +99,42 @@ using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kOperation == Operat
                            kOperation != Operation::kFprop>;
 using Reduce = ClusterReduce<Gemm>;
 
-// This thread's runs of results: eight neighbouring columns of a row of an owned fragment. `each` gets
-// the number of the run within the block, its fragment, the row in it, and its place in the tile.
+// This thread's results: eight neighbouring columns of two rows of an owned fragment, rows `row` and
+// `row` + 8 of its tile. `each` gets their number within the block, the fragment, the first row in it,
+// and their place in the tile.
 template <class Each>
-__device__ __forceinline__ void for_each_run(const Reduce& reduce, bool pixels_fastest, Each each) {
+__device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_fastest,
+                                              Each each) {
   // Owned fragments are whole rows of the warp's, or a part of one: powers of two.
   const int owned_log = reduce.owned_log();
   const int across_log = min(owned_log, Reduce::log_of(Gemm::kColumnFragments));
-  const int down_log = owned_log - across_log;
+  const int first = static_cast<int>(threadIdx.x / 32) << (3 + owned_log);
 #pragma unroll 1
-  for (int i = threadIdx.x & 31; i < 16 << owned_log; i += 32) {
-    int across, down, row;
-    if (pixels_fastest) {
-      row = i & 15, down = i >> 4 & ((1 << down_log) - 1), across = i >> (4 + down_log);
-    } else {
-      across = i & ((1 << across_log) - 1), row = i >> across_log & 15, down = i >> (4 + across_log);
-    }
-    const int fragment = (down << across_log) + across, f = reduce.first() + fragment;
-    each(static_cast<int>(threadIdx.x / 32 << (4 + owned_log)) + i, fragment, row,
-         Gemm::warp_row() + f / Gemm::kColumnFragments * 16 + row,
+  for (int i = threadIdx.x & 31; i < 8 << owned_log; i += 32) {
+    const int row = pixels_fastest ? i & 7 : i >> across_log & 7;
+    const int across = (pixels_fastest ? i >> 3 : i) & ((1 << across_log) - 1);
+    const int fragment = (i >> (3 + across_log) << across_log) + across;
+    const int f = reduce.first() + fragment;
+    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kColumnFragments * 16 + row,
          Gemm::warp_column() + f % Gemm::kColumnFragments * 8);
   }
 }
 
 constexpr int kTileSums = Gemm::kM * Gemm::kN;
 
-// One run's partial sums, in the order of clusters.
-__device__ __forceinline__ void add_up(const float4* from, int count, float (&sums)[8]) {
+// A thread's partial sums, in the order of clusters.
+__device__ __forceinline__ void add_up(const float4* from, int count, float (&sums)[2][8]) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e) sums[e] = 0;
+  for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = 0;
 #pragma unroll 2
   for (int p = 0; p < count; ++p, from += kTileSums / 4) {
-    const float4 low = __ldcg(from), high = __ldcg(from + 1);
-    sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
-    sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const float4 four = __ldcg(from + q);
+      float(&to)[8] = sums[q / 2];
+      const int e = q % 2 * 4;
+      to[e] += four.x, to[e + 1] += four.y, to[e + 2] += four.z, to[e + 3] += four.w;
+    }
   }
 }
 
@@ -162,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   char* const base = reinterpret_cast<char*>(shared);
   // The ring is the first thing after the barrier; a block alone passes its sums through it.
   char* const ring = base + 128;
-  char* const room = args.cluster_log == 0 ? ring : ring + Gemm::kRingBytes;
+  char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
 
   const u32 cluster = blockIdx.x >> args.cluster_log;
   const u32 rank = blockIdx.x & ((1u << args.cluster_log) - 1);
@@ -172,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   const int group = blockIdx.y;
   const u32 phase = args.workspace == 1 ? blockIdx.z : blockIdx.z / args.workspace;
   const u32 part = blockIdx.z - phase * args.workspace;
-  const Phases phases(args, phase);
+  // What other operations read of the only phase is at fixed places.
+  const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
   const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
   const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
 
@@ -195,19 +181,22 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   reduce.exchange(sums);
 
   // Partial sums of clusters: the last block of each rank adds up its part of the tile.
-  const int own_runs = Gemm::kWarps * 16 << reduce.owned_log();
   float4* partials = nullptr;
   if (args.workspace > 1) {
     const u32 tiles = gridDim.x >> args.cluster_log;
     const i64 tile = (static_cast<i64>(phase) * gridDim.y + blockIdx.y) * tiles + cluster;
-    partials = reinterpret_cast<float4*>(args.partials + tile * args.workspace * kTileSums) +
-               static_cast<i64>(rank) * own_runs * 2;
+    const int own_sums = Gemm::kWarps * 128 << reduce.owned_log();
+    partials = reinterpret_cast<float4*>(args.partials + tile * args.workspace * kTileSums +
+                                         static_cast<i64>(rank) * own_sums);
     float4* const own = partials + static_cast<i64>(part) * (kTileSums / 4);
-    for_each_run(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int, int) {
-      float found[8];
-      reduce.row_of(fragment, in, found);
-      own[i * 2] = {found[0], found[1], found[2], found[3]};
-      own[i * 2 + 1] = {found[4], found[5], found[6], found[7]};
+    for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int, int) {
+      float found[2][8];
+      reduce.rows_of(fragment, in, found);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* const four = found[q / 2] + q % 2 * 4;
+        own[i * 4 + q] = {four[0], four[1], four[2], four[3]};
+      }
     });
     __threadfence();
     __syncthreads();
@@ -219,23 +208,28 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
     if (!__syncthreads_or(last)) return;
     __threadfence();
   }
-  // Runs of float32 results have four columns: a chunk's, which has one tap.
+  // Four columns of float32 at a time: a chunk's, which has one tap.
   constexpr int kRun = sizeof(T) == 2 ? 8 : 4;
-  for_each_run(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
-    float found[8];
+  for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
+    float found[2][8];
     if (partials == nullptr) {
-      reduce.row_of(fragment, in, found);
+      reduce.rows_of(fragment, in, found);
     } else {
-      add_up(partials + i * 2, args.workspace, found);
+      add_up(partials + i * 4, args.workspace, found);
     }
 #pragma unroll
     for (int first = 0; first < 8; first += kRun) {
-      const ResultRun run = result_run<kOperation, T, kRun>(args, phases, group, row + r, row_end,
-                                                            column + c + first);
-      float own[kRun];
+      const ResultColumns<kOperation, T> columns(args, phases, group, column + c + first);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        const int at = row + r + half * 8;
+        if (at >= row_end || columns.count <= 0) continue;
+        float own[kRun];
 #pragma unroll
-      for (int e = 0; e < kRun; ++e) own[e] = found[first + e];
-      if (run.count > 0) finish_run<T, kRun>(args, run, own);
+        for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
+        finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
+                            columns.count, columns.channel, own);
+      }
     }
   });
 }

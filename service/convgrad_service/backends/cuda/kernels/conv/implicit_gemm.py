@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     configs,
     expected_s,
 )
-from convgrad_service.backends.cuda.kernels.dense_axes import Axis, axis_of, divider
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase, axis_of, divider
 from convgrad_service.backends.cuda.kernels.dense_limits import (
     MAX_PIXELS,
     why_not_dense,
@@ -95,35 +95,33 @@ class ImplicitGemmArgs(ctypes.Structure):
             )
         ),
         *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("source", "other", "result")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
         *(
             (name, ctypes.c_int32)
             for name in (
                 "rows",
                 "columns",
-                "batch",
                 "source_channels",
                 "result_channels",
                 "tap_chunks",
-            )
-        ),
-        *((name, DividerArgs) for name in ("by_tap_chunks", "by_column_tiles", "by_splits")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
                 "cluster_log",
                 "workspace",
-                "activation",
-                "result_in_vectors",
-                "pixels_fastest",
+                "ring_bytes",
                 "linear_source",
                 "linear_other",
+                "linear_result",
+                "plain",
+                "result_in_vectors",
+                "pixels_fastest",
                 "wide_result",
+                "batch",
+                "activation",
             )
         ),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *((name, DividerArgs) for name in ("by_column_tiles", "by_tap_chunks", "by_splits")),
         ("axis", AxisArgs * 3),
-        ("phase", (PhaseArgs * MAX_PHASES) * 3),
+        ("phase", (PhaseArgs * 3) * MAX_PHASES),
     )
 
 
@@ -172,7 +170,7 @@ class ImplicitGemm:
         operands = _operands(work, device)
         gemm = gemm_of(work, axes)
         config = self._config or chosen(gemm, work, device)
-        steps = (*operands.source.steps, *operands.other.steps)
+        copies = (*operands.source.steps, *operands.other.steps)
         workspace = [*operands.source.workspace, *operands.other.workspace]
         partials = f"{work.prefix}implicit_gemm_partials"
         tile = config.tile
@@ -195,15 +193,15 @@ class ImplicitGemm:
                 partials=partials if config.workspace > 1 else None,
                 counters=ZEROS if config.workspace > 1 else None,
             ),
-            tile.shared_bytes(config.cluster),
-            overlaps=bool(steps or work.follows) and device.capability >= OVERLAPPING,
+            tile.shared_bytes(config.cluster, config.steps(gemm, work.dtype)),
+            overlaps=bool(copies or work.follows) and device.capability >= OVERLAPPING,
             cluster=config.cluster,
         )
         copied = sum(item.size_bytes for item in workspace if item.name != partials)
-        copies_s = len(steps) * COPY_S + 2 * copied / COPY_BYTES_S
+        copies_s = len(copies) * COPY_S + 2 * copied / COPY_BYTES_S
         return Fragment(
             f"{self.name}_{work.direction}_{config}",
-            (*steps, launch),
+            (*copies, launch),
             tuple(workspace),
             expected_s=expected_s(gemm, work.dtype, config, device) + copies_s,
             order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
@@ -318,12 +316,10 @@ def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
     ]
     if operand.strides[2] != 1 and extents[2] > 1:
         return 0
-    for vector in VECTORS:
-        # Of a chunk of 16 bytes, a copy may bring the first elements alone.
-        whole = vector == CHUNK_BYTES or extents[2] * size % vector == 0
-        if whole and all(stride % vector == 0 for stride in strides):
-            return vector
-    return 0
+    fitting = (
+        vector for vector in VECTORS if not any(n % vector for n in (extents[2] * size, *strides))
+    )
+    return next(fitting, 0)
 
 
 def _linear(operand: Operand, batch: int, size: tuple[int, int, int]) -> bool:
@@ -340,53 +336,54 @@ def _arguments(
     work: ConvWork, operands: _Operands, axes: list[Axis], gemm: Gemm, config: Config
 ) -> ImplicitGemmArgs:
     source_channels, result_channels = _channels(work)
-    result = _result(work)
-    weight = work.direction == "bwd_weight"
+    source, other, result = operands.source.operand, operands.other.operand, _result(work)
+    weight, size = work.direction == "bwd_weight", work.dtype.itemsize
+    written = work.input if work.direction == "bwd_data" else work.output
+    one_tap = all(
+        len(axis.phases) == 1
+        and axis.phases[0] == Phase(1, 0, 0, 0, axis.x_size)
+        and axis.x_step == 1
+        for axis in axes
+    )
     args = ImplicitGemmArgs()
-    args.source_stride[:] = operands.source.operand.strides
-    other = operands.other.operand.strides
+    args.source_stride[:] = [stride * size for stride in source.strides]
+    strides = [stride * size for stride in other.strides]
     if work.direction == "bwd_data":
-        other = (other[0], other[2], other[1], *other[3:])
-    args.other_stride[:] = other
+        strides[1:3] = strides[2:0:-1]
+    args.other_stride[:] = strides
     args.result_stride[:] = result.strides
-    args.alpha, args.beta = work.alpha, work.beta
-    args.rows, args.columns, args.batch = gemm.rows, gemm.columns, work.batch
+    args.rows, args.columns = gemm.rows, gemm.columns
     args.source_channels, args.result_channels = source_channels, result_channels
-    args.tap_chunks = ceil_div(source_channels * work.dtype.itemsize, CHUNK_BYTES)
-    args.by_tap_chunks = DividerArgs(*divider(args.tap_chunks))
-    args.by_column_tiles = DividerArgs(*divider(ceil_div(gemm.columns, config.tile.n)))
-    args.by_splits = DividerArgs(*divider(config.splits))
+    args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
     args.cluster_log = config.cluster.bit_length() - 1
     args.workspace = config.workspace
-    args.activation = ACTIVATIONS[work.activation]
+    args.ring_bytes = config.tile.ring_bytes(config.steps(gemm, work.dtype))
+    args.linear_source = one_tap and _linear(source, work.batch, written)
+    args.linear_other = weight and _linear(other, work.batch, work.output)
+    args.linear_result = (
+        not weight and len(gemm.phases) == 1 and _linear(result, work.batch, written)
+    )
+    args.plain = work.epilogue_free
     extents = (
         (work.groups, work.out_channels, work.in_channels, *work.kernel)
         if weight
-        else (
-            work.batch,
-            work.groups,
-            result_channels,
-            *(work.input if work.direction == "bwd_data" else work.output),
-        )
+        else (work.batch, work.groups, result_channels, *written)
     )
     args.result_in_vectors = in_whole_chunks(result, extents, 2)
     args.pixels_fastest = not weight and result.strides[2] != 1
     args.wide_result = work.result_dtype is DType.FLOAT32
-    args.linear_other = weight and _linear(operands.other.operand, work.batch, work.output)
-    args.linear_source = (
-        weight
-        and work.taps == 1
-        and max(work.stride) == 1
-        and not any(work.pad)
-        and work.input == work.output
-        and _linear(operands.source.operand, work.batch, work.input)
-    )
+    args.batch = work.batch
+    args.activation = ACTIVATIONS[work.activation]
+    args.alpha, args.beta = work.alpha, work.beta
+    args.by_column_tiles = DividerArgs(*divider(ceil_div(gemm.columns, config.tile.n)))
+    args.by_tap_chunks = DividerArgs(*divider(args.tap_chunks))
+    args.by_splits = DividerArgs(*divider(config.splits))
     for dim, axis in enumerate(axes):
         args.axis[dim] = AxisArgs(
             axis.x_size, axis.x_step, axis.x_tap, axis.y_step, axis.r_step, len(axis.phases)
         )
         for place, phase in enumerate(axis.phases):
-            args.phase[dim][place] = PhaseArgs(
+            args.phase[place][dim] = PhaseArgs(
                 phase.taps,
                 phase.r0,
                 phase.x0,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "conv/implicit_gemm_args.cuh"
+#include "kept.cuh"
 #include "tensor_core.cuh"
 
 namespace convgrad {
@@ -11,15 +12,16 @@ __device__ __forceinline__ bool inside(int position, int size) {
   return static_cast<u32>(position) < static_cast<u32>(size);
 }
 
-// A chunk, of which the first `real` bytes exist, by copies of kVector bytes.
+// A chunk by copies of kVector bytes; zeros where it is not `there`. Of shorter vectors only those of
+// the first `real` bytes exist; a chunk that is copied at once is whole, or ends with zeros in memory.
 template <int kVector>
-__device__ __forceinline__ void copy_vectors(u32 to, const char* from, int real) {
+__device__ __forceinline__ void copy_vectors(u32 to, const char* from, bool there, int real) {
   if constexpr (kVector == 16) {
-    copy_async<16>(to, from, real);
+    copy_chunk(to, from, there);
   } else {
 #pragma unroll
     for (int at = 0; at < 16; at += kVector) {
-      copy_async<kVector>(to + at, from + at, at < real ? kVector : 0);
+      copy_async<kVector>(to + at, from + at, there && at < real ? kVector : 0);
     }
   }
 }
@@ -29,12 +31,12 @@ struct Phases {
   const GatherPhase *d, *h, *w;
 
   __device__ __forceinline__ Phases(const ImplicitGemmArgs& args, u32 number)
-      : d(args.phase[0]), h(args.phase[1]), w(args.phase[2]) {
+      : d(&args.phase[0][0]), h(&args.phase[0][1]), w(&args.phase[0][2]) {
     if (number == 0) return;
     const u32 outer = number / static_cast<u32>(args.axis[2].phases);
-    w += number - outer * args.axis[2].phases;
-    d += outer / static_cast<u32>(args.axis[1].phases);
-    h += outer % static_cast<u32>(args.axis[1].phases);
+    w = &args.phase[number - outer * args.axis[2].phases][2];
+    d = &args.phase[outer / static_cast<u32>(args.axis[1].phases)][0];
+    h = &args.phase[outer % static_cast<u32>(args.axis[1].phases)][1];
   }
   __device__ __forceinline__ int taps() const { return d->taps * h->taps * w->taps; }
 };
@@ -43,6 +45,7 @@ struct Phases {
 struct Position {
   int n, d, h, w;
 
+  Position() = default;
   __device__ __forceinline__ Position(const Phases& phases, int pixel) {
     const int rest_w = divide(pixel, phases.w->by_count);
     const int rest_h = divide(rest_w, phases.h->by_count);
@@ -64,90 +67,146 @@ struct Tap {
   }
 };
 
-// A chunk of the reduction of fprop and dgrad: channels of the source at one tap.
+// A chunk of the channels at the taps: of the reduction of fprop and dgrad, of the columns of wgrad.
 template <class T>
 struct TapChunk {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
   int tap, channel;
-  int real;  // bytes
 
-  __device__ __forceinline__ TapChunk(const ImplicitGemmArgs& args, int taps, int chunk) {
+  TapChunk() = default;
+  __device__ __forceinline__ TapChunk(const ImplicitGemmArgs& args, int chunk) {
     tap = divide(chunk, args.by_tap_chunks);
-    channel = (chunk - tap * args.tap_chunks) * (16 / static_cast<int>(sizeof(T)));
-    const int left = (args.source_channels - channel) * static_cast<int>(sizeof(T));
-    real = tap < taps ? min(left, 16) : 0;
+    channel = (chunk - tap * args.tap_chunks) * kElements;
+  }
+  // To that of the next step; whether it is of another tap.
+  __device__ __forceinline__ bool advance(const ImplicitGemmArgs& args) {
+    channel += 8 * kElements;
+    const int end = args.tap_chunks * kElements;
+    if (channel < end) return false;
+    if (end < 8 * kElements) {
+      const int taps = divide(channel / kElements, args.by_tap_chunks);
+      tap += taps, channel -= taps * end;
+    } else {
+      ++tap, channel -= end;
+    }
+    return true;
+  }
+  // Elements of the source's channels that are left.
+  __device__ __forceinline__ int left(const ImplicitGemmArgs& args) const {
+    return args.source_channels - channel;
   }
 };
 
-// How a block's threads take the chunks of a tile: each always the same column of it.
+// How a block's threads take the chunks of a tile: each always the same column of it, in rows that are
+// kThreadRows apart.
 template <class Tile, int kThreads>
 struct Chunks {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;
   static constexpr int kCount = Tile::kRows > kThreadRows ? Tile::kRows / kThreadRows : 1;
+  // Whether each thread has a row.
+  static constexpr bool kAll = kThreadRows <= Tile::kRows;
   static_assert(kThreads % Tile::kChunks == 0 && Tile::kRows % kCount == 0, "whole rounds");
 
   __device__ static __forceinline__ int column() { return threadIdx.x % Tile::kChunks; }
-  // Rows so many apart, or neighbours.
-  __device__ static __forceinline__ int spread_row(int i) {
-    return threadIdx.x / Tile::kChunks + i * kThreadRows;
+  __device__ static __forceinline__ int row() { return threadIdx.x / Tile::kChunks; }
+  __device__ static __forceinline__ bool exists() { return kAll || row() < Tile::kRows; }
+  __device__ static __forceinline__ u32 first_at() {
+    return static_cast<u32>(kept_value(Tile::at(row(), column())));
   }
-  __device__ static __forceinline__ int neighbour_row(int i) {
-    return threadIdx.x / Tile::kChunks * kCount + i;
-  }
-  // Whether a row is of the tile at all, where there are more threads than chunks.
-  __device__ static __forceinline__ bool exists(int row) {
-    return kThreadRows <= Tile::kRows || row < Tile::kRows;
+  // From the first row's place.
+  __device__ static __forceinline__ u32 at(u32 first, int i) {
+    if constexpr (kThreadRows % Tile::kPeriod == 0) {
+      return first + i * kThreadRows * Tile::kRowBytes;
+    } else {
+      return Tile::at(row() + i * kThreadRows, column());
+    }
   }
 };
+
+// Loaders are called once for each step, in order. What changes with the step is found after the
+// copies of the one before, so that copies wait for nothing.
 
 // A of fprop and dgrad: rows are pixels of the result, each with the source's channels at a tap.
 template <class T, class Tile, int kThreads, int kVector>
 class PixelRows {
  public:
   __device__ __forceinline__ PixelRows(const ImplicitGemmArgs& args, const Phases& phases,
-                                       int group, int first, int pixels)
-      : args_(args) {
+                                       int group, int first, int pixels, int step)
+      : args_(args), to_(Own::first_at()), chunk_(args, step * 8 + Own::column()) {
+    first += Own::row();
+    const char* const from =
+        static_cast<const char*>(args.source) + group * args.source_stride[1];
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i) {
-      const int pixel = first + Own::spread_row(i);
+      const int pixel = first + i * Own::kThreadRows;
+      const bool exists = pixel < pixels && Own::exists();
+      if (args.linear_source) {
+        from_[i] = from + pixel * args.source_stride[5];
+        w_[i] = exists ? 0 : kOutside;
+        continue;
+      }
       const Position at(phases, pixel);
       d_[i] = phases.d->x0 + at.d * args.axis[0].x_step;
       h_[i] = phases.h->x0 + at.h * args.axis[1].x_step;
-      // Outside whatever the tap.
-      w_[i] = pixel < pixels ? phases.w->x0 + at.w * args.axis[2].x_step : -(1 << 30);
-      from_[i] = static_cast<const T*>(args.source) + group * args.source_stride[1] +
-                 at.n * args.source_stride[0] + d_[i] * args.source_stride[3] +
-                 h_[i] * args.source_stride[4] +
-                 (phases.w->x0 + at.w * args.axis[2].x_step) * args.source_stride[5];
+      w_[i] = phases.w->x0 + at.w * args.axis[2].x_step;
+      from_[i] = from + at.n * args.source_stride[0] + d_[i] * args.source_stride[3] +
+                 h_[i] * args.source_stride[4] + w_[i] * args.source_stride[5];
+      if (!exists) w_[i] = kOutside;
     }
+    find_tap(phases);
   }
-  __device__ __forceinline__ void load(u32 tile, const Phases& phases, const TapChunk<T>& chunk) {
-    const Tap tap(phases, chunk.tap);
-    const int d = tap.d * args_.axis[0].x_tap, h = tap.h * args_.axis[1].x_tap;
-    const int w = tap.w * args_.axis[2].x_tap;
-    const i64 shift = d * args_.source_stride[3] + h * args_.source_stride[4] +
-                      w * args_.source_stride[5] + chunk.channel;
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i) {
-      const int row = Own::spread_row(i);
-      const bool meets = inside(d_[i] + d, args_.axis[0].size) &&
-                         inside(h_[i] + h, args_.axis[1].size) &&
-                         inside(w_[i] + w, args_.axis[2].size);
-      if (!Own::exists(row)) continue;
-      copy_vectors<kVector>(tile + Tile::at(row, Own::column()),
-                            reinterpret_cast<const char*>(from_[i] + shift),
-                            meets ? chunk.real : 0);
+      if (!Own::exists()) continue;
+      copy_vectors<kVector>(tile + Own::at(to_, i), from_[i] + shift_, meets_ >> i & 1, real);
     }
+    shift_ += 128;
+    if (chunk_.advance(args_)) find_tap(phases);
   }
 
  private:
   using Own = Chunks<Tile, kThreads>;
+  static constexpr int kOutside = -(1 << 30);  // whatever the tap
+
+  __device__ __forceinline__ void find_tap(const Phases& phases) {
+    meets_ = 0;
+    shift_ = chunk_.channel * static_cast<int>(sizeof(T));
+    if (chunk_.tap >= phases.taps()) return;
+    if (args_.linear_source) {
+#pragma unroll
+      for (int i = 0; i < Own::kCount; ++i) meets_ |= static_cast<u32>(w_[i] == 0) << i;
+      return;
+    }
+    const Tap tap(phases, chunk_.tap);
+    const int d = tap.d * args_.axis[0].x_tap, h = tap.h * args_.axis[1].x_tap;
+    const int w = tap.w * args_.axis[2].x_tap;
+    shift_ += d * args_.source_stride[3] + h * args_.source_stride[4] + w * args_.source_stride[5];
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i) {
+      const bool meets = inside(d_[i] + d, args_.axis[0].size) &&
+                         inside(h_[i] + h, args_.axis[1].size) &&
+                         inside(w_[i] + w, args_.axis[2].size);
+      meets_ |= static_cast<u32>(meets) << i;
+    }
+  }
+
   const ImplicitGemmArgs& args_;
-  const T* from_[Own::kCount];
+  const u32 to_;
+  TapChunk<T> chunk_;
+  i64 shift_;
+  u32 meets_;  // a bit for each row
+  const char* from_[Own::kCount];
   int d_[Own::kCount], h_[Own::kCount], w_[Own::kCount];
 };
 
 __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const Phases& phases,
                                              int number) {
+  if (phases.taps() == 1) {
+    return phases.d->r0 * args.other_stride[3] + phases.h->r0 * args.other_stride[4] +
+           phases.w->r0 * args.other_stride[5];
+  }
   const Tap tap(phases, number);
   return (phases.d->r0 + tap.d * args.axis[0].r_step) * args.other_stride[3] +
          (phases.h->r0 + tap.h * args.axis[1].r_step) * args.other_stride[4] +
@@ -158,102 +217,185 @@ __device__ __forceinline__ i64 weight_tap_at(const ImplicitGemmArgs& args, const
 template <class T, class Tile, int kThreads, int kVector>
 class WeightRows {
  public:
-  __device__ __forceinline__ WeightRows(const ImplicitGemmArgs& args, int group, int first)
-      : args_(args), first_(first + Own::spread_row(0)) {
-    from_ = static_cast<const T*>(args.other) + group * args.other_stride[0] +
-            first_ * args.other_stride[1];
+  __device__ __forceinline__ WeightRows(const ImplicitGemmArgs& args, const Phases& phases,
+                                        int group, int first, int step)
+      : args_(args),
+        to_(Own::first_at()),
+        rows_(args.result_channels - first - Own::row()),
+        chunk_(args, step * 8 + Own::column()),
+        row_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
+             (first + Own::row()) * args.other_stride[1]) {
+    find_tap(phases);
   }
-  __device__ __forceinline__ void load(u32 tile, const Phases& phases, const TapChunk<T>& chunk) {
-    const T* from = from_ + weight_tap_at(args_, phases, chunk.tap) + chunk.channel;
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const int real = chunk_.left(args_) * static_cast<int>(sizeof(T));
+    const char* from = from_;
 #pragma unroll
     for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[1]) {
-      const int row = Own::spread_row(i);
-      const bool there = first_ + i * Own::kThreadRows < args_.result_channels;
-      if (!Own::exists(row)) continue;
-      copy_vectors<kVector>(tile + Tile::at(row, Own::column()),
-                            reinterpret_cast<const char*>(from), there ? chunk.real : 0);
+      if (!Own::exists()) continue;
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < there_, real);
     }
+    from_ += 128;
+    if (chunk_.advance(args_)) find_tap(phases);
   }
 
  private:
   using Own = Chunks<Tile, kThreads>;
+  __device__ __forceinline__ void find_tap(const Phases& phases) {
+    there_ = chunk_.tap < phases.taps() ? rows_ : 0;
+    from_ = row_ + weight_tap_at(args_, phases, chunk_.tap) +
+            chunk_.channel * static_cast<int>(sizeof(T));
+  }
+
   const ImplicitGemmArgs& args_;
-  const int first_;
-  const T* from_;
+  const u32 to_;
+  const int rows_;
+  int there_;
+  TapChunk<T> chunk_;
+  const char *const row_, *from_;
 };
 
 // B of dgrad: rows are elements of the reduction, the source's channels at a tap, each with its
-// weights of the result's channels. A thread has neighbouring rows, of one chunk of the reduction.
+// weights of the result's channels.
 template <class T, class Tile, int kThreads, int kVector>
 class WeightColumns {
  public:
-  __device__ __forceinline__ WeightColumns(const ImplicitGemmArgs& args, int group, int first)
-      : args_(args) {
-    const int channel = first + Own::column() * kChunk;
-    const int left = (args.result_channels - channel) * static_cast<int>(sizeof(T));
-    real_ = max(min(left, 16), 0);
-    from_ = static_cast<const T*>(args.other) + group * args.other_stride[0] + channel;
+  __device__ __forceinline__ WeightColumns(const ImplicitGemmArgs& args, const Phases& phases,
+                                           int group, int first, int step)
+      : args_(args),
+        to_(Own::first_at()),
+        columns_(args.result_channels - first - Own::column() * kChunk),
+        element_(step * 8 * kChunk + Own::row()),
+        column_(static_cast<const char*>(args.other) + group * args.other_stride[0] +
+                (first + Own::column() * kChunk) * static_cast<int>(sizeof(T))) {
+    find_tap(phases);
   }
-  __device__ __forceinline__ void load(u32 tile, const Phases& phases, int taps, int step) {
+  __device__ __forceinline__ void load(u32 tile, const Phases& phases) {
+    const int real = columns_ * static_cast<int>(sizeof(T));
+    const char* from = from_;
+    if (within_ + 8 * kChunk - Own::row() <= args_.tap_chunks * kChunk) {
+      const int rows = columns_ > 0 ? there_ : 0;
 #pragma unroll
-    for (int begin = 0; begin < Own::kCount; begin += kTogether) {
-      const int first = Own::neighbour_row(begin);
-      const TapChunk<T> chunk(args_, taps, step * 8 + first / kChunk);
-      const int channel = chunk.channel + first % kChunk;
-      const T* from = from_ + weight_tap_at(args_, phases, chunk.tap) +
-                      channel * args_.other_stride[2];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i, from += args_.other_stride[2]) {
-        const bool there = chunk.real > 0 && channel + i < args_.source_channels;
-        if (!Own::exists(first)) continue;
-        copy_vectors<kVector>(tile + Tile::at(first + i, Own::column()),
-                              reinterpret_cast<const char*>(from), there ? real_ : 0);
+      for (int i = 0; i < Own::kCount; ++i, from += Own::kThreadRows * args_.other_stride[2]) {
+        if (!Own::exists()) continue;
+        copy_vectors<kVector>(tile + Own::at(to_, i), from, i * Own::kThreadRows < rows, real);
+      }
+    } else {
+      // Rows of a tap that another follows in this step are looked up one by one.
+#pragma unroll 1
+      for (int i = 0; i < Own::kCount; ++i) {
+        if (!Own::exists()) continue;
+        bool there;
+        const char* const own = look_up(phases, element_ + i * Own::kThreadRows, there);
+        copy_vectors<kVector>(tile + Own::at(to_, i), own, there && columns_ > 0, real);
       }
     }
+    element_ += 8 * kChunk, within_ += 8 * kChunk;
+    there_ -= 8 * kChunk, from_ += 8 * kChunk * args_.other_stride[2];
+    if (within_ >= args_.tap_chunks * kChunk) find_tap(phases);
   }
 
  private:
   using Own = Chunks<Tile, kThreads>;
-  static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
-  static constexpr int kTogether = Own::kCount < kChunk ? Own::kCount : kChunk;
+  static constexpr int kChunk = TapChunk<T>::kElements;
+
+  // Of an element of the reduction: where its weights are, and whether it exists.
+  __device__ __forceinline__ const char* look_up(const Phases& phases, int element, bool& there) {
+    const TapChunk<T> chunk(args_, element / kChunk);
+    const int channel = chunk.channel + element % kChunk;
+    there = chunk.tap < phases.taps() && channel < args_.source_channels;
+    return column_ + weight_tap_at(args_, phases, chunk.tap) + channel * args_.other_stride[2];
+  }
+  __device__ __forceinline__ void find_tap(const Phases& phases) {
+    const TapChunk<T> chunk(args_, element_ / kChunk);
+    within_ = chunk.channel + element_ % kChunk;
+    there_ = chunk.tap < phases.taps() ? args_.source_channels - within_ : 0;
+    from_ = column_ + weight_tap_at(args_, phases, chunk.tap) + within_ * args_.other_stride[2];
+  }
+
   const ImplicitGemmArgs& args_;
-  int real_;
-  const T* from_;
+  const u32 to_;
+  const int columns_;
+  // Of this thread's first row: the element of the reduction, and of its tap; elements that are left.
+  int element_, within_, there_;
+  const char *const column_, *from_;
+};
+
+// Pixels of grad_output that wgrad's rows are, a step after another.
+template <class Own, int kDepth>
+class PixelWalk {
+ public:
+  // `linear`: positions are not asked for.
+  __device__ __forceinline__ PixelWalk(const Phases& phases, int step, int pixels, bool linear)
+      : phases_(phases), linear_(linear), left_(pixels - step * kDepth - Own::row()) {
+    if (linear) return;
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i) {
+      at_[i] = Position(phases, step * kDepth + Own::row() + i * Own::kThreadRows);
+    }
+  }
+  __device__ __forceinline__ bool there(int i) const { return i * Own::kThreadRows < left_; }
+  __device__ __forceinline__ const Position& at(int i) const { return at_[i]; }
+  __device__ __forceinline__ void advance() {
+    left_ -= kDepth;
+    if (linear_) return;
+    const Position by(phases_, kDepth);
+#pragma unroll
+    for (int i = 0; i < Own::kCount; ++i) {
+      Position& at = at_[i];
+      at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;
+      if (at.w >= phases_.w->count) at.w -= phases_.w->count, ++at.h;
+      if (at.h >= phases_.h->count) at.h -= phases_.h->count, ++at.d;
+      if (at.d >= phases_.d->count) at.d -= phases_.d->count, ++at.n;
+    }
+  }
+
+ private:
+  const Phases& phases_;
+  const bool linear_;
+  int left_;
+  Position at_[Own::kCount];
 };
 
 // A of wgrad: rows are pixels of grad_output, each with its channels.
 template <class T, class Tile, int kThreads, int kVector>
 class GradientPixels {
  public:
-  __device__ __forceinline__ GradientPixels(const ImplicitGemmArgs& args, int group, int first)
-      : args_(args) {
-    const int channel = first + Own::column() * (16 / static_cast<int>(sizeof(T)));
-    const int left = (args.result_channels - channel) * static_cast<int>(sizeof(T));
-    real_ = max(min(left, 16), 0);
-    from_ = static_cast<const T*>(args.other) + group * args.other_stride[1] + channel;
+  __device__ __forceinline__ GradientPixels(const ImplicitGemmArgs& args, const Phases& phases,
+                                            int group, int first, int step, int pixels)
+      : args_(args),
+        to_(Own::first_at()),
+        walk_(phases, step, pixels, args.linear_other != 0),
+        channels_(args.result_channels - first - Own::column() * TapChunk<T>::kElements) {
+    from_ = static_cast<const char*>(args.other) + group * args.other_stride[1] +
+            (first + Own::column() * TapChunk<T>::kElements) * static_cast<int>(sizeof(T));
+    if (args.linear_other) from_ += (step * Tile::kRows + Own::row()) * args.other_stride[5];
   }
-  __device__ __forceinline__ void load(u32 tile, const Phases& phases, int first, int pixels) {
+  __device__ __forceinline__ void load(u32 tile) {
+    const int real = channels_ * static_cast<int>(sizeof(T));
+    const char* row = from_;
 #pragma unroll
-    for (int i = 0; i < Own::kCount; ++i) {
-      const int row = Own::spread_row(i), pixel = first + row;
-      if (!Own::exists(row)) continue;
-      copy_vectors<kVector>(tile + Tile::at(row, Own::column()),
-                            reinterpret_cast<const char*>(from_ + offset(phases, pixel)),
-                            pixel < pixels ? real_ : 0);
+    for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.other_stride[5]) {
+      if (!Own::exists()) continue;
+      const char* from = row;
+      if (!args_.linear_other) {
+        const Position& at = walk_.at(i);
+        from = from_ + at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
+               at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
+      }
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, walk_.there(i) && channels_ > 0, real);
     }
+    walk_.advance();
+    if (args_.linear_other) from_ += Tile::kRows * args_.other_stride[5];
   }
 
  private:
   using Own = Chunks<Tile, kThreads>;
-  __device__ __forceinline__ i64 offset(const Phases& phases, int pixel) const {
-    if (args_.linear_other) return pixel * args_.other_stride[5];
-    const Position at(phases, pixel);
-    return at.n * args_.other_stride[0] + at.d * args_.other_stride[3] +
-           at.h * args_.other_stride[4] + at.w * args_.other_stride[5];
-  }
   const ImplicitGemmArgs& args_;
-  int real_;
-  const T* from_;
+  const u32 to_;
+  PixelWalk<Own, Tile::kRows> walk_;
+  const int channels_;
+  const char* from_;
 };
 
 // B of wgrad: rows are pixels of grad_output, each with what it meets of the input: the channels of
@@ -262,45 +404,51 @@ template <class T, class Tile, int kThreads, int kVector>
 class TapColumns {
  public:
   __device__ __forceinline__ TapColumns(const ImplicitGemmArgs& args, const Phases& phases,
-                                        int group, int first)
-      : args_(args) {
-    const int chunk = first / (16 / static_cast<int>(sizeof(T))) + Own::column();
-    const TapChunk<T> own(args, phases.taps(), chunk);
+                                        int group, int first, int step, int pixels)
+      : args_(args), to_(Own::first_at()), walk_(phases, step, pixels, args.linear_source != 0) {
+    const TapChunk<T> own(args, first / TapChunk<T>::kElements + Own::column());
+    channels_ = own.tap < phases.taps() ? own.left(args) : 0;
+    from_ = static_cast<const char*>(args.source) + group * args.source_stride[1] +
+            own.channel * static_cast<int>(sizeof(T));
+    if (args.linear_source) {
+      from_ += (step * Tile::kRows + Own::row()) * args.source_stride[5];
+      return;
+    }
     const Tap tap(phases, own.tap);
-    real_ = own.real;
     d_ = phases.d->x0 + tap.d * args.axis[0].x_tap;
     h_ = phases.h->x0 + tap.h * args.axis[1].x_tap;
     w_ = phases.w->x0 + tap.w * args.axis[2].x_tap;
-    from_ = static_cast<const T*>(args.source) + group * args.source_stride[1] + own.channel;
   }
-  __device__ __forceinline__ void load(u32 tile, const Phases& phases, int first, int pixels) {
+  __device__ __forceinline__ void load(u32 tile) {
+    const int real = channels_ * static_cast<int>(sizeof(T));
+    const char* row = from_;
 #pragma unroll
-    for (int i = 0; i < Own::kCount; ++i) {
-      const int row = Own::spread_row(i), pixel = first + row;
-      bool meets = pixel < pixels;
-      i64 offset;
-      if (args_.linear_source) {
-        offset = pixel * args_.source_stride[5];
-      } else {
-        const Position at(phases, pixel);
+    for (int i = 0; i < Own::kCount; ++i, row += Own::kThreadRows * args_.source_stride[5]) {
+      if (!Own::exists()) continue;
+      bool meets = walk_.there(i) && channels_ > 0;
+      const char* from = row;
+      if (!args_.linear_source) {
+        const Position& at = walk_.at(i);
         const int d = d_ + at.d * args_.axis[0].x_step, h = h_ + at.h * args_.axis[1].x_step;
         const int w = w_ + at.w * args_.axis[2].x_step;
         meets = meets && inside(d, args_.axis[0].size) && inside(h, args_.axis[1].size) &&
                 inside(w, args_.axis[2].size);
-        offset = at.n * args_.source_stride[0] + d * args_.source_stride[3] +
-                 h * args_.source_stride[4] + w * args_.source_stride[5];
+        from = from_ + at.n * args_.source_stride[0] + d * args_.source_stride[3] +
+               h * args_.source_stride[4] + w * args_.source_stride[5];
       }
-      if (!Own::exists(row)) continue;
-      copy_vectors<kVector>(tile + Tile::at(row, Own::column()),
-                            reinterpret_cast<const char*>(from_ + offset), meets ? real_ : 0);
+      copy_vectors<kVector>(tile + Own::at(to_, i), from, meets, real);
     }
+    walk_.advance();
+    if (args_.linear_source) from_ += Tile::kRows * args_.source_stride[5];
   }
 
  private:
   using Own = Chunks<Tile, kThreads>;
   const ImplicitGemmArgs& args_;
-  int real_, d_, h_, w_;
-  const T* from_;
+  const u32 to_;
+  PixelWalk<Own, Tile::kRows> walk_;
+  int channels_, d_ = 0, h_ = 0, w_ = 0;
+  const char* from_;
 };
 
 }  // namespace convgrad

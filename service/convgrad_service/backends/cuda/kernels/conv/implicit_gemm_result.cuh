@@ -7,40 +7,43 @@
 
 namespace convgrad {
 
-// So many results of one row: where the first is, how far apart they lie, how many exist, and the
+// kRun neighbouring columns, in all rows: where they are from a row's place on, how many exist, and the
 // channel of the first for a bias.
-struct ResultRun {
-  i64 at, step;
+template <Operation kOperation, class T>
+struct ResultColumns {
+  i64 at;
   int count, channel;
+
+  __device__ __forceinline__ ResultColumns(const ImplicitGemmArgs& args, const Phases& phases,
+                                           int group, int column) {
+    if constexpr (kOperation == Operation::kWgrad) {
+      // A chunk has one tap.
+      const TapChunk<T> chunk(args, column / TapChunk<T>::kElements);
+      const int within = column % TapChunk<T>::kElements;
+      const Tap tap(phases, chunk.tap);
+      channel = chunk.channel + within;
+      count = chunk.tap < phases.taps() ? chunk.left(args) - within : 0;
+      at = group * args.result_stride[0] + channel * args.result_stride[2] +
+           tap.d * args.result_stride[3] + tap.h * args.result_stride[4] +
+           tap.w * args.result_stride[5];
+    } else {
+      channel = group * args.result_channels + column;
+      count = args.result_channels - column;
+      at = group * args.result_stride[1] + column * args.result_stride[2];
+    }
+  }
 };
 
-// kRun neighbouring columns from `column` on (a multiple of kRun) of row `row`, in the largest run
-// that has one tap.
-template <Operation kOperation, class T, int kRun>
-__device__ __forceinline__ ResultRun result_run(const ImplicitGemmArgs& args, const Phases& phases,
-                                                int group, int row, int row_end, int column) {
-  ResultRun run;
-  if constexpr (kOperation == Operation::kWgrad) {
-    const TapChunk<T> chunk(args, phases.taps(), column / (16 / static_cast<int>(sizeof(T))));
-    const Tap tap(phases, chunk.tap);
-    run.step = args.result_stride[2];
-    run.channel = chunk.channel;
-    run.count = chunk.real / static_cast<int>(sizeof(T));
-    run.at = group * args.result_stride[0] + row * args.result_stride[1] +
-             chunk.channel * run.step + tap.d * args.result_stride[3] +
-             tap.h * args.result_stride[4] + tap.w * args.result_stride[5];
-  } else {
-    const Position at(phases, row);
-    run.step = args.result_stride[2];
-    run.channel = group * args.result_channels + column;
-    run.count = args.result_channels - column;
-    run.at = at.n * args.result_stride[0] + group * args.result_stride[1] + column * run.step +
-             (phases.d->y0 + at.d * args.axis[0].y_step) * args.result_stride[3] +
-             (phases.h->y0 + at.h * args.axis[1].y_step) * args.result_stride[4] +
-             (phases.w->y0 + at.w * args.axis[2].y_step) * args.result_stride[5];
-  }
-  run.count = row < row_end ? min(run.count, kRun) : 0;
-  return run;
+template <Operation kOperation>
+__device__ __forceinline__ i64 result_row(const ImplicitGemmArgs& args, const Phases& phases,
+                                          int row) {
+  if constexpr (kOperation == Operation::kWgrad) return row * args.result_stride[1];
+  if (args.linear_result) return row * args.result_stride[5];
+  const Position at(phases, row);
+  return at.n * args.result_stride[0] +
+         (phases.d->y0 + at.d * args.axis[0].y_step) * args.result_stride[3] +
+         (phases.h->y0 + at.h * args.axis[1].y_step) * args.result_stride[4] +
+         (phases.w->y0 + at.w * args.axis[2].y_step) * args.result_stride[5];
 }
 
 // A result, or what accumulates into it, of type T or (`wide`) float32.
@@ -78,39 +81,40 @@ struct ResultMemory {
   }
 };
 
-// activation(alpha * sum + beta * accumulate + bias), rounded and stored.
+// activation(alpha * sum + beta * accumulate + bias), rounded and stored: `count` of the sums at most.
 template <class T, int kRun>
-__device__ __forceinline__ void finish_run(const ImplicitGemmArgs& args, const ResultRun& run,
-                                           float (&sums)[kRun]) {
+__device__ __forceinline__ void finish_run(const ImplicitGemmArgs& args, i64 at, int count,
+                                           int channel, float (&sums)[kRun]) {
   const ResultMemory<T> result{static_cast<char*>(args.result), args.wide_result != 0};
+  const i64 step = args.result_stride[2];
+  if (!args.plain) {
 #pragma unroll
-  for (int e = 0; e < kRun; ++e) sums[e] *= args.alpha;
-  if (args.accumulate != nullptr) {
-    // Only read.
-    char* const at = static_cast<char*>(const_cast<void*>(args.accumulate));
-    const ResultMemory<T> before{at, result.wide};
+    for (int e = 0; e < kRun; ++e) sums[e] *= args.alpha;
+    if (args.accumulate != nullptr) {
+      // Only read.
+      char* const from = static_cast<char*>(const_cast<void*>(args.accumulate));
+      const ResultMemory<T> before{from, result.wide};
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      if (e < run.count) sums[e] += args.beta * before.load(run.at + e * run.step);
+      for (int e = 0; e < kRun; ++e) {
+        if (e < count) sums[e] += args.beta * before.load(at + e * step);
+      }
     }
-  }
-  if (args.bias != nullptr) {
-    const T* const bias = static_cast<const T*>(args.bias) + run.channel;
+    if (args.bias != nullptr) {
+      const T* const bias = static_cast<const T*>(args.bias) + channel;
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      if (e < run.count) sums[e] += widen(bias[e]);
+      for (int e = 0; e < kRun; ++e) {
+        if (e < count) sums[e] += widen(bias[e]);
+      }
     }
-  }
-  if (args.activation != kNone) {
 #pragma unroll
     for (int e = 0; e < kRun; ++e) sums[e] = activate(sums[e], args.activation);
   }
-  if (args.result_in_vectors && run.count == kRun) {
-    result.store_vector(run.at, sums);
+  if (args.result_in_vectors && count >= kRun) {
+    result.store_vector(at, sums);
   } else {
 #pragma unroll
     for (int e = 0; e < kRun; ++e) {
-      if (e < run.count) result.store(run.at + e * run.step, sums[e]);
+      if (e < count) result.store(at + e * step, sums[e]);
     }
   }
 }

@@ -35,7 +35,7 @@ class Tile:
     blocks: int
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}"
+        return f"{self.m}x{self.n}w{self.threads // 32}s{self.stages}"
 
     @property
     def threads(self) -> int:
@@ -46,14 +46,18 @@ class Tile:
         """Of a warp: at most so many blocks of a cluster have a part each."""
         return self.warp_m // 16 * (self.warp_n // 8)
 
-    def shared_bytes(self, cluster: int) -> int:
-        ring = self.stages * (self.m + self.n) * STEP_BYTES
+    def ring_bytes(self, steps: int) -> int:
+        """Of a block of so many steps: no more stages than it fills."""
+        return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
+
+    def shared_bytes(self, cluster: int, steps: int) -> int:
+        ring = self.ring_bytes(steps)
         sums = self.m * self.n // FRAGMENT_SUMS * FRAGMENT_BYTES
         return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
 
-    def resident(self, device: CudaDevice, cluster: int) -> int:
+    def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
         """Blocks that a multiprocessor has at the same time."""
-        each = self.shared_bytes(cluster) + RESERVED_BYTES
+        each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
         return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
 
     def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
@@ -73,13 +77,18 @@ class Tile:
 
 TILES = (
     Tile(64, 64, 32, 32, 4, 3),
+    Tile(64, 64, 32, 16, 4, 2),
+    Tile(64, 64, 32, 32, 6, 2),
     Tile(64, 32, 32, 16, 4, 4),
     Tile(32, 64, 16, 32, 4, 4),
+    Tile(32, 32, 16, 16, 6, 4),
     Tile(128, 16, 32, 16, 4, 3),
-    Tile(128, 32, 32, 32, 4, 2),
+    Tile(128, 32, 32, 32, 4, 3),
+    Tile(256, 32, 64, 16, 4, 1),
     Tile(128, 64, 32, 32, 4, 2),
+    Tile(128, 64, 64, 32, 4, 2),
     Tile(64, 128, 32, 32, 4, 2),
-    Tile(128, 128, 64, 32, 3, 1),
+    Tile(128, 128, 64, 32, 4, 1),
 )
 
 
@@ -99,6 +108,10 @@ class Config:
     @property
     def splits(self) -> int:
         return self.cluster * self.workspace
+
+    def steps(self, gemm: Gemm, dtype: DType) -> int:
+        """The most of one block."""
+        return ceil_div(gemm.steps(dtype), self.splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +142,11 @@ def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> 
     """What a launch takes in a graph."""
     tile = config.tile
     blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
-    steps = ceil_div(gemm.steps(dtype), config.splits)
-    resident = tile.resident(device, config.cluster)
+    steps = config.steps(gemm, dtype)
+    resident = tile.resident(device, config.cluster, steps)
     each = ceil_div(blocks, device.multiprocessors)
     waves = ceil_div(each, resident)
-    alone = 1.5e-6 + steps * 0.25e-6
+    alone = 1.5e-6 + steps * 0.2e-6
     work = each * steps * tile.m * tile.n * STEP_BYTES / 350e12 * 132
     total = 3.5e-6 + max(waves * alone, work, gemm.bytes / 3.5e12)
     if config.cluster > 1:
@@ -154,7 +167,7 @@ def configs(
         for cluster in clusters:
             if cluster > min(steps, tile.fragments) and cluster > 1:
                 continue
-            if tile.shared_bytes(cluster) > device.shared_bytes_per_block:
+            if tile.shared_bytes(cluster, tile.stages) > device.shared_bytes_per_block:
                 continue
             yield Config(tile, cluster)
             if cluster == clusters[-1] or len(clusters) == 1:

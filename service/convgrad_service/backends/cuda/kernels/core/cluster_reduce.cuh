@@ -12,9 +12,8 @@ template <class Gemm>
 class ClusterReduce {
  public:
   static constexpr int kFragments = Gemm::kRowFragments * Gemm::kColumnFragments;  // of a warp
-  // A fragment's rows, of 4 lanes of 16 bytes, lie apart so that eight neighbours are read from
-  // different banks.
-  static constexpr int kRowBytes = 80, kFragmentBytes = 8 * kRowBytes + 16;
+  // Apart so that one lane's sums of four fragments and two rows lie in different banks.
+  static constexpr int kFragmentBytes = 512 + 16;
   static constexpr int kBytes = Gemm::kWarps * kFragments * kFragmentBytes;
 
   // `room` has kBytes; where blocks are more than one, no block may use it for anything else.
@@ -47,43 +46,47 @@ class ClusterReduce {
 #endif
   }
 
-  // Afterwards `row_of` finds this block's part.
+  // Afterwards `rows_of` finds this block's part.
   __device__ __forceinline__ void exchange(const typename Gemm::Sums& sums) const {
-#if __CUDA_ARCH__ >= 900
-    if (log_ > 0) wait_at_cluster();
-#endif
-    const int lane = threadIdx.x & 31;
-    const u32 room = shared_address(room_) + lane / 4 * kRowBytes + lane % 4 * 16;
+    char* const own = room_ + (threadIdx.x & 31) * 16;
+    if (log_ == 0) {
 #pragma unroll
-    for (int f = 0; f < kFragments; ++f) {
-      const u32 owner = f >> owned_log_;
-      const u32 to = room + slot(rank_, f - (owner << owned_log_)) * kFragmentBytes;
-      const float(&sum)[4] = sums[f / Gemm::kColumnFragments][f % Gemm::kColumnFragments];
-#if __CUDA_ARCH__ >= 900
-      if (owner != rank_) {
-        store_async(to, sum, barrier_, owner);
-        continue;
-      }
-#endif
-      store_floats(to, sum);
+      for (int f = 0; f < kFragments; ++f) keep(own + slot(0, f) * kFragmentBytes, sum_of(sums, f));
     }
+#if __CUDA_ARCH__ >= 900
+    if (log_ > 0) {
+      wait_at_cluster();
+      const u32 sent = shared_address(own);
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const u32 owner = f >> owned_log_;
+        const int to = slot(rank_, f - (owner << owned_log_)) * kFragmentBytes;
+        if (owner == rank_) {
+          keep(own + to, sum_of(sums, f));
+        } else {
+          store_async(sent + to, sum_of(sums, f), barrier_, owner);
+        }
+      }
+    }
+#endif
     __syncwarp();
 #if __CUDA_ARCH__ >= 900
     if (log_ > 0) wait_for(barrier_, 0);
 #endif
   }
 
-  // Eight neighbouring sums of row `row` (of 16) of the how many-th owned fragment of this warp.
-  __device__ __forceinline__ void row_of(int fragment, int row, float (&sums)[8]) const {
-    const char* from = room_ + slot(0, fragment) * kFragmentBytes + row % 8 * kRowBytes + row / 8 * 8;
+  // Eight neighbouring sums of row `row` (of 8), and of the eighth below, of one of this warp's owned
+  // fragments.
+  __device__ __forceinline__ void rows_of(int fragment, int row, float (&sums)[2][8]) const {
+    const char* from = room_ + slot(0, fragment) * kFragmentBytes + row * 64;
     read(from, sums);
 #pragma unroll 1
     for (int rank = 1; rank < 1 << log_; ++rank) {
       from += kFragmentBytes << owned_log_;
-      float more[8];
+      float more[2][8];
       read(from, more);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sums[e] += more[e];
+      for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] += more[e / 8][e % 8];
     }
   }
 
@@ -91,15 +94,18 @@ class ClusterReduce {
   __device__ __forceinline__ int slot(int rank, int fragment) const {
     return threadIdx.x / 32 * kFragments + (rank << owned_log_) + fragment;
   }
-  __device__ static __forceinline__ void store_floats(u32 to, const float (&values)[4]) {
-    store_pair(to, values[0], values[1]);
-    store_pair(to + 8, values[2], values[3]);
+  __device__ static __forceinline__ const float (&sum_of(const typename Gemm::Sums& sums, int f))[4] {
+    return sums[f / Gemm::kColumnFragments][f % Gemm::kColumnFragments];
   }
-  __device__ static __forceinline__ void read(const char* from, float (&to)[8]) {
+  __device__ static __forceinline__ void keep(char* to, const float (&sum)[4]) {
+    *reinterpret_cast<float4*>(to) = {sum[0], sum[1], sum[2], sum[3]};
+  }
+  __device__ static __forceinline__ void read(const char* from, float (&to)[2][8]) {
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
-      const float2 two = *reinterpret_cast<const float2*>(from + lane * 16);
-      to[lane * 2] = two.x, to[lane * 2 + 1] = two.y;
+      const float4 four = *reinterpret_cast<const float4*>(from + lane * 16);
+      to[0][lane * 2] = four.x, to[0][lane * 2 + 1] = four.y;
+      to[1][lane * 2] = four.z, to[1][lane * 2 + 1] = four.w;
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/shared_tile.cuh"
+#include "kept.cuh"
 
 namespace convgrad {
 
@@ -34,24 +35,37 @@ struct MmaMultistage {
     return threadIdx.x / 32 % (kN / kWarpN) * kWarpN;
   }
 
-  // All steps; `load(step, stage)` starts this thread's copies of one step, kStages - 1 steps before
-  // its products. The ring may be overwritten afterwards.
+  // All steps; `load(stage)` starts this thread's copies of the next step, kStages - 1 steps before its
+  // products. The ring may be overwritten afterwards.
   template <class Load>
   __device__ static __forceinline__ void run(Sums& sums, u32 ring, int steps, Load& load) {
     constexpr int kAhead = kStages - 1;
+    // Not to be found again in every step.
+    const u32 lane_a = kept_value(FragmentsA::lane_at(warp_row()));
+    const u32 lane_b = kept_value(TileA::kBytes + FragmentsB::lane_at(warp_column()));
     u32 filled = ring, used = ring;
-    // One copy of the code for the first steps and the others: a launch reads it from memory.
+    Operands now[2];
+    // One copy of the code for the first steps and the others: a launch reads it from memory. Copies
+    // are started once the step's first products are on their way.
 #pragma unroll 1
     for (int step = -kAhead; step < steps; ++step) {
+      const u32 a = used + lane_a, b = used + lane_b;
       if (step >= 0) {
         wait_copies<kAhead - 1>();
         __syncthreads();
+        now[0].fetch(a, b, 0);
+        now[1].fetch(a, b, 1);
+        multiply(sums, now[0]);
       }
-      if (step + kAhead < steps) load(step + kAhead, filled);
+      if (step + kAhead < steps) load(filled);
       commit_copies();
       filled = next(filled, ring);
       if (step >= 0) {
-        multiply(sums, used);
+        now[0].fetch(a, b, 2);
+        multiply(sums, now[1]);
+        now[1].fetch(a, b, 3);
+        multiply(sums, now[0]);
+        multiply(sums, now[1]);
         used = next(used, ring);
       }
     }
@@ -60,39 +74,27 @@ struct MmaMultistage {
   }
 
  private:
-  using FragmentsA = Fragments<T, TileA, kMnMajorA>;
-  using FragmentsB = Fragments<T, TileB, kMnMajorB>;
+  using FragmentsA = Fragments<T, TileA, kMnMajorA, true>;
+  using FragmentsB = Fragments<T, TileB, kMnMajorB, false>;
+  struct Operands {
+    u32 a[kRowFragments][4], b[kColumnFragments / 2][4];
+
+    __device__ __forceinline__ void fetch(u32 from_a, u32 from_b, int k) {
+#pragma unroll
+      for (int i = 0; i < kRowFragments; ++i) FragmentsA::load(a[i], from_a, i, k);
+#pragma unroll
+      for (int j = 0; j < kColumnFragments / 2; ++j) FragmentsB::load(b[j], from_b, j, k);
+    }
+  };
   __device__ static __forceinline__ u32 next(u32 stage, u32 ring) {
     return stage + kStageBytes == ring + kRingBytes ? ring : stage + kStageBytes;
   }
-  struct Operands {
-    u32 a[kRowFragments][4], b[kColumnFragments / 2][4];
-  };
-
-  __device__ static __forceinline__ void fetch(Operands& to, u32 stage, int k) {
+  __device__ static __forceinline__ void multiply(Sums& sums, const Operands& from) {
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
-      FragmentsA::load_a(to.a[i], stage, warp_row() + i * 16, k);
-    }
 #pragma unroll
-    for (int j = 0; j < kColumnFragments / 2; ++j) {
-      FragmentsB::load_b(to.b[j], stage + TileA::kBytes, warp_column() + j * 16, k);
-    }
-  }
-  __device__ static __forceinline__ void multiply(Sums& sums, u32 stage) {
-    constexpr int kProducts = 4;  // of 32 bytes
-    Operands now[2];
-    fetch(now[0], stage, 0);
-#pragma unroll
-    for (int k = 0; k < kProducts; ++k) {
-      if (k + 1 < kProducts) fetch(now[(k + 1) & 1], stage, k + 1);
-      const Operands& from = now[k & 1];
-#pragma unroll
-      for (int i = 0; i < kRowFragments; ++i) {
-#pragma unroll
-        for (int j = 0; j < kColumnFragments; ++j) {
-          mma<T>(sums[i][j], from.a[i], from.b[j / 2][j % 2 * 2], from.b[j / 2][j % 2 * 2 + 1]);
-        }
+      for (int j = 0; j < kColumnFragments; ++j) {
+        mma<T>(sums[i][j], from.a[i], from.b[j / 2][j % 2 * 2], from.b[j / 2][j % 2 * 2 + 1]);
       }
     }
   }

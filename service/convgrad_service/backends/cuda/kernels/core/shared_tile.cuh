@@ -4,6 +4,9 @@
 // the reduction along it; MN-major operands a row for each element of the reduction. Chunks are
 // swizzled so that the eight of one column in neighbouring rows (what ldmatrix reads), and the
 // chunks of one row (what copies write), lie in different banks.
+//
+// Tiles start at multiples of 128 bytes. What is added to a chunk's number never carries into bits
+// that are set, so elsewhere in a row is an address with bits flipped: found once, outside the loop.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -12,7 +15,8 @@ namespace convgrad {
 
 template <int kRows_, int kChunks_>
 struct SharedTile {
-  static constexpr int kRows = kRows_, kChunks = kChunks_, kBytes = kRows * kChunks * 16;
+  static constexpr int kRows = kRows_, kChunks = kChunks_;
+  static constexpr int kRowBytes = kChunks * 16, kBytes = kRows * kRowBytes;
   // Rows of one 128-byte line of all banks, and the bits of a chunk that are swizzled.
   static constexpr int kLineRows = kChunks >= 8 ? 1 : 8 / kChunks;
   static constexpr int kMask = kChunks >= 8 ? 7 : kChunks - 1;
@@ -24,60 +28,50 @@ struct SharedTile {
   }
 };
 
-// Fragments of the k-th mma of a stage (32 bytes of the reduction) for 16 rows of A from `first` on,
-// and for 16 columns of B: two n8 fragments, each of two registers.
-template <class T, class Tile, bool kMnMajor>
+// Fragments of the k-th mma of a stage (32 bytes of the reduction): 16 rows of A, or 16 columns of B,
+// which are two n8 fragments of two registers each.
+template <class T, class Tile, bool kMnMajor, bool kOfA>
 struct Fragments {
   static constexpr int kDepth = 32 / static_cast<int>(sizeof(T));  // of one mma
   static constexpr int kPer = 16 / static_cast<int>(sizeof(T));    // elements of a chunk
 
-  __device__ static __forceinline__ void load_a(u32 (&a)[4], u32 tile, int first, int k) {
+  // Where in a tile this lane finds its part of the first fragment from row (column) `first` on.
+  __device__ static __forceinline__ u32 lane_at(int first) {
     const int lane = threadIdx.x & 31;
-    if constexpr (!kMnMajor) {
-      // Whole lines of eight chunks: k moves along them by an exclusive or.
-      static_assert(Tile::kChunks == 8);
-      load_matrices(a, tile + (Tile::at(first + (lane & 15), lane / 16) ^ k * 32));
-    } else if constexpr (sizeof(T) == 2) {
-      const u32 at = Tile::at(lane / 16 * 8 + lane % 8, first / 8 + (lane / 8 & 1));
-      load_matrices_transposed(a, tile + at + k * kDepth * Tile::kChunks * 16);
-    } else {
-      load_turned(a, tile, first + lane / 4, k, [](int i) { return i / 2 * 4; },
-                  [](int i) { return (i & 1) * 8; });
-    }
-    round(a);
-  }
-  __device__ static __forceinline__ void load_b(u32 (&b)[4], u32 tile, int first, int k) {
-    const int lane = threadIdx.x & 31;
+    // Of the four 8 x 16-byte matrices of a fragment, A's second is further along M, B's further
+    // along the reduction.
+    const int second = lane / 8 & 1, third = lane / 16;
+    const int beyond = kOfA ? second : third, deeper = kOfA ? third : second;
     if constexpr (!kMnMajor) {
       static_assert(Tile::kChunks == 8);
-      const u32 at = Tile::at(first + lane / 16 * 8 + lane % 8, lane / 8 & 1);
-      load_matrices(b, tile + (at ^ k * 32));
+      return Tile::at(first + beyond * 8 + lane % 8, deeper);
     } else if constexpr (sizeof(T) == 2) {
-      const u32 at = Tile::at(lane & 15, first / 8 + lane / 16);
-      load_matrices_transposed(b, tile + at + k * kDepth * Tile::kChunks * 16);
+      return Tile::at(deeper * 8 + lane % 8, first / kPer + beyond);
     } else {
-      load_turned(b, tile, first + lane / 4, k, [](int i) { return (i & 1) * 4; },
-                  [](int i) { return i / 2 * 8; });
+      const int column = first + lane / 4;
+      return Tile::at(lane % 4, column / kPer) + column % kPer * 4;
     }
-    round(b);
   }
-
- private:
-  // ldmatrix cannot transpose 32-bit elements: a word each, at depth lane % 4 + depth(i) and column
-  // `column` + beside(i).
-  template <class Depth, class Beside>
-  __device__ static __forceinline__ void load_turned(u32 (&to)[4], u32 tile, int column, int k,
-                                                     Depth depth, Beside beside) {
+  // The `index`-th fragment; `from` is lane_at within a stage.
+  __device__ static __forceinline__ void load(u32 (&to)[4], u32 from, int index, int k) {
+    if constexpr (!kMnMajor) {
+      load_matrices(to, (from ^ k * 32) + index * 16 * Tile::kRowBytes);
+    } else if constexpr (sizeof(T) == 2) {
+      load_matrices_transposed(to, (from ^ (index & 3) * 32) + index / 4 * 128 +
+                                       k * kDepth * Tile::kRowBytes);
+    } else {
+      // ldmatrix does not transpose 32-bit elements.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = k * kDepth + (threadIdx.x & 3) + depth(i), at = column + beside(i);
-      to[i] = load_word(tile + Tile::at(row, at / kPer) + at % kPer * 4);
+      for (int i = 0; i < 4; ++i) {
+        const int beyond = kOfA ? i & 1 : i / 2, deeper = kOfA ? i / 2 : i & 1;
+        const int chunks = index * 4 + beyond * 2;
+        to[i] = load_word((from ^ ((chunks & 7) ^ deeper * 4) * 16) + chunks / 8 * 128 +
+                          (k * kDepth + deeper * 4) * Tile::kRowBytes);
+      }
     }
-  }
-  __device__ static __forceinline__ void round(u32 (&words)[4]) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = to_tf32(words[i]);
+      for (int i = 0; i < 4; ++i) to[i] = to_tf32(to[i]);
     }
   }
 };
