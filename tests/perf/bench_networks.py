@@ -4,12 +4,13 @@
 
 Times the layers of `suite/networks.json` as bench_gpu.py does (graph replay, one process, the same
 tensors), in short samples so that several hundred take a minute, and writes
-`tests/perf/results/networks.jsonl`: bench_gpu's fields and `batch`, a line for each layer, batch,
-operation, type and layout, in place of an older run's. Ends with a table by class and batch, and the
-sums of each network. Needs a GPU, CuPy and PyTorch.
+`tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
+batch, operation, type and layout, in place of an older run's. Ends with a table by class and batch,
+and the sums of each network. Needs a GPU, CuPy and PyTorch.
 
-Plans are made and kernels compiled in parallel before anything is timed. Each result is compared with
-cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes longer.
+Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
+with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
+longer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class Wanted:
     @property
     def problem(self) -> Problem:
         made: Any = problem_of(self.layer, self.dtype, self.layout, self.op)
-        return made if self.dtype != "float32" else replace(made, precision=self.precision)
+        problem: Problem = made
+        if self.dtype == "float32":
+            problem = replace(made, precision=self.precision)
+        return problem
 
     def case(self) -> Case:
         (case,) = cases_of(self.layer, self.dtype, self.layout, (self.op,))

@@ -1,4 +1,4 @@
-"""Random convolutions that look like real networks' layers, to fit and to judge choices of kernels."""
+"""Random convolutions like those of real networks, to fit and to judge choices of kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_FLOPS, MOST_ELEMENTS = 3e11, 2e8
 
 
 def random_layers(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """So many layers with a batch, as entries of `suite/networks.json`; the same for the same seed."""
+    """``count`` layers with a batch, as entries of `suite/networks.json`; equal for equal seeds."""
     draw = random.Random(seed)
     while count > 0:
         layer = _layer(draw)

@@ -40,8 +40,8 @@ class _Config(ctypes.Structure):
 
 
 def launch_with_attributes(function: int, step: Launch, filled: bytearray, stream: int) -> None:
-    """Put a launch on a stream. The kernel of one that overlaps waits itself for what the one before
-    it writes.
+    """Put a launch on a stream. A kernel that overlaps waits itself for what the one before it
+    writes.
 
     Raises:
         DeviceUnavailable: the driver refused it.

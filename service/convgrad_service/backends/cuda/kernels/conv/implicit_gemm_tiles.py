@@ -1,8 +1,7 @@
-"""Tiles and splits of implicit_gemm, and the time that a choice of them is expected to take."""
+"""Tiles of implicit_gemm, and how a problem is split among blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
@@ -16,6 +15,8 @@ STEP_BYTES = 128
 """Of the reduction, in a step."""
 CLUSTERS = (1, 2, 4, 8)
 """Blocks of a cluster: what every GPU with clusters takes."""
+STAGES = 4
+"""Of most tiles' rings: what is under way where blocks share a multiprocessor."""
 # In front of the ring, for the barrier; what the system has of a multiprocessor's for each block.
 BARRIER_BYTES, RESERVED_BYTES = 128, 1024
 # ClusterReduce: a fragment of 16 x 8 sums, padded.
@@ -35,7 +36,7 @@ class Tile:
     blocks: int
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}w{self.threads // 32}s{self.stages}"
+        return f"{self.m}x{self.n}" + (f"s{self.stages}" if self.stages != STAGES else "")
 
     @property
     def threads(self) -> int:
@@ -77,16 +78,13 @@ class Tile:
 
 TILES = (
     Tile(64, 64, 32, 32, 4, 3),
-    Tile(64, 64, 32, 16, 4, 2),
     Tile(64, 64, 32, 32, 6, 2),
     Tile(64, 32, 32, 16, 4, 4),
     Tile(32, 64, 16, 32, 4, 4),
     Tile(32, 32, 16, 16, 6, 4),
     Tile(128, 16, 32, 16, 4, 3),
     Tile(128, 32, 32, 32, 4, 3),
-    Tile(256, 32, 64, 16, 4, 1),
     Tile(128, 64, 32, 32, 4, 2),
-    Tile(128, 64, 64, 32, 4, 2),
     Tile(64, 128, 32, 32, 4, 2),
     Tile(128, 128, 64, 32, 4, 1),
 )
@@ -117,12 +115,15 @@ class Config:
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """A convolution as implicit_gemm takes it: for each phase its rows and the elements of its
-    reduction (in whole chunks), columns, and groups; and the bytes that it must read and write."""
+    reduction (in whole chunks), columns, and groups; the bytes that it must read and write; whether
+    it is wgrad; whether its pixels are looked up (``irregular``), by position and tap."""
 
     phases: tuple[tuple[int, int], ...]
     columns: int
     groups: int
     bytes: int
+    weight: bool
+    irregular: bool
 
     @property
     def rows(self) -> int:
@@ -136,42 +137,3 @@ class Gemm:
     def steps(self, dtype: DType) -> int:
         """The most of any phase."""
         return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)
-
-
-def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> float:
-    """What a launch takes in a graph."""
-    tile = config.tile
-    blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
-    steps = config.steps(gemm, dtype)
-    resident = tile.resident(device, config.cluster, steps)
-    each = ceil_div(blocks, device.multiprocessors)
-    waves = ceil_div(each, resident)
-    alone = 1.5e-6 + steps * 0.2e-6
-    work = each * steps * tile.m * tile.n * STEP_BYTES / 350e12 * 132
-    total = 3.5e-6 + max(waves * alone, work, gemm.bytes / 3.5e12)
-    if config.cluster > 1:
-        total += 0.7e-6
-    if config.workspace > 1:
-        total += 2e-6
-    return total
-
-
-def configs(
-    gemm: Gemm, dtype: DType, tiles: tuple[Tile, ...], device: CudaDevice, counters: int
-) -> Iterator[Config]:
-    """Those worth a thought: no block without a step, and counters for all."""
-    steps = gemm.steps(dtype)
-    clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
-    for tile in tiles:
-        tiles_all = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
-        for cluster in clusters:
-            if cluster > min(steps, tile.fragments) and cluster > 1:
-                continue
-            if tile.shared_bytes(cluster, tile.stages) > device.shared_bytes_per_block:
-                continue
-            yield Config(tile, cluster)
-            if cluster == clusters[-1] or len(clusters) == 1:
-                for workspace in (2, 4, 8, 16, 32, 64):
-                    few = tiles_all * cluster * workspace <= 4 * device.multiprocessors
-                    if cluster * workspace <= steps and few and tiles_all * cluster <= counters:
-                        yield Config(tile, cluster, workspace)
