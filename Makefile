@@ -33,7 +33,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold
+        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -186,6 +186,9 @@ bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and P
 
 bench-cold: $(READY) ## how long a layer's first request waits for a compiler; needs no GPU, but free cores
 	@$(PY) -m tests.perf.bench_cold
+
+bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
+	@$(PY) -m tests.perf.bench_networks
 
 bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
 	@$(PY) -m tests.perf.bench_engine_gpu
