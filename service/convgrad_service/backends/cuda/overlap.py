@@ -11,7 +11,7 @@ from functools import lru_cache
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda_program import Launch
 
-__all__ = ["launch_overlapping"]
+__all__ = ["OverlappingLaunch"]
 
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SERIALIZATION = 6
@@ -41,23 +41,34 @@ class _Config(ctypes.Structure):
     )
 
 
-def launch_overlapping(function: int, step: Launch, filled: bytearray, stream: int) -> None:
-    """Put a launch on a stream; its kernel waits itself for what the one before it writes.
+class OverlappingLaunch:
+    """A launch with its arguments filled, whose kernel waits itself for what the one before it
+    writes. Calling it puts it on a stream.
 
-    Raises:
-        DeviceUnavailable: the driver refused it.
+    Raises
+    ------
+    DeviceUnavailable
+        The driver refused it.
     """
-    attribute = _Attribute(id=_SERIALIZATION, value=1)
-    argument = (ctypes.c_char * len(filled)).from_buffer(filled)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    config = _Config(
-        step.grid, step.block, step.shared_bytes, stream, ctypes.addressof(attribute), 1
-    )
-    status = _driver().cuLaunchKernelEx(
-        ctypes.byref(config), ctypes.c_void_p(function), arguments, None
-    )
-    if status != 0:
-        raise DeviceUnavailable(f"launching {step.instance.name} failed: CUDA error {status}")
+
+    __slots__ = ("_arguments", "_function", "_kept", "_step")
+
+    def __init__(self, function: int, step: Launch, filled: bytearray) -> None:
+        self._function, self._step = ctypes.c_void_p(function), step
+        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        self._kept = structure, _Attribute(id=_SERIALIZATION, value=1)
+
+    def __call__(self, stream: int) -> None:
+        step, (_, attribute) = self._step, self._kept
+        config = _Config(
+            step.grid, step.block, step.shared_bytes, stream, ctypes.addressof(attribute), 1
+        )
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._function, self._arguments, None
+        )
+        if status != 0:
+            raise DeviceUnavailable(f"launching {step.instance.name} failed: CUDA error {status}")
 
 
 @lru_cache(maxsize=1)
