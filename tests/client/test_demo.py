@@ -29,7 +29,7 @@ from convgrad.demo.metering import Meter, MeteredTransport
 from convgrad.demo.network import Network, cross_entropy
 from convgrad.demo.server import Server, local_server
 from convgrad.demo.training import Schedule, train
-from tests.contract.tree_server import alive, until
+from tests.support.tree_server import alive, until
 
 
 @pytest.fixture(scope="module")

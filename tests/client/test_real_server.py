@@ -20,8 +20,8 @@ from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad.wire import json_tensors
 from tests.client.fake import ones
-from tests.contract.server import LiveServer, serving
-from tests.fake_backends import Blocking, Zeros
+from tests.support.fake_backends import Blocking, Zeros
+from tests.support.http_server import LiveServer, serving
 
 MIB = 1 << 20
 

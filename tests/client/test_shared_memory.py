@@ -20,9 +20,9 @@ from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
 from tests.client.fake import ones
 from tests.client.test_real_server import example
-from tests.contract.server import LiveServer, serving
-from tests.contract.tree_server import until
-from tests.fake_backends import Blocking
+from tests.support.fake_backends import Blocking
+from tests.support.http_server import LiveServer, serving
+from tests.support.tree_server import until
 
 SHM = Path("/dev/shm")  # noqa: S108 - what is tested
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
@@ -44,7 +44,7 @@ def client(live: LiveServer) -> Iterator[convgrad.Client]:
 
 
 def regions(live: LiveServer) -> Any:
-    return live.dataplane.engine.regions  # type: ignore[attr-defined]
+    return live.pipeline.engine.regions  # type: ignore[attr-defined]
 
 
 def in_region(client: convgrad.Client, array: Any) -> bool:

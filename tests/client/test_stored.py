@@ -14,7 +14,7 @@ import convgrad
 from convgrad import Stored, calls
 from convgrad_service.backends.cpu import CpuBackend
 from tests.client.fake import ones
-from tests.contract.server import LiveServer, serving
+from tests.support.http_server import LiveServer, serving
 
 WAYS: list[dict[str, Any]] = [{}, {"wire": "json"}, {"transport": "shm"}]
 X = np.arange(64, dtype=np.float32).reshape(1, 1, 8, 8)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.http2_client import Http2Client, connected, served, wait_until_idle
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.server import LiveServer, serving
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.http2_client import Http2Client, connected, served, wait_until_idle
+from tests.support.http_server import LiveServer, serving
+from tests.support.oip_server import OipServer, serving_oip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,9 +16,9 @@ from tritonclient.utils import InferenceServerException
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.keys import hash_of, new_key
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import until
+from convgrad_service.security.keys import hash_of, new_key
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 
 class Guarded(NamedTuple):

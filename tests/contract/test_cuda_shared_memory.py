@@ -1,4 +1,4 @@
-"""CUDA shared memory as Triton's extension has it, with a fake GPU: see `tests.fake_gpu`."""
+"""CUDA shared memory as in Triton's extension, on a fake GPU: see `tests.support.fake_gpu`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tritonclient.utils import InferenceServerException
 
 from convgrad.errors import InvalidProblem, MalformedRequest, NotFound
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine import parts
-from convgrad_service.engine.arrangement import arrangement_of, forget_sizes
-from convgrad_service.engine.jobs import Job
-from convgrad_service.engine.regions import InRegion, RegionInfo, RegionPart, Regions
+from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.shm.registry import InRegion, RegionInfo, RegionPart, RegionRegistry
+from convgrad_service.engine.workers.execute import Job
 from convgrad_service.problems import Problem
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import serving_tree
-from tests.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of, one_of_two
+from tests.support.fake_gpu import SHM, FakeGpu, allocated, fake_gpu, handle_of, one_of_two
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import serving_tree
 
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
 CLIENTS: dict[str, Any] = {"http": http_client, "grpc": grpc_client}
@@ -240,15 +240,15 @@ def test_a_problem_goes_where_its_tensors_are() -> None:
 
 
 def test_tensors_on_two_devices_are_no_request() -> None:
-    arrangement = arrangement_of(problem(), ("grad_output", "weight"))
+    layout = tensor_layout_of(problem(), ("grad_output", "weight"))
     places = InRegion(1, 0, (-1, 7), 0), InRegion(2, 0, (-2, 8), 1)
     with pytest.raises(InvalidProblem, match="devices 0 and 1; expected one"):
-        _ = Job.of(arrangement, 0, places).device
+        _ = Job.of(layout, 0, places).device
 
 
 def test_a_region_is_its_owners_alone() -> None:
     async def scenario() -> None:
-        regions = Regions(8)
+        regions = RegionRegistry(8)
         info = RegionInfo("gpu", "", 0, 64, handle_of("x"), 0)
         regions.register("ada", info)
         regions.register("bob", info)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from convgrad import Client
-from convgrad_service.connections import Dealer
-from convgrad_service.server import listening_socket
+from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
+from convgrad_service.server.http_server import listening_socket
 from tests.contract.test_worker_deaths import mortal
-from tests.contract.tree_server import TreeServer, serving_tree, until
+from tests.support.tree_server import TreeServer, serving_tree, until
 
 FRONT_ENDS = 3
 ONES = np.ones((1, 1, 1, 1), np.float32)
@@ -113,7 +113,7 @@ def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
         held: list[socket.socket] = []
         with listening_socket("127.0.0.1", 0) as bound:
             bound.listen()
-            dealer = Dealer(bound)
+            dealer = ConnectionDispatcher(bound)
 
             async def connect(count: int) -> None:
                 held.extend(socket.create_connection(bound.getsockname()) for _ in range(count))

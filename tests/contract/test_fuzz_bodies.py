@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from convgrad.contract import OPERATIONS
-from tests.contract.fuzz_bodies import Shot, shots
-from tests.contract.server import serving_process
+from tests.support.fuzz_bodies import Shot, shots
+from tests.support.http_server import serving_process
 
 MiB = 2**20
 # What one server may hold: bodies and arrays, scratch memory, and what the interpreter, Prometheus

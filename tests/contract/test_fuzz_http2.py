@@ -22,7 +22,8 @@ from convgrad_service.grpc_api.http2.frames import (
     settings,
     window_update,
 )
-from tests.contract.http2_client import (
+from tests.support.fake_backends import Zeros
+from tests.support.http2_client import (
     CALL_HEADERS,
     INFER,
     grpc_message,
@@ -30,8 +31,7 @@ from tests.contract.http2_client import (
     served,
     wait_until_idle,
 )
-from tests.contract.oip_server import serving_oip
-from tests.fake_backends import Zeros
+from tests.support.oip_server import serving_oip
 
 _MESSAGES = [grpc_message(pool_request()), grpc_message(pool_request(2**15))]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.contract.server import EXAMPLE, JSON, serving_process
+from tests.support.http_server import EXAMPLE, JSON, serving_process
 
 # Says in which process it is imported; has no GPU, so that ``auto`` goes on with the CPU.
 CUPY = """

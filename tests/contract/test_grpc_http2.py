@@ -18,7 +18,7 @@ from convgrad_service.grpc_api.http2.frames import (
     header_block,
     window_update,
 )
-from tests.contract.http2_client import (
+from tests.support.http2_client import (
     CALL_HEADERS,
     INFER,
     Http2Client,
@@ -27,7 +27,7 @@ from tests.contract.http2_client import (
     pool_request,
     wait_until_idle,
 )
-from tests.contract.oip_server import OipServer
+from tests.support.oip_server import OipServer
 
 
 def test_a_call_by_hand(raw: Http2Client) -> None:
@@ -154,7 +154,7 @@ def test_a_client_that_vanishes_frees_the_memory(http2_server: OipServer) -> Non
         raw.open(1, INFER)
         for at in range(0, 2**17, 2**14):
             raw.data(1, message[at : at + 2**14])
-        hub: Any = http2_server.dataplane.engine
+        hub: Any = http2_server.pipeline.engine
         until = time.monotonic() + 60
         while not hub.memory.used_bytes:
             assert time.monotonic() < until

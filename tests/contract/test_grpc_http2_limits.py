@@ -22,7 +22,8 @@ from convgrad_service.grpc_api.http2.frames import (
     window_update,
 )
 from convgrad_service.grpc_api.http2.frames import settings as settings_frame
-from tests.contract.http2_client import (
+from tests.support.fake_backends import Blocking, Zeros
+from tests.support.http2_client import (
     CALL_HEADERS,
     INFER,
     Http2Client,
@@ -32,8 +33,7 @@ from tests.contract.http2_client import (
     served,
     wait_until_idle,
 )
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.fake_backends import Blocking, Zeros
+from tests.support.oip_server import OipServer, serving_oip
 
 CONNECTION_ERRORS: dict[str, tuple[bytes, Error]] = {
     "DATA on an idle stream": (frame(Kind.DATA, 0, 1, b"x"), Error.PROTOCOL_ERROR),

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.contract.server import EXAMPLE, JSON, SAFETENSORS, LiveServer, serving
-from tests.contract.tree_server import until
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import EXAMPLE, JSON, SAFETENSORS, LiveServer, serving
+from tests.support.tree_server import until
 
 KiB = 1024
 

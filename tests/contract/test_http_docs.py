@@ -10,7 +10,7 @@ import pytest
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES
-from tests.contract.server import JSON, SAFETENSORS, LiveServer
+from tests.support.http_server import JSON, SAFETENSORS, LiveServer
 
 PROBLEM = "application/problem+json"
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from convgrad.errors import CODES, InvalidProblem
-from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, binary_example, serving
-from tests.fake_backends import Failing
+from tests.support.fake_backends import Failing
+from tests.support.http_server import EXAMPLE, SAFETENSORS, LiveServer, binary_example, serving
 
 GOOD: dict[str, Any] = json.loads(EXAMPLE)
 

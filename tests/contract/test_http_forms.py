@@ -11,7 +11,7 @@ import pytest
 from convgrad.contract import OPERATIONS
 from convgrad.wire import safetensors
 from convgrad.wire.json_tensors import decode_tensor
-from tests.contract.server import EXAMPLE, JSON, SAFETENSORS, LiveServer, binary_example
+from tests.support.http_server import EXAMPLE, JSON, SAFETENSORS, LiveServer, binary_example
 
 FIRST_OUTPUT = {name: operation.outputs[0] for name, operation in OPERATIONS.items()}
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.contract.server import JSON, LiveServer
-from tests.contract.tree_server import until
+from tests.support.http_server import JSON, LiveServer
+from tests.support.tree_server import until
 
 PATHS = {
     "/v2/health/live": 200,

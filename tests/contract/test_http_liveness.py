@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from convgrad.wire import safetensors
-from tests.contract.server import JSON, SAFETENSORS, serving_process
-from tests.contract.tree_server import until
+from tests.support.http_server import JSON, SAFETENSORS, serving_process
+from tests.support.tree_server import until
 
 # The promise is 50 ms at p99, on a machine with nothing else to do (`make test-slow`). On any other
 # all takes longer, the work as well: what must hold there is that no answer waits for the work. The

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from convgrad.wire import safetensors
-from tests.contract.server import EXAMPLE, SAFETENSORS, LiveServer, serving
 from tests.contract.test_http_body import head
-from tests.contract.tree_server import until
-from tests.fake_backends import Blocking, Zeros
+from tests.support.fake_backends import Blocking, Zeros
+from tests.support.http_server import EXAMPLE, SAFETENSORS, LiveServer, serving
+from tests.support.tree_server import until
 
 Answers = Future[httpx.Response]
 
@@ -171,7 +171,7 @@ def test_draining_refuses_new_work_and_finishes_the_old() -> None:
         running = posting.submit(server.post)
         assert backend.started.acquire(timeout=60)
         server.server.should_exit = True
-        until(lambda: server.dataplane.draining)
+        until(lambda: server.pipeline.draining)
         ready = server.get("/v2/health/ready")
         assert (ready.status_code, ready.json()["code"]) == (503, "device-unavailable")
         assert server.get("/v2/health/live").status_code == 200

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from convgrad_service.http_api import middleware, protocol
-from tests.contract.server import LiveServer, serving
 from tests.contract.test_http_body import KiB, head, read_all, read_one
-from tests.contract.test_http_landing import problem, request
-from tests.fake_backends import Sums
+from tests.contract.test_http_receive_into import problem, request
+from tests.support.fake_backends import Sums
+from tests.support.http_server import LiveServer, serving
 
 
 @pytest.mark.parametrize("size", [1000, 200 * KiB, 3 * KiB * KiB])

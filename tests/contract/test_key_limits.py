@@ -19,10 +19,10 @@ from tritonclient.utils import InferenceServerException
 
 import convgrad
 from convgrad.wire.json_tensors import encode_tensor
-from convgrad_service.keys import hash_of, new_key
-from tests.contract.server import EXAMPLE, JSON
-from tests.contract.tree_server import TreeServer, serving_tree, until
-from tests.fake_backends import Zeros
+from convgrad_service.security.keys import hash_of, new_key
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import EXAMPLE, JSON
+from tests.support.tree_server import TreeServer, serving_tree, until
 
 LIMITS = {
     "ada": "max_inflight=2",

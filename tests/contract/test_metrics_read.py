@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from convgrad_service.backends.base import Vitals
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.server import serving
-from tests.contract.tree_server import serving_tree, until
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import serving
+from tests.support.tree_server import serving_tree, until
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from convgrad import Client
-from tests.contract.tree_server import TreeServer, descriptors, serving_tree
-from tests.fake_backends import Sums
+from tests.support.fake_backends import Sums
+from tests.support.tree_server import TreeServer, descriptors, serving_tree
 
 # What allocators and caches of a process may gain after they are warm; a leaked request of the
 # mean size here would be more than twice this after three hundred of them.

@@ -22,9 +22,9 @@ from tritonclient.utils import InferenceServerException
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES, service_error
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import until
-from tests.fake_backends import Blocking, Failing, Zeros
+from tests.support.fake_backends import Blocking, Failing, Zeros
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 MODEL = "conv_bwd_data"
 IN_GRPC = [row for row in CODES.values() if row.grpc_status is not None]
@@ -200,7 +200,7 @@ def test_deadlines_and_cancellation_free_the_work() -> None:
 
 
 def held(server: OipServer) -> int:
-    hub: Any = server.dataplane.engine
+    hub: Any = server.pipeline.engine
     return int(hub.memory.used_bytes)
 
 

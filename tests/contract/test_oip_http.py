@@ -13,9 +13,9 @@ import pytest
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.tree_server import until
-from tests.fake_backends import Blocking, Failing, Zeros
+from tests.support.fake_backends import Blocking, Failing, Zeros
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 _LENGTH = "Inference-Header-Content-Length"
 URL = "/v2/models/conv_bwd_data/infer"

@@ -23,9 +23,9 @@ from convgrad_service.backends.cpu import CpuBackend
 from tests.arrays import DTYPES, Arrays, canonical, request_arrays
 from tests.bounds import assert_same_bits
 from tests.cases import Case
-from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.test_operations_computed import CASES
 from tests.kernels.harness import check, drawn
+from tests.support.oip_server import OipServer, serving_oip
 
 _PROTOCOL = {
     "float16": "FP16",

@@ -12,8 +12,8 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.http2_client import INFER, connected, grpc_message, pool_request
-from tests.contract.tree_server import TreeServer, serving_tree, until
+from tests.support.http2_client import INFER, connected, grpc_message, pool_request
+from tests.support.tree_server import TreeServer, serving_tree, until
 
 
 def cpu(_: int) -> CpuBackend:

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 import convgrad
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda import CudaBackend
-from tests.contract.tree_server import TreeServer, serving_tree
+from tests.support.tree_server import TreeServer, serving_tree
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20

@@ -23,8 +23,8 @@ from convgrad_service.backends.cpu import CpuBackend
 from tests.arrays import DTYPES, Arrays, canonical, request_arrays
 from tests.bounds import assert_same_bits
 from tests.cases import FUSED, Case, conv_cases, pool_cases
-from tests.contract.server import JSON, SAFETENSORS, serving
 from tests.kernels.harness import GATES, check, drawn
+from tests.support.http_server import JSON, SAFETENSORS, serving
 
 _NUMPY = {**DTYPES, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
 _SHORT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I64": "int64"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.oip_server import OipServer, serving_oip
+from tests.support.oip_server import OipServer, serving_oip
 
 BUILD = Path(__file__).parents[2] / "build"
 PROGRAM = BUILD / "perf-analyzer" / "bin" / "perf_analyzer"

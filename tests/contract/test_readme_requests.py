@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.oip_server import serving_oip
-from tests.contract.server import LiveServer, serving
+from tests.support.http_server import LiveServer, serving
+from tests.support.oip_server import serving_oip
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.oip_server import serving_oip
+from tests.support.oip_server import serving_oip
 
 
 @pytest.fixture(scope="module")

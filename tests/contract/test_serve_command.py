@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from convgrad_service.command import serve
-from convgrad_service.settings import setting_fields
-from tests.contract.server import EXAMPLE, JSON
+from convgrad_service.server.command import serve
+from convgrad_service.server.settings import setting_fields
+from tests.support.http_server import EXAMPLE, JSON
 
-COMMAND = [sys.executable, "-c", "import sys; from convgrad_service.command import serve; "
+COMMAND = [sys.executable, "-c", "import sys; from convgrad_service.server.command import serve; "
            "sys.exit(serve(sys.argv[1:]))"]  # fmt: skip
 
 

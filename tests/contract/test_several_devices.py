@@ -20,10 +20,10 @@ from convgrad import Call, Client, calls
 from convgrad.errors import ClientTimeout, DeadlineExceeded
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine import parts
-from convgrad_service.engine.arrangement import arrangement_of, forget_sizes
-from convgrad_service.engine.schedule import Task
-from tests.contract.tree_server import TreeServer, serving_tree, until
+from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.scheduling.scheduler import Task
+from tests.support.tree_server import TreeServer, serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((16, 4, 32, 32), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
@@ -137,7 +137,7 @@ def summed(operation: str, given: dict[str, Any]) -> dict[str, Any]:
 
     request = validate(OPERATIONS[operation].request, given)
     problem = problem_from(operation, request)
-    count = arrangement_of(problem).sizes.parts
+    count = tensor_layout_of(problem).sizes.parts
     assert count >= SUM_PARTS
     cpu = CpuBackend(threads=1)
     return run_in_pieces(problem, request.tensors(), count, lambda p, t: cpu.run(p, t).outputs)

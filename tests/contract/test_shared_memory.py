@@ -29,12 +29,12 @@ from convgrad_service.problems import Problem
 from tests.arrays import DTYPES, canonical, request_arrays
 from tests.bounds import assert_same_bits
 from tests.cases import Case
-from tests.contract.oip_server import OipServer, serving_oip
 from tests.contract.test_oip_operations import _PROTOCOL, inputs, parameters
 from tests.contract.test_operations_computed import CASES
-from tests.contract.tree_server import until
-from tests.fake_backends import Blocking
 from tests.kernels.harness import check, drawn
+from tests.support.fake_backends import Blocking
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 SHM = Path("/dev/shm")  # noqa: S108 - what is tested
 pytestmark = pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
@@ -275,7 +275,7 @@ def test_unregistering_waits_for_the_request_that_uses_it() -> None:
         running = threads.submit(ask, name)
         assert backend.started.acquire(timeout=60)
         leaving = threads.submit(unregister, name)
-        (kept,) = server.dataplane.engine.regions._regions.values()  # type: ignore[attr-defined]
+        (kept,) = server.pipeline.engine.regions._regions.values()  # type: ignore[attr-defined]
         until(lambda: kept.leaving)
         with pytest.raises(TimeoutError):
             leaving.result(0.2)
@@ -284,7 +284,7 @@ def test_unregistering_waits_for_the_request_that_uses_it() -> None:
         backend.release.set()
         running.result(60)
         assert leaving.result(60).status_code == httpx.codes.OK
-        assert len(server.dataplane.engine.regions) == 0  # type: ignore[attr-defined]
+        assert len(server.pipeline.engine.regions) == 0  # type: ignore[attr-defined]
 
 
 class Truncates(CpuBackend):

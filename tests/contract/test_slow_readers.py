@@ -7,16 +7,16 @@ import threading
 import time
 
 from convgrad_service.grpc_api.http2.frames import window_update
-from tests.contract.http2_client import (
+from tests.support.fake_backends import Zeros
+from tests.support.http2_client import (
     INFER,
     connected,
     grpc_message,
     pool_request,
     wait_until_idle,
 )
-from tests.contract.oip_server import serving_oip
-from tests.contract.server import SAFETENSORS, serving
-from tests.fake_backends import Zeros
+from tests.support.http_server import SAFETENSORS, serving
+from tests.support.oip_server import serving_oip
 
 DRIP_S = 0.05
 # A tiny body that asks for 23 MB of answer, more than any socket's buffers take.

@@ -1,4 +1,4 @@
-"""Stored tensors stay on the device that computes with them: a fake one, see `tests.fake_gpu`."""
+"""Stored tensors stay on the device that computes with them: see `tests.support.fake_gpu`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 import convgrad
 from convgrad.errors import InvalidProblem
-from convgrad_service.engine import parts, stored
-from convgrad_service.engine.arrangement import forget_sizes
-from tests.contract.server import LiveServer, serving
-from tests.contract.tree_server import serving_tree, until
-from tests.fake_gpu import FakeGpu, fake_gpu, one_of_two
+from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.shm import stored
+from tests.support.fake_gpu import FakeGpu, fake_gpu, one_of_two
+from tests.support.http_server import LiveServer, serving
+from tests.support.tree_server import serving_tree, until
 
 GRAD = np.random.default_rng(0).standard_normal((2, 4, 16, 16), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 3, 3, 3), np.float32)

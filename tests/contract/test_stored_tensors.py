@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from convgrad.wire import json_tensors, safetensors
 from convgrad_service.backends.cpu import CpuBackend
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.server import JSON, SAFETENSORS, serving_process
-from tests.contract.tree_server import until
-from tests.fake_backends import Failing
+from tests.support.fake_backends import Failing
+from tests.support.http_server import JSON, SAFETENSORS, serving_process
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import until
 
 X = np.arange(64, dtype=np.float32).reshape(1, 1, 8, 8)
 POOLED = X.reshape(4, 2, 4, 2).max((1, 3)).reshape(1, 1, 4, 4)
@@ -41,7 +41,7 @@ def client(server: OipServer) -> Iterator[httpx.Client]:
         for tensor in client.get("/tensors").json()["tensors"]:
             client.delete(f"/tensors/{tensor['name']}")
     # A request lets go of what it used a moment after its answer.
-    until(lambda: server.dataplane.engine.tensors.used_bytes == 0)  # type: ignore[attr-defined]
+    until(lambda: server.pipeline.engine.tensors.used_bytes == 0)  # type: ignore[attr-defined]
 
 
 def put(client: httpx.Client, name: str, array: NDArray[Any], **headers: str) -> httpx.Response:
@@ -222,7 +222,7 @@ def test_what_was_not_computed_is_not_kept() -> None:
         answer = pool(client, named("x"), store={"output": "y"})
         assert answer.json()["code"] == "internal"
         assert [each["name"] for each in client.get("/tensors").json()["tensors"]] == ["x"]
-        stored = server.dataplane.engine.tensors  # type: ignore[attr-defined]
+        stored = server.pipeline.engine.tensors  # type: ignore[attr-defined]
         until(lambda: stored.used_bytes == X.nbytes)
 
 

@@ -22,13 +22,13 @@ from convgrad._connection import Connection
 from convgrad.errors import ConnectionFailed, InvalidProblem
 from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine import parts
-from convgrad_service.engine.arrangement import forget_sizes
+from convgrad_service.engine.memory.tensor_layout import forget_sizes
+from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.http_api import operations
 from tests.client.fake import FakeServer, answer, problem
-from tests.contract.oip_server import OipServer, serving_oip
-from tests.contract.server import LiveServer, binary_example, serving
-from tests.fake_backends import Gated
+from tests.support.fake_backends import Gated
+from tests.support.http_server import LiveServer, binary_example, serving
+from tests.support.oip_server import OipServer, serving_oip
 
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 96, 96), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)

@@ -18,14 +18,14 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 import convgrad
-from convgrad_service import tls
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.probe_command import probe
-from convgrad_service.settings import Settings
-from tests.contract.oip_server import OipServer, serving_oip
+from convgrad_service.server import tls
+from convgrad_service.server.probe_command import probe
+from convgrad_service.server.settings import Settings
 from tests.contract.test_worker_deaths import mortal
-from tests.contract.tree_server import serving_tree
-from tests.fake_backends import Zeros
+from tests.support.fake_backends import Zeros
+from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tree_server import serving_tree
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
 
@@ -216,7 +216,7 @@ def test_without_settings_there_is_no_tls() -> None:
 
 
 def test_the_command_says_what_is_wrong(files: Files) -> None:
-    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
+    code = "from convgrad_service.server.command import serve; raise SystemExit(serve())"
     done = subprocess.run(
         [sys.executable, "-c", code, "--tls-certificate", str(files.certificate("server"))],
         capture_output=True,
@@ -270,7 +270,7 @@ def test_a_probe_says_why_not(
         # The server has read its keys; what is in the file now is not the probe's business.
         environment(server.http, api_keys=tmp_path / "gone")
         assert probe([]) == 0
-        server.dataplane.draining = True
+        server.pipeline.draining = True
         assert probe([]) == 1
         assert "not ready: the server is shutting down" in capsys.readouterr().out
         assert probe(["--live"]) == 0

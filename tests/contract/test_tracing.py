@@ -15,10 +15,10 @@ import tritonclient.grpc as triton_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.settings import Settings
-from convgrad_service.tracing import traces_to
-from tests.contract.oip_server import serving_oip
-from tests.contract.server import EXAMPLE, JSON
+from convgrad_service.engine.telemetry.tracing import traces_to
+from convgrad_service.server.settings import Settings
+from tests.support.http_server import EXAMPLE, JSON
+from tests.support.oip_server import serving_oip
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

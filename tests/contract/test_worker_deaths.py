@@ -26,10 +26,10 @@ from convgrad import Client
 from convgrad.errors import DeviceUnavailable, Internal
 from convgrad_service.backends.base import Outcome
 from convgrad_service.problems import Problem
-from tests.contract.server import SAFETENSORS
 from tests.contract.test_http_body import head
-from tests.contract.tree_server import TreeServer, alive, descriptors, serving_tree, until
-from tests.fake_backends import Sums
+from tests.support.fake_backends import Sums
+from tests.support.http_server import SAFETENSORS
+from tests.support.tree_server import TreeServer, alive, descriptors, serving_tree, until
 
 POISON = -666.0
 
@@ -302,7 +302,7 @@ def test_no_process_outlives_the_server(
     tmp_path: Path, number: signal.Signals, workers: int
 ) -> None:
     port_file = tmp_path / "port"
-    command = "import sys; from convgrad_service.command import serve; sys.exit(serve())"
+    command = "import sys; from convgrad_service.server.command import serve; sys.exit(serve())"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "--port", "0", "--port-file", str(port_file)],
         env={

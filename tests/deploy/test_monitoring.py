@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.keys import hash_of, new_key
-from convgrad_service.settings import setting_fields
-from tests.contract.server import serving
+from convgrad_service.security.keys import hash_of, new_key
+from convgrad_service.server.settings import setting_fields
+from tests.support.http_server import serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 _METRIC = re.compile(r"\b((?:convgrad|process)_[a-z_]+)\b(?!=)")

@@ -34,7 +34,7 @@ mpl.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
-from convgrad_service.keys import hash_of, new_key
+from convgrad_service.security.keys import hash_of, new_key
 from tests.load.run import locust
 from tests.load.served import ROOT, Served, server
 

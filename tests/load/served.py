@@ -39,7 +39,7 @@ def server(**settings: str) -> Iterator[Served]:
     """`convgrad serve` with these settings beside the defaults, until the block ends."""
     environment = {**os.environ, "CONVGRAD_LOG_LEVEL": "warning", **settings}
     # Not the installed command, so that it is this tree's code wherever Python's is from.
-    code = "import sys; from convgrad_service.command import serve; sys.exit(serve(sys.argv[1:]))"
+    code = "from convgrad_service.server.command import serve; raise SystemExit(serve())"
     command = [sys.executable, "-c", code, "--port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

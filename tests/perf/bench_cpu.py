@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.malloc import keep_large_blocks
 from convgrad_service.problems import problem_from
+from convgrad_service.server.malloc import keep_large_blocks
 from tests.perf.provenance import cpu_model, origin
 
 try:

@@ -3,7 +3,7 @@
 Run by `make bench-wire`. Prints a table and writes `tests/perf/results/wire.jsonl`, a line for
 each stage, in place of the run before. Everything is measured twice: with malloc as glibc brings
 it, where most of the time is page faults, and as `convgrad serve` sets it (see
-`convgrad_service.malloc`).
+`convgrad_service.server.malloc`).
 
 The peer of a whole direction, in the same process and on the same tensors, is what a FastAPI
 handler does by itself (json.loads, a pydantic model with Base64Bytes, numpy.load, and back), and
@@ -34,7 +34,7 @@ from convgrad.wire import safetensors as ours
 from convgrad_service.http_api.base64_tensors import b64decode
 from convgrad_service.http_api.json_answer import encode_json_answer
 from convgrad_service.http_api.json_body import decode_json_request, parse_json_body
-from convgrad_service.malloc import keep_large_blocks
+from convgrad_service.server.malloc import keep_large_blocks
 from tests.perf.provenance import cpu_model, origin
 
 RESULTS = Path(__file__).parent / "results" / "wire.jsonl"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from convgrad_service.settings import markdown_table
+from convgrad_service.server.settings import markdown_table
 from tests.perf import load_tables, speed_tables
 
 ROOT = Path(__file__).resolve().parents[2]

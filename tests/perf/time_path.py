@@ -23,7 +23,7 @@ import numpy as np
 
 from convgrad import Client, calls
 from convgrad.wire import safetensors
-from tests.contract.server import serving_process
+from tests.support.http_server import serving_process
 
 SIZES = {"64 MiB in, 4 MiB out": (1, 16, 1024, 1024), "1 KiB in, 64 B out": (1, 1, 16, 16)}
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from convgrad.errors import ServiceError
 from convgrad_service.backends.base import Outcome
 from convgrad_service.problems import Problem
-from convgrad_service.ray_serve import Compute
+from convgrad_service.server.ray_serve import Compute
 
 __all__ = ["DEVICE_S", "Waiting"]
 

@@ -32,10 +32,10 @@ from ray.serve.schema import ServeDeploySchema
 import convgrad
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
-from convgrad_service import ray_serve
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.problems import problem_from, run_in_pieces
-from convgrad_service.ray_serve import Compute, application
+from convgrad_service.server import ray_serve
+from convgrad_service.server.ray_serve import Compute, application
 from tests.load.results import store
 from tests.load.run import locust
 from tests.load.served import ROOT, Served, server

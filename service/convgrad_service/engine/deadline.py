@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from convgrad.errors import DeadlineExceeded
 
-__all__ = ["Deadline", "Leash"]
+__all__ = ["CancelScope", "Deadline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Deadline:
             raise self.missed() from None
 
 
-class Leash:
+class CancelScope:
     """While it lasts, `cut` ends what the calling task waits for, and so does the deadline.
 
     The block then raises what was cut with: DeadlineExceeded at the deadline. It is
@@ -63,7 +63,7 @@ class Leash:
         self._deadline = deadline
         self._error: Exception | None = None
 
-    def __enter__(self) -> Leash:
+    def __enter__(self) -> CancelScope:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - only a task can wait
         self._task, self._before = task, task.cancelling()

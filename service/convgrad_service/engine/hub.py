@@ -1,7 +1,7 @@
 """What there is once, however many processes serve: memory, the line of jobs, counts, health.
 
 `Engine` is what a front end asks for, `Hub` answers. A front end in the hub's own process calls it
-directly; one in another process through `remote.RemoteHub`, which is an `Engine` too.
+directly; one in another process through `remote_hub.RemoteHub`, which is an `Engine` too.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, NamedTuple, Protocol
 
 from convgrad.errors import DeviceUnavailable, InvalidProblem, Overloaded, ServiceError
 from convgrad_service.backends.base import Vitals
-from convgrad_service.engine.arena import Arena
-from convgrad_service.engine.jobs import Finished, Job
-from convgrad_service.engine.memory import Lease, Memory
-from convgrad_service.engine.on_the_spot import Beside, OnTheSpot
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.memory.free_list import FreeList
+from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.parts import Told
-from convgrad_service.engine.places import Places
-from convgrad_service.engine.quotas import Caller, Quotas, Ticket
-from convgrad_service.engine.records import Record
-from convgrad_service.engine.regions import RegionInfo, RegionPart, Regions
-from convgrad_service.engine.schedule import Schedule
-from convgrad_service.engine.statistics import OperationStatistics, Statistics
-from convgrad_service.engine.stored import Stored
+from convgrad_service.engine.scheduling.partition import OnPartDone
+from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
+from convgrad_service.engine.shm.stored import TensorStore
+from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.statistics import OperationStatistics, Statistics
+from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
-__all__ = ["Engine", "Hub", "Running", "Status"]
+__all__ = ["Engine", "Hub", "JobHandle", "Status"]
 
 
-class Running(Protocol):
+class JobHandle(Protocol):
     """A job on its way. ``done`` is set once nothing touches its memory any more."""
 
     done: asyncio.Future[Finished]
@@ -79,7 +79,7 @@ class Engine(Protocol):
     """What a front end needs of the hub. For its loop's thread."""
 
     arena: Arena
-    on_the_spot: OnTheSpot | None
+    inline_executor: InlineExecutor | None
     """What computes small problems in this process; None where all are for workers."""
 
     @property
@@ -120,8 +120,8 @@ class Engine(Protocol):
         ...
 
     def compute(
-        self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
-    ) -> Running:
+        self, lease: Lease, job: Job, deadline_s: float, told: OnPartDone | None = None
+    ) -> JobHandle:
         """Queue a job whose places lie in ``lease``, which is held until the job is done.
 
         ``told`` hears of each part of a job that makes several tasks.
@@ -131,7 +131,7 @@ class Engine(Protocol):
         """
         ...
 
-    def cancel(self, running: Running) -> None:
+    def cancel(self, running: JobHandle) -> None:
         """Say that nobody waits for a job any more."""
         ...
 
@@ -148,19 +148,19 @@ class Engine(Protocol):
         ...
 
     async def register_region(self, owner: str, info: RegionInfo) -> None:
-        """See `Regions.register`."""
+        """See `RegionRegistry.register`."""
         ...
 
     async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
-        """See `Regions.unregister`."""
+        """See `RegionRegistry.unregister`."""
         ...
 
     async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
-        """See `Regions.listed`."""
+        """See `RegionRegistry.listed`."""
         ...
 
     async def stored(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `Stored`; see `StoredTensors`."""
+        """Call a method of `TensorStore`; see `TensorStoreClient`."""
         ...
 
 
@@ -189,12 +189,12 @@ class Hub:
     """
 
     def __init__(
-        self, arena: Arena, schedule: Schedule, options: EngineOptions, *, backend: str
+        self, arena: Arena, schedule: Scheduler, options: EngineOptions, *, backend: str
     ) -> None:
         self.arena = arena
         self.schedule = schedule
         self.backend = backend
-        self.on_the_spot: OnTheSpot | None = None
+        self.inline_executor: InlineExecutor | None = None
         self.draining = False
         self.counts: Counts | None = None
         self.inferences = Statistics()
@@ -202,8 +202,8 @@ class Hub:
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
         self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
-        self.regions = Regions(options.max_regions)
-        self.tensors = Stored(
+        self.regions = RegionRegistry(options.max_regions)
+        self.tensors = TensorStore(
             self.regions,
             arena,
             budget_bytes=options.stored_bytes,
@@ -215,9 +215,9 @@ class Hub:
         schedule.changed = self.publish
         self._wait_s = options.wait_s
 
-        def part(start: int, size_bytes: int) -> Memory:
-            return Memory(
-                Places(start, Places.rounded(size_bytes)),
+        def part(start: int, size_bytes: int) -> LeasePool:
+            return LeasePool(
+                FreeList(start, FreeList.rounded(size_bytes)),
                 max_waiting=options.max_queue,
                 keep_bytes=options.keep_bytes,
                 forget=arena.forget,
@@ -243,9 +243,9 @@ class Hub:
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
         )
 
-    def compute_beside(self, beside: Beside) -> None:
+    def compute_inline(self, beside: InlineBackend) -> None:
         """From now on, have small problems computed in this process."""
-        self.on_the_spot = OnTheSpot(self, beside, self.regions.descriptor)
+        self.inline_executor = InlineExecutor(self, beside, self.regions.descriptor)
 
     def admit(self) -> None:
         """See `Engine.admit`."""
@@ -303,7 +303,7 @@ class Hub:
         return lease
 
     async def register_region(self, owner: str, info: RegionInfo) -> None:
-        """See `Regions.register`; what a device's worker cannot open is refused here."""
+        """See `RegionRegistry.register`; what a device's worker cannot open is refused here."""
         if info.device is not None:
             workers = self.workers()
             if info.device not in workers:
@@ -315,11 +315,11 @@ class Hub:
         self.regions.register(owner, info)
 
     async def unregister_region(self, owner: str, name: str, on_device: bool) -> None:
-        """See `Regions.unregister`."""
+        """See `RegionRegistry.unregister`."""
         await self.regions.unregister(owner, name, on_device=on_device)
 
     async def list_regions(self, owner: str, name: str, on_device: bool) -> list[RegionInfo]:
-        """See `Regions.listed`."""
+        """See `RegionRegistry.listed`."""
         return self.regions.listed(owner, name, on_device=on_device)
 
     async def stored(self, method: str, *arguments: Any) -> Any:
@@ -328,15 +328,15 @@ class Hub:
         return await result if inspect.isawaitable(result) else result
 
     def compute(
-        self, lease: Lease, job: Job, deadline_s: float, told: Told | None = None
-    ) -> Running:
+        self, lease: Lease, job: Job, deadline_s: float, told: OnPartDone | None = None
+    ) -> JobHandle:
         """See `Engine.compute`."""
         task = self.schedule.submit(job, deadline_s, told)
         lease.retain()
         task.done.add_done_callback(lease.release)
         return task
 
-    def cancel(self, running: Running) -> None:
+    def cancel(self, running: JobHandle) -> None:
         """See `Engine.cancel`."""
         self.schedule.cancel(running)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.errors import ProblemTooLarge
-from convgrad_service.engine.sized import Sized
+from convgrad_service.engine.memory.problem_size import ProblemSize
 
 __all__ = ["Limits"]
 
@@ -21,7 +21,7 @@ class Limits:
     problem_bytes: int | None = None
     problem_flops: float | None = None
 
-    def check(self, problem: Sized) -> None:
+    def check(self, problem: ProblemSize) -> None:
         """Raise ProblemTooLarge if ``problem`` is over a limit."""
         needed = problem.memory_bytes
         if self.problem_bytes is not None and needed > self.problem_bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convgrad_service.engine.places import Places
+from convgrad_service.engine.memory.free_list import FreeList
 
 __all__ = ["EngineOptions"]
 
@@ -33,4 +33,4 @@ class EngineOptions:
     @property
     def arena_bytes(self) -> int:
         """Both parts, in whole pages."""
-        return Places.rounded(self.text_bytes) + Places.rounded(self.tensor_bytes)
+        return FreeList.rounded(self.text_bytes) + FreeList.rounded(self.tensor_bytes)

@@ -8,7 +8,7 @@ import numpy as np
 
 from convgrad.errors import MalformedRequest, ServiceError
 from convgrad.wire.shapes import data_view
-from convgrad_service.engine.dataplane import SMALL_BYTES, Work
+from convgrad_service.engine.pipeline import SMALL_BYTES, Work
 from convgrad_service.grpc_api.call import Message
 from convgrad_service.grpc_api.infer_wire import (
     MAX_FIELDS,

@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.contract import Operation, Report
-from convgrad_service.engine.at_once import MARK_S, Span, place_of, words_around
-from convgrad_service.engine.call import Call as Job
-from convgrad_service.engine.dataplane import Dataplane, blank
-from convgrad_service.engine.deadline import Deadline, Leash
-from convgrad_service.engine.quotas import NO_LIMITS
-from convgrad_service.engine.work import Known, Words
+from convgrad_service.engine.admitted import Known, ResponseTemplate
+from convgrad_service.engine.deadline import CancelScope, Deadline
+from convgrad_service.engine.pipeline import Pipeline, blank
+from convgrad_service.engine.prepared_request import MARK_S, Span, place_of, words_around
+from convgrad_service.engine.request import ComputeRequest as Job
+from convgrad_service.engine.scheduling.quotas import NO_LIMITS
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.infer_wire import Part, encode_response, raw_output_prefix
 from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.request import Span as Raw
-from convgrad_service.request_context import RequestContext
 
 __all__ = ["SmallInfers"]
 
@@ -42,8 +42,8 @@ _MOST_LENGTHS, _MOST_EACH = 256, 4
 class SmallInfers:
     """Answers small requests like those that it was told to `remember`."""
 
-    def __init__(self, dataplane: Dataplane, longest_s: float) -> None:
-        self._plane, self._longest_s = dataplane, longest_s
+    def __init__(self, pipeline: Pipeline, longest_s: float) -> None:
+        self._plane, self._longest_s = pipeline, longest_s
         self._seen: OrderedDict[int, list[tuple[Operation, Spans]]] = OrderedDict()
 
     async def answer(self, call: Call, context: RequestContext) -> list[Part] | None:
@@ -78,7 +78,7 @@ class SmallInfers:
             context.received_bytes = len(whole)
             finished = work.computed_here()
             if finished is None:
-                with Leash(job.deadline):
+                with CancelScope(job.deadline):
                     finished = await work.computed()
             with timings.stage("encode"):
                 words = work.words(finished, _words)
@@ -144,11 +144,10 @@ def _spans(known: Known) -> Iterable[Span]:
     return spans
 
 
-def _words(known: Known, report: Report) -> Words:
+def _words(known: Known, report: Report) -> ResponseTemplate:
     request: InferRequest = known.notes[0]
     outputs = {
-        name: blank(spec.shape, spec.dtype, name=name)
-        for name, spec, *_ in known.arrangement.outputs
+        name: blank(spec.shape, spec.dtype, name=name) for name, spec, *_ in known.layout.outputs
     }
     text = bytes(encode_response(request, outputs, report)[0])
     placed = []
@@ -156,4 +155,4 @@ def _words(known: Known, report: Report) -> Words:
         # One field for each output: of one that stays here it is empty.
         offset, size_bytes = place_of(known, name) if request.sends(name) else (0, 0)
         placed.append((raw_output_prefix(size_bytes), offset, size_bytes))
-    return Words(*words_around(text, _MARK), tuple(placed))
+    return ResponseTemplate(*words_around(text, _MARK), tuple(placed))

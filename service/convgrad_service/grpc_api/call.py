@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, UnsupportedMediaType
-from convgrad_service.engine.quotas import ANYBODY
-from convgrad_service.engine.work import SMALL_BYTES
+from convgrad_service.engine.admitted import SMALL_BYTES
+from convgrad_service.engine.scheduling.quotas import ANYBODY
 from convgrad_service.grpc_api.http2.frames import Error
 from convgrad_service.grpc_api.http2.stream import Header, Part, Stream
 

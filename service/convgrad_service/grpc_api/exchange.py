@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from convgrad.errors import Internal, ServiceError
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.records import Record
+from convgrad_service.engine.telemetry.record import Record
+from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
+from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.grpc_api.call import OK, Call
 from convgrad_service.grpc_api.http2.stream import StreamGone
-from convgrad_service.keys import KeyRing
-from convgrad_service.request_context import TRACE_HEADERS, RequestContext
-from convgrad_service.tracing import Traces
+from convgrad_service.security.keys import KeyRing
 
 __all__ = ["Exchanges", "status_of"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from convgrad.errors import DeviceUnavailable, NotFound
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.messages import HEALTH, SERVICE, message
 from convgrad_service.grpc_api.receiving import received
-from convgrad_service.request_context import RequestContext
 
 __all__ = ["HealthMethods"]
 
@@ -24,8 +24,8 @@ _Request, _Response = message("HealthCheckRequest", HEALTH), message("HealthChec
 class HealthMethods:
     """``Check`` and ``Watch``, of the server as a whole ("") and of the protocol's service."""
 
-    def __init__(self, dataplane: Dataplane, exchanges: Exchanges) -> None:
-        self._dataplane, self._exchanges = dataplane, exchanges
+    def __init__(self, pipeline: Pipeline, exchanges: Exchanges) -> None:
+        self._pipeline, self._exchanges = pipeline, exchanges
         self.handlers: Mapping[str, Callable[[Call], Awaitable[None]]] = {
             f"/{HEALTH.full_name}/Check": self._check,
             f"/{HEALTH.full_name}/Watch": self._watch,
@@ -60,7 +60,7 @@ class HealthMethods:
         if service not in ("", SERVICE.full_name):
             return int(_Response.SERVICE_UNKNOWN)
         try:
-            self._dataplane.require_ready()
+            self._pipeline.require_ready()
         except DeviceUnavailable:
             return int(_Response.NOT_SERVING)
         return int(_Response.SERVING)

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from convgrad.errors import MalformedRequest, ProblemTooLarge
-from convgrad_service.engine.call import Call as Job
-from convgrad_service.engine.call import Result
-from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.quotas import entered
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest as Job
+from convgrad_service.engine.request import Result
+from convgrad_service.engine.scheduling.quotas import entered
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.asked import Asked
 from convgrad_service.grpc_api.at_once import SmallInfers
 from convgrad_service.grpc_api.call import Call
@@ -31,8 +32,7 @@ from convgrad_service.oip.fields import described, request_fields
 from convgrad_service.oip.request import InferRequest
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
-from convgrad_service.request_context import RequestContext
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
 
@@ -53,16 +53,16 @@ class InferMethods:
 
     def __init__(
         self,
-        dataplane: Dataplane,
+        pipeline: Pipeline,
         settings: Settings,
         exchanges: Exchanges,
         shared_memory: SharedMemory,
     ) -> None:
-        self._dataplane = dataplane
+        self._pipeline = pipeline
         self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
-        self._small = SmallInfers(dataplane, settings.max_timeout_s)
+        self._small = SmallInfers(pipeline, settings.max_timeout_s)
 
     async def infer(self, call: Call) -> None:
         """ModelInfer."""
@@ -155,7 +155,7 @@ class InferMethods:
             request.refuse_parts()
         context.operation = request.operation.name
         # Before the tensors are received, and after it is known what was refused.
-        self._dataplane.admit()
+        self._pipeline.admit()
         regions = self._memory.parts(context.owner, request)
         own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
         if own:
@@ -176,8 +176,8 @@ class InferMethods:
 
         async with (
             deadline.enforced() if own else contextlib.nullcontext(),
-            entered(self._dataplane.engine, context.caller) as job.ticket,
-            self._dataplane.begin(job, decode, regions=regions) as work,
+            entered(self._pipeline.engine, context.caller) as job.ticket,
+            self._pipeline.begin(job, decode, regions=regions) as work,
         ):
             with context.timings.stage("receive"):
                 await asked.fill(request, work)

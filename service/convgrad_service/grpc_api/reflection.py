@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2
 
+from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.messages import (
@@ -21,7 +22,6 @@ from convgrad_service.grpc_api.messages import (
     message,
 )
 from convgrad_service.grpc_api.receiving import parsed
-from convgrad_service.request_context import RequestContext
 
 __all__ = ["ReflectionMethods"]
 

@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.health import HealthMethods
@@ -25,12 +27,10 @@ from convgrad_service.grpc_api.messages import SERVICE, message
 from convgrad_service.grpc_api.receiving import received
 from convgrad_service.grpc_api.reflection import ReflectionMethods
 from convgrad_service.grpc_api.service import DescribingMethods
-from convgrad_service.keys import KeyRing
 from convgrad_service.oip.registered_memory import shared_memory_of
-from convgrad_service.request_context import RequestContext
-from convgrad_service.settings import Settings
-from convgrad_service.tls import server_context
-from convgrad_service.tracing import traces_to
+from convgrad_service.security.keys import KeyRing
+from convgrad_service.server.settings import Settings
+from convgrad_service.server.tls import server_context
 
 __all__ = ["GrpcServer"]
 
@@ -48,19 +48,19 @@ Handler = Callable[[Call], Awaitable[None]]
 class GrpcServer:
     """Serves a dataplane over gRPC on the running event loop, from `start` to `stop`."""
 
-    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
+    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self._settings = settings
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
-        self._exchanges = Exchanges(dataplane.engine, keys, self._traces)
+        self._exchanges = Exchanges(pipeline.engine, keys, self._traces)
         memory = shared_memory_of(
-            dataplane.engine,
+            pipeline.engine,
             system=settings.system_shared_memory,
             cuda=settings.cuda_shared_memory,
         )
-        infer = InferMethods(dataplane, settings, self._exchanges, memory)
-        describing = DescribingMethods(dataplane, memory)
-        health = HealthMethods(dataplane, self._exchanges)
+        infer = InferMethods(pipeline, settings, self._exchanges, memory)
+        describing = DescribingMethods(pipeline, memory)
+        health = HealthMethods(pipeline, self._exchanges)
         reflection = ReflectionMethods(self._exchanges)
         self._handlers: Mapping[str, Handler] = {
             **{

@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 from convgrad.contract import OPERATIONS
 from convgrad.errors import DeviceUnavailable, NotFound, UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.fields import operation_named
 from convgrad_service.oip.models import (
@@ -30,8 +30,8 @@ Method = Callable[[Any, str], Awaitable[Any]]
 class DescribingMethods:
     """Every method but those that compute: from a parsed request to a message that answers it."""
 
-    def __init__(self, dataplane: Dataplane, shared_memory: SharedMemory) -> None:
-        self._dataplane = dataplane
+    def __init__(self, pipeline: Pipeline, shared_memory: SharedMemory) -> None:
+        self._pipeline = pipeline
         self._memory = shared_memory
         self.methods: Mapping[str, Method] = {
             "ServerLive": self._server_live,
@@ -87,7 +87,7 @@ class DescribingMethods:
             [operation_named(request.name, request.version).name] if request.name else OPERATIONS
         )
         answer = message("ModelStatisticsResponse")()
-        counted = model_statistics(await self._dataplane.engine.statistics(), names)
+        counted = model_statistics(await self._pipeline.engine.statistics(), names)
         return ParseDict(counted, answer, ignore_unknown_fields=True)
 
     async def _repository_index(self, request: Any, __: str) -> Any:
@@ -148,7 +148,7 @@ class DescribingMethods:
     def _not_ready(self) -> str | None:
         """Why no work is taken now, or None."""
         try:
-            self._dataplane.require_ready()
+            self._pipeline.require_ready()
         except DeviceUnavailable as error:
             return error.detail
         return None

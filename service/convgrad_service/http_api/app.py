@@ -15,12 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS
-from convgrad_service.assembly import dataplane_inside
 from convgrad_service.backends.base import ServingBackend
-from convgrad_service.engine.dataplane import Dataplane
 from convgrad_service.engine.hub import Hub
-from convgrad_service.http_api.at_once import SmallRequests
-from convgrad_service.http_api.at_once_forms import InferForm, SafetensorsForm
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.docs import add_docs
@@ -30,11 +28,13 @@ from convgrad_service.http_api.middleware import ExchangeMiddleware, TryAnswer
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
+from convgrad_service.http_api.prepared_forms import InferForm, SafetensorsForm
+from convgrad_service.http_api.prepared_request import PreparedRequests
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
-from convgrad_service.keys import KeyRing
-from convgrad_service.settings import Settings
-from convgrad_service.tracing import traces_to
+from convgrad_service.security.keys import KeyRing
+from convgrad_service.server.composition import embedded_pipeline
+from convgrad_service.server.settings import Settings
 
 __all__ = ["app_on", "create_app"]
 
@@ -43,17 +43,17 @@ def create_app(settings: Settings | None = None, backend: ServingBackend | None 
     """The server as an ASGI application, with an engine of its own in this process.
 
     ``settings`` default to the environment's, ``backend`` to the one that they name. The dataplane
-    is at ``app.state.dataplane``, for other transports and for tests.
+    is at ``app.state.pipeline``, for other transports and for tests.
     """
     settings = settings or Settings()
-    dataplane = dataplane_inside(settings, backend)
-    hub = dataplane.engine
+    pipeline = embedded_pipeline(settings, backend)
+    hub = pipeline.engine
     assert isinstance(hub, Hub)  # noqa: S101
-    return app_on(dataplane, settings, hub.close)
+    return app_on(pipeline, settings, hub.close)
 
 
 def app_on(
-    dataplane: Dataplane, settings: Settings, close: Callable[[], None] | None = None
+    pipeline: Pipeline, settings: Settings, close: Callable[[], None] | None = None
 ) -> FastAPI:
     """The application in front of a dataplane; ``close`` is called once it has ended."""
 
@@ -62,7 +62,7 @@ def app_on(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        dataplane.close()
+        pipeline.close()
         if traces is not None:
             traces.close()
         if close is not None:
@@ -77,25 +77,25 @@ def app_on(
         redoc_url=None,
         redirect_slashes=False,  # a redirected POST sends its tensors twice
     )
-    app.state.dataplane = dataplane
+    app.state.pipeline = pipeline
     app.state.settings = settings
     computing: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
     small: dict[str, TryAnswer] = {}
     for operation in OPERATIONS.values():
-        endpoint = OperationEndpoint(operation, dataplane, settings)
+        endpoint = OperationEndpoint(operation, pipeline, settings)
         computing[f"/{operation.name}"] = endpoint, {}
         for path, form in (
             (f"/{operation.name}", SafetensorsForm()),
             (f"/v2/models/{operation.name}/infer", InferForm()),
         ):
-            at_once = SmallRequests(operation, form, dataplane, settings.max_timeout_s)
+            at_once = PreparedRequests(operation, form, pipeline, settings.max_timeout_s)
             small[path] = at_once.try_answer
         app.router.routes.append(
             Route(f"/{operation.name}", endpoint, methods=["POST"], name=operation.name)
         )
 
     # The catalogue never changes while the server runs.
-    described = catalogue(dataplane, settings)
+    described = catalogue(pipeline, settings)
 
     @app.get("/operations", tags=["operations"], summary="What each operation takes and gives.")
     async def operations() -> JSONResponse:
@@ -105,16 +105,16 @@ def app_on(
     async def root(request: Request) -> RedirectResponse:
         return RedirectResponse(request.scope.get("root_path", "") + "/docs")
 
-    app.include_router(health_router(dataplane))
-    computing.update(add_oip(app, dataplane, settings))
-    app.router.routes.extend(stored_routes(dataplane, settings))
+    app.include_router(health_router(pipeline))
+    computing.update(add_oip(app, pipeline, settings))
+    app.router.routes.extend(stored_routes(pipeline, settings))
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     app.add_middleware(HotPaths, paths=computing)
     inner = partial(FastAPI.__call__, app)
-    app.exchange = ExchangeMiddleware(inner, dataplane, keys, traces, small)
+    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, small)
     return app
 
 

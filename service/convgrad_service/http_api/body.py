@@ -15,9 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
-from convgrad_service.engine.dataplane import SMALL_BYTES
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.memory import Lease, leased
+from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.pipeline import SMALL_BYTES
 from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.middleware import ClientGone

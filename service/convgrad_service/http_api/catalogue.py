@@ -6,27 +6,28 @@ from typing import Any
 
 from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation
-from convgrad_service.engine.dataplane import Dataplane
-from convgrad_service.http_api.wires import MEDIA_TYPES, WIRES
-from convgrad_service.settings import Settings
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.http_api.codecs import CODECS, MEDIA_TYPES
+from convgrad_service.server.settings import Settings
 
 __all__ = ["catalogue"]
 
 
-def catalogue(dataplane: Dataplane, settings: Settings) -> dict[str, Any]:
+def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
     """All there is to know before a request is made, as JSON-able values."""
     return {
         "server": "convgrad",
         "version": _version.__version__,
-        "backend": dataplane.engine.status.backend,
+        "backend": pipeline.engine.status.backend,
         "media_types": list(MEDIA_TYPES),
         "limits": {
             "body_bytes": {
-                media_type: int(getattr(settings, wire.limit)) for media_type, wire in WIRES.items()
+                media_type: int(getattr(settings, wire.limit))
+                for media_type, wire in CODECS.items()
             },
-            "problem_bytes": dataplane.limits.problem_bytes,
-            "problem_flops": dataplane.limits.problem_flops,
-            "inflight_bytes": dataplane.engine.limit_bytes,
+            "problem_bytes": pipeline.limits.problem_bytes,
+            "problem_flops": pipeline.limits.problem_flops,
+            "inflight_bytes": pipeline.engine.limit_bytes,
             "queue": settings.max_queue,
             "timeout_s": settings.max_timeout_s,
         },

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from convgrad_service.http_api.landing import Landing
+from convgrad_service.http_api.receive_into import ReceiveInto
 
 __all__ = ["CONNECTION", "Connection", "connection_of"]
 
@@ -26,7 +26,7 @@ class Connection(Protocol):
         """Of the body that is being received, what the parser has not seen and `land` may take."""
         ...
 
-    def land(self, targets: Sequence[memoryview | int]) -> Landing:
+    def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
         """Receive the rest of the present body, whose length is known, into ``targets``."""
         ...
 

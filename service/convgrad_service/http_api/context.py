@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from convgrad_service.request_context import RequestContext
+from convgrad_service.engine.telemetry.request_context import RequestContext
 
 __all__ = ["RequestContext", "begin_context", "context_of", "told_headers"]
 

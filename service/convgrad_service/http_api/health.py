@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
 
 __all__ = ["health_router"]
 
@@ -17,7 +17,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def health_router(dataplane: Dataplane) -> APIRouter:
+def health_router(pipeline: Pipeline) -> APIRouter:
     """The routes that say how the server is."""
     router = APIRouter(tags=["health"])
 
@@ -27,11 +27,11 @@ def health_router(dataplane: Dataplane) -> APIRouter:
 
     @router.get("/v2/health/ready", summary="New work is taken.", responses=_NOT_READY)
     async def ready() -> JSONResponse:
-        dataplane.require_ready()
+        pipeline.require_ready()
         return JSONResponse({"ready": True})
 
     @router.get("/metrics", summary="Metrics for Prometheus.", response_class=Response)
     async def prometheus() -> Response:
-        return Response(await dataplane.engine.exposition(), media_type=_PROMETHEUS)
+        return Response(await pipeline.engine.exposition(), media_type=_PROMETHEUS)
 
     return router

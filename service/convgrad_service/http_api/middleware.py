@@ -17,14 +17,14 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
+from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import RequestContext, begin_context, told_headers
-from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import internal, problem_details
-from convgrad_service.keys import KeyRing
-from convgrad_service.request_context import TRACE_HEADERS
-from convgrad_service.tracing import Traces
+from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.security.keys import KeyRing
 
 __all__ = ["ClientGone", "ExchangeMiddleware"]
 
@@ -58,13 +58,13 @@ class ExchangeMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        dataplane: Dataplane,
+        pipeline: Pipeline,
         keys: KeyRing | None = None,
         traces: Traces | None = None,
         small: Mapping[str, TryAnswer] | None = None,
     ) -> None:
         self.app = app
-        self.dataplane = dataplane
+        self.pipeline = pipeline
         self.keys = keys
         self.traces = traces
         self.small = small or {}
@@ -113,7 +113,7 @@ class ExchangeMiddleware:
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
         if context.operation is not None:
-            self.dataplane.observe(
+            self.pipeline.observe(
                 context.operation,
                 "http",
                 context.code,
@@ -173,7 +173,7 @@ class _Exchange:
         self._body_withheld = headers.get(b"expect", b"").lower() == b"100-continue"
         self._linger = False
         self._connection = connection_of(scope)
-        self._dropping: Landing | None = None
+        self._dropping: ReceiveInto | None = None
         self._dropped_bytes = 0
 
     async def receive(self) -> Message:

@@ -18,26 +18,26 @@ from starlette.types import Receive, Scope, Send
 
 from convgrad.errors import MalformedRequest
 from convgrad.wire.shapes import data_view
-from convgrad_service.engine.dataplane import SMALL_BYTES, Call, Dataplane, Filler, Work
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.quotas import entered
-from convgrad_service.http_api.answering import (
+from convgrad_service.engine.pipeline import SMALL_BYTES, ComputeRequest, Filler, Pipeline, Work
+from convgrad_service.engine.scheduling.quotas import entered
+from convgrad_service.http_api.body import Body, BodyLimits, Text
+from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.prepared_forms import remember
+from convgrad_service.http_api.response import (
     refuse_encoded,
     requested_timeout_s,
     send_chunks,
     unless_gone,
 )
-from convgrad_service.http_api.at_once_forms import remember
-from convgrad_service.http_api.body import Body, BodyLimits, Text
-from convgrad_service.http_api.connection import connection_of
-from convgrad_service.http_api.context import context_of
 from convgrad_service.oip.fields import described, operation_named, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
 from convgrad_service.oip.http_head import read_infer_head
 from convgrad_service.oip.number_list import NumberList
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span
 from convgrad_service.oip.shared_memory import SharedMemory
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["InferEndpoint"]
 
@@ -49,10 +49,8 @@ _MAX_HEAD_BYTES = 4 * 2**20
 class InferEndpoint:
     """An ASGI application that answers inference requests for the model that its path names."""
 
-    def __init__(
-        self, dataplane: Dataplane, settings: Settings, shared_memory: SharedMemory
-    ) -> None:
-        self._dataplane = dataplane
+    def __init__(self, pipeline: Pipeline, settings: Settings, shared_memory: SharedMemory) -> None:
+        self._pipeline = pipeline
         self._memory = shared_memory
         self._settings = settings
 
@@ -67,17 +65,17 @@ class InferEndpoint:
         header_bytes = _header_bytes(headers, length)
         header_s = requested_timeout_s(headers.get("x-request-timeout"))
         longest_s = self._settings.max_timeout_s
-        call = Call(
+        call = ComputeRequest(
             operation,
             Deadline.after(min(header_s or math.inf, longest_s)),
             context.timings,
             owner=context.owner,
         )
-        self._dataplane.admit()
+        self._pipeline.admit()
         body = Body.of(scope, receive, self._limits(header_bytes))
         async with AsyncExitStack() as held:
             call.ticket = await held.enter_async_context(
-                entered(self._dataplane.engine, context.caller)
+                entered(self._pipeline.engine, context.caller)
             )
             async with call.deadline.enforced() if header_s else contextlib.nullcontext():
                 text = await self._text(call, body, header_bytes)
@@ -97,7 +95,7 @@ class InferEndpoint:
             async with call.deadline.enforced():
                 result = await unless_gone(work.compute(), receive)
             with context.timings.stage("encode"):
-                answer = await self._dataplane.in_thread(
+                answer = await self._pipeline.in_thread(
                     lambda: encode_answer(request, result.outputs, result.report),
                     work.lease,
                     inline=_is_quick(request, result.outputs),
@@ -107,14 +105,14 @@ class InferEndpoint:
                 _answer_headers(answer),
                 answer.chunks,
                 connection=connection_of(scope),
-                in_thread=self._dataplane.in_thread,
+                in_thread=self._pipeline.in_thread,
             )
 
-    async def _text(self, call: Call, body: Body, header_bytes: int | None) -> Text:
+    async def _text(self, call: ComputeRequest, body: Body, header_bytes: int | None) -> Text:
         """The request's JSON, and nothing of what follows it."""
         with call.timings.stage("receive"):
             if header_bytes is None:
-                return await body.whole(self._dataplane.engine)
+                return await body.whole(self._pipeline.engine)
             if header_bytes > _MAX_HEAD_BYTES:
                 raise MalformedRequest(
                     f"Inference-Header-Content-Length is {header_bytes:,}; at most "
@@ -129,11 +127,11 @@ class InferEndpoint:
             return Text(memoryview(shown)[:header_bytes])
 
     async def _request(
-        self, call: Call, text: Text, length: int | None, header_bytes: int | None
+        self, call: ComputeRequest, text: Text, length: int | None, header_bytes: int | None
     ) -> InferRequest:
         data_bytes = _data_bytes(length, header_bytes)
         with call.timings.stage("decode"):
-            return await self._dataplane.in_thread(
+            return await self._pipeline.in_thread(
                 lambda: read_infer_head(text.data, call.operation, data_bytes),
                 text.lease,
                 inline=len(text.data) <= SMALL_BYTES,
@@ -142,7 +140,7 @@ class InferEndpoint:
     @asynccontextmanager
     async def _begin(
         self,
-        call: Call,
+        call: ComputeRequest,
         request: InferRequest,
         body: Body,
         text: Text,
@@ -153,7 +151,7 @@ class InferEndpoint:
         call.refuse = lambda _, problem: refuse_in_json(request, problem)
         call.small = True  # shapes and parameters; the elements are filled in below
         remember(call, request, text.data, data_bytes)
-        plane, regions = self._dataplane, self._memory.parts(call.owner, request)
+        plane, regions = self._pipeline, self._memory.parts(call.owner, request)
 
         def decode() -> Mapping[str, Any]:
             return request_fields(request, described)
@@ -216,7 +214,7 @@ def _header_bytes(headers: Headers, length: int | None) -> int | None:
     return header_bytes
 
 
-def _from_the_start(call: Call, allowed_s: float) -> Deadline:
+def _from_the_start(call: ComputeRequest, allowed_s: float) -> Deadline:
     return Deadline(call.timings.started_s + allowed_s, allowed_s)
 
 

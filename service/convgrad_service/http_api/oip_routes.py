@@ -21,7 +21,7 @@ from convgrad.errors import (
 )
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.dataplane import Dataplane
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.http_api.hot_paths import Paths
 from convgrad_service.http_api.oip_infer import InferEndpoint
 from convgrad_service.http_api.shared_memory import shared_memory_router
@@ -35,7 +35,7 @@ from convgrad_service.oip.models import (
 from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.oip.statistics import model_statistics
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["add_oip"]
 
@@ -44,25 +44,25 @@ _VERSION = "/v2/models/{model}/versions/{version}"
 _MAX_INDEX_BYTES = 4096
 
 
-def add_oip(app: FastAPI, dataplane: Dataplane, settings: Settings) -> Paths:
+def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Paths:
     """Add every route of the protocol to ``app`` but those for health, which it has.
 
     Returns those that compute.
     """
     memory = shared_memory_of(
-        dataplane.engine,
+        pipeline.engine,
         system=settings.system_shared_memory,
         cuda=settings.cuda_shared_memory,
     )
-    app.include_router(_describing(dataplane, memory))
+    app.include_router(_describing(pipeline, memory))
     app.include_router(shared_memory_router(memory))
-    endpoint = InferEndpoint(dataplane, settings, memory)
+    endpoint = InferEndpoint(pipeline, settings, memory)
     for path in (_MODEL, _VERSION):
         app.router.routes.append(Route(f"{path}/infer", endpoint, methods=["POST"], name="infer"))
     return {f"/v2/models/{name}/infer": (endpoint, {"model": name}) for name in OPERATIONS}
 
 
-def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
+def _describing(pipeline: Pipeline, shared_memory: SharedMemory) -> APIRouter:
     router = APIRouter(tags=["open inference protocol"])
 
     @router.get("/v2", summary="The server's name, version and extensions.")
@@ -72,7 +72,7 @@ def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
     # Before the models: it is no model's name.
     @router.get("/v2/models/stats", summary="Counts of every model.")
     async def all_statistics() -> JSONResponse:
-        return JSONResponse(model_statistics(await dataplane.engine.statistics(), OPERATIONS))
+        return JSONResponse(model_statistics(await pipeline.engine.statistics(), OPERATIONS))
 
     @router.get(_VERSION, include_in_schema=False)
     @router.get(_MODEL, summary="A model's inputs and outputs.")
@@ -83,7 +83,7 @@ def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
     @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        dataplane.require_ready()
+        pipeline.require_ready()
         return JSONResponse({"name": operation.name, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
@@ -95,14 +95,14 @@ def _describing(dataplane: Dataplane, shared_memory: SharedMemory) -> APIRouter:
     @router.get(f"{_MODEL}/stats", summary="Counts of one model.")
     async def statistics(model: str, version: str = "") -> JSONResponse:
         operation = operation_named(model, version)
-        counts = await dataplane.engine.statistics()
+        counts = await pipeline.engine.statistics()
         return JSONResponse(model_statistics(counts, [operation.name]))
 
     @router.post("/v2/repository/index", summary="All models and whether they take requests.")
     async def index(request: Request) -> JSONResponse:
         wanted = await _index_request(request)
         try:
-            dataplane.require_ready()
+            pipeline.require_ready()
         except DeviceUnavailable as error:
             unready = repository_index(ready=False, reason=error.detail)
             return JSONResponse([] if wanted else unready)

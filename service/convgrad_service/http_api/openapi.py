@@ -17,8 +17,8 @@ from convgrad.contract import OPERATIONS, Operation, Report, tensor_json_schema
 from convgrad.dtypes import FLOATING, INDEX
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
-from convgrad_service.http_api.wires import JSON, SAFETENSORS, WIRES
-from convgrad_service.settings import Settings
+from convgrad_service.http_api.codecs import CODECS, JSON, SAFETENSORS
+from convgrad_service.server.settings import Settings
 
 __all__ = ["install_openapi"]
 
@@ -92,7 +92,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
 def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
     model = operation.request
     described = cleandoc(model.__doc__ or "").partition("\n")[2]
-    limits = {media_type: int(getattr(settings, wire.limit)) for media_type, wire in WIRES.items()}
+    limits = {media_type: int(getattr(settings, wire.limit)) for media_type, wire in CODECS.items()}
     binary = {"type": "string", "format": "binary"}
     return {
         "post": {

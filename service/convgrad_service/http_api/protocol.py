@@ -23,11 +23,11 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.http_api.connection import CONNECTION
-from convgrad_service.http_api.joined import Joined
-from convgrad_service.http_api.known_heads import KnownHeads
-from convgrad_service.http_api.landing import Landing
 from convgrad_service.http_api.problem_details import problem_details
-from convgrad_service.settings import Settings
+from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.http_api.request_head_cache import RequestHeadCache
+from convgrad_service.http_api.write_coalescing import CoalescedWriter
+from convgrad_service.server.settings import Settings
 
 __all__ = ["GuardedProtocol", "guarded_protocol"]
 
@@ -43,7 +43,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
 
     settings: ClassVar[Settings]
-    heads: ClassVar[KnownHeads]
+    heads: ClassVar[RequestHeadCache]
 
     _between = True
     """Whether the parser has seen the end of a request, and nothing of the next."""
@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope = cast(Any, scope)
         cycle = self.cycle = exchange.cycle = RequestResponseCycle(
             scope=self.scope,
-            transport=cast(asyncio.Transport, Joined(self.transport)),
+            transport=cast(asyncio.Transport, CoalescedWriter(self.transport)),
             flow=self.flow,
             logger=self.logger,
             access_logger=self.access_logger,
@@ -198,7 +198,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._first:
             self._learn_head(self._first)
         if self.scope["method"] != "HEAD":  # whose answer is a head alone
-            self.cycle.transport = cast(asyncio.Transport, Joined(self.transport))
+            self.cycle.transport = cast(asyncio.Transport, CoalescedWriter(self.transport))
 
     def _learn_head(self, first: bytes) -> None:
         self._first = b""
@@ -313,7 +313,7 @@ class _Exchange:
 
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol
-        self._landing: Landing | None = None
+        self._landing: ReceiveInto | None = None
         self.cycle: RequestResponseCycle | None = None
 
     def body_left_bytes(self, content_length: int) -> int:
@@ -326,9 +326,9 @@ class _Exchange:
         is_parsed = cycle.more_body and self._landing is None
         return content_length - protocol.parts_bytes if is_parsed else 0
 
-    def land(self, targets: Sequence[memoryview | int]) -> Landing:
+    def land(self, targets: Sequence[memoryview | int]) -> ReceiveInto:
         protocol, cycle = self._protocol, self._protocol.cycle
-        landing = self._landing = Landing(targets, protocol, protocol.begin_again)
+        landing = self._landing = ReceiveInto(targets, protocol, protocol.begin_again)
         ahead, cycle.body = cycle.body, bytearray()
         protocol.turn_to(landing)
         landing.take(ahead)
@@ -338,7 +338,7 @@ class _Exchange:
         assert self._landing is not None  # noqa: S101
         # Not to the parser, which would take the next request for what has landed of this one.
         protocol, left_bytes = self._protocol, self._landing.left_bytes
-        protocol.turn_to(Landing([left_bytes], protocol, protocol.begin_again))
+        protocol.turn_to(ReceiveInto([left_bytes], protocol, protocol.begin_again))
 
     def whole_body(self) -> bytearray | None:
         cycle = self.cycle
@@ -390,7 +390,7 @@ class _Exchange:
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """The protocol class with these settings; uvicorn makes an object for each connection."""
-    own = {"settings": settings, "heads": KnownHeads()}
+    own = {"settings": settings, "heads": RequestHeadCache()}
     return type("GuardedProtocol", (GuardedProtocol,), own)
 
 

@@ -19,23 +19,23 @@ from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.dataplane import Dataplane
-from convgrad_service.engine.memory import Lease, leased
-from convgrad_service.engine.quotas import Ticket, entered
-from convgrad_service.http_api.answering import Chunk, refuse_encoded, send_chunks
+from convgrad_service.engine.memory.lease import Lease, leased
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.scheduling.quotas import Ticket, entered
 from convgrad_service.http_api.body import Body, BodyLimits
+from convgrad_service.http_api.codecs import JSON, MEDIA_TYPES, SAFETENSORS
 from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.json_body import described_tensor, parse_json_body
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
-from convgrad_service.http_api.wires import JSON, MEDIA_TYPES, SAFETENSORS
+from convgrad_service.http_api.response import Chunk, refuse_encoded, send_chunks
 from convgrad_service.problems.base import TensorSpec
-from convgrad_service.settings import Settings
+from convgrad_service.server.settings import Settings
 
 __all__ = ["stored_routes"]
 
 
-def stored_routes(dataplane: Dataplane, settings: Settings) -> list[BaseRoute]:
+def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
     """The routes, to be added to the application's."""
 
     async def listed(request: Request) -> Response:
@@ -48,29 +48,29 @@ def stored_routes(dataplane: Dataplane, settings: Settings) -> list[BaseRoute]:
                 "bytes": info.spec.size_bytes,
                 "expires_in_s": round(info.expires_in_s, 3),
             }
-            for info in await dataplane.stored.listed(owner)
+            for info in await pipeline.stored.listed(owner)
         ]
         return JSONResponse({"tensors": tensors})
 
     async def drop(request: Request) -> Response:
         owner = context_of(request.scope).owner
-        await dataplane.stored.drop(owner, request.path_params["name"])
+        await pipeline.stored.drop(owner, request.path_params["name"])
         return JSONResponse({})
 
     one = "/tensors/{name}"
     return [
         Route("/tensors", listed, methods=["GET"], name="tensors"),
         Route(one, drop, methods=["DELETE"], name="drop"),
-        Route(one, _Put(dataplane, settings), methods=["PUT"], name="put"),
-        Route(one, _Get(dataplane), methods=["GET"], name="get"),
+        Route(one, _Put(pipeline, settings), methods=["PUT"], name="put"),
+        Route(one, _Get(pipeline), methods=["GET"], name="get"),
     ]
 
 
 class _Put:
     """An ASGI application that keeps the tensor of a body."""
 
-    def __init__(self, dataplane: Dataplane, settings: Settings) -> None:
-        self._dataplane, self._settings = dataplane, settings
+    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+        self._pipeline, self._settings = pipeline, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
@@ -85,11 +85,11 @@ class _Put:
             self._settings.min_body_bytes_per_s,
         )
         body = Body.of(scope, receive, limits)
-        stored = self._dataplane.stored
+        stored = self._pipeline.stored
         taken = self._from_json if media_type == JSON.media_type else self._from_safetensors
         caller = context_of(scope).caller
         async with (
-            entered(self._dataplane.engine, caller) as ticket,
+            entered(self._pipeline.engine, caller) as ticket,
             taken(body, ticket) as (spec, lease),
         ):
             made = await stored.make({name: spec}, lives_s)
@@ -123,12 +123,12 @@ class _Put:
     async def _from_json(
         self, body: Body, ticket: Ticket | None
     ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
-        text = await body.whole(self._dataplane.engine)
+        text = await body.whole(self._pipeline.engine)
         try:
             described, fill = described_tensor(parse_json_body(text.data), "the tensor")
             spec = TensorSpec(described.shape, dtype_of(described))
             async with self._room(spec, ticket) as (lease, array):
-                await self._dataplane.in_thread(
+                await self._pipeline.in_thread(
                     lambda: np.copyto(array, described) if fill is None else fill(array),
                     lease,
                     text.lease,
@@ -147,7 +147,7 @@ class _Put:
             raise MalformedRequest(f"a tensor of shape {list(spec.shape)} holds nothing to keep")
         if ticket is not None:
             await ticket.hold(spec.size_bytes)
-        engine = self._dataplane.engine
+        engine = self._pipeline.engine
         lease = await leased(engine.reserve(spec.size_bytes))
         try:
             yield lease, engine.arena.array(lease.offset, spec)
@@ -158,11 +158,11 @@ class _Put:
 class _Get:
     """An ASGI application that answers with a stored tensor."""
 
-    def __init__(self, dataplane: Dataplane) -> None:
-        self._dataplane = dataplane
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name, plane = scope["path_params"]["name"], self._dataplane
+        name, plane = scope["path_params"]["name"], self._pipeline
         accept = ",".join(Headers(scope=scope).getlist("accept"))
         media_type = choose_accepted(accept, MEDIA_TYPES, SAFETENSORS.media_type)
         spec, part = (await plane.stored.find(context_of(scope).owner, [name]))[name]

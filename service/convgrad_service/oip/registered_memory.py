@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.hub import Engine
-from convgrad_service.engine.regions import RegionInfo, RegionPart
+from convgrad_service.engine.shm.registry import RegionInfo, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 from convgrad_service.oip.shared_memory import Kind, NoSharedMemory, Registration, SharedMemory
 

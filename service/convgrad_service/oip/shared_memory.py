@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, Protocol
 
 from convgrad.errors import UnsupportedProblem
 from convgrad.wire.sentences import shown
-from convgrad_service.engine.regions import ANONYMOUS, RegionPart
+from convgrad_service.engine.shm.registry import ANONYMOUS, RegionPart
 from convgrad_service.oip.request import InferRequest, Region
 
 __all__ = ["ANONYMOUS", "Kind", "NoSharedMemory", "Registration", "SharedMemory"]

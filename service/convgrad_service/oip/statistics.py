@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from convgrad_service.engine.statistics import Duration, OperationStatistics
+from convgrad_service.engine.telemetry.statistics import Duration, OperationStatistics
 from convgrad_service.oip.fields import VERSION
 
 __all__ = ["model_statistics"]

@@ -25,7 +25,7 @@ __all__ = ["Loaded", "Server", "Way", "gpu_origin", "loaded", "serving"]
 ROOT = Path(__file__).parents[3]
 START_S = 120.0
 # As `convgrad serve`, also where the package is not installed.
-_SERVE = "import sys; from convgrad_service.command import serve; sys.exit(serve())"
+_SERVE = "import sys; from convgrad_service.server.command import serve; sys.exit(serve())"
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from functools import partial
 
 import uvloop
 
-from convgrad_service.assembly import prepare_process
-from convgrad_service.engine.on_the_spot import Beside
-from convgrad_service.engine.process import WorkerRecipe
-from convgrad_service.server import listening_socket
-from convgrad_service.settings import Settings
-from convgrad_service.tree import Tree, run_until_signalled
+from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.server.composition import prepare_process
+from convgrad_service.server.http_server import listening_socket
+from convgrad_service.server.process_tree import Tree, run_until_signalled
+from convgrad_service.server.settings import Settings
 from tests.perf.serve.backend import BACKENDS
 
 BY_WORKERS = "by-workers"
@@ -29,7 +29,9 @@ def main() -> None:
     )
     named = [word for word in sys.argv[3:] if word != BY_WORKERS]
     backend = BACKENDS[named[0] if named else "sums"]
-    beside = None if sys.argv[-1] == BY_WORKERS else Beside(backend(0).name, partial(backend, 0))
+    beside = (
+        None if sys.argv[-1] == BY_WORKERS else InlineBackend(backend(0).name, partial(backend, 0))
+    )
     prepare = partial(prepare_process, settings)
     recipe = WorkerRecipe(backend, settings.compute_slots, prepare, beside)
     with listening_socket(settings.http_host, settings.http_port) as listening:

@@ -9,8 +9,8 @@ __all__ = ["MALLOC", "OPERATION", "SIZES", "Size"]
 
 OPERATION = "maxpool2d_fwd"
 
-# What convgrad_service.malloc sets, for programs that do not set it themselves. Triton gained most
-# by this of the settings tried (its own documents name other allocators, not in its wheel).
+# What convgrad_service.server.malloc sets, for programs that do not set it themselves. Triton
+# gained most by this of the settings tried (its documents name other allocators, not in its wheel).
 MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_ARENA_MAX": "1",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cpu.arguments import Control, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
-from convgrad_service.priority import give_way
+from convgrad_service.thread_priority import give_way
 
 __all__ = ["Rehearsal", "Workers", "Workspaces", "available_cores"]
 

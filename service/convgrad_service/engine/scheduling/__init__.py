@@ -1,0 +1,1 @@
+"""What is computed next and where, in how many parts, and what one key may use."""

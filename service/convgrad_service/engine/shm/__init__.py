@@ -1,0 +1,1 @@
+"""Shared memory of clients, and tensors that are stored on the server."""

@@ -1,0 +1,1 @@
+"""What is measured and counted of each request, and how it is exported."""

@@ -1,0 +1,1 @@
+"""What computes: a process, a thread or the event loop itself, and what keeps processes alive."""

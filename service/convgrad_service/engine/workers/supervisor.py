@@ -1,0 +1,108 @@
+"""Keeping a worker alive for every device, whatever happens to the last one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from convgrad.errors import DeviceUnavailable, ServiceError
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.workers.process_worker import ProcessWorker, WorkerRecipe
+
+__all__ = ["Supervisor"]
+
+_log = logging.getLogger("convgrad.supervisor")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+# Starts in a row that fail before a device is given up for broken; it is tried again all the same.
+_BROKEN_AFTER = 4
+
+
+class Supervisor:
+    """Starts a worker for each device, and another whenever one has died."""
+
+    def __init__(self, hub: Hub, recipe: WorkerRecipe) -> None:
+        self.workers: dict[int, ProcessWorker] = {}
+        self._hub, self._recipe = hub, recipe
+        self._devices = 1
+        self._broken: dict[int, str] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+        hub.fault = lambda: self.fault
+        hub.workers = lambda: self.workers
+        hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
+
+    @property
+    def fault(self) -> str | None:
+        """Why no device works or is going to soon; None while one does."""
+        if len(self._broken) < self._devices:
+            return None
+        return next(iter(self._broken.values()), None)
+
+    async def start(self) -> None:
+        """Return once every device has a worker.
+
+        Raises
+        ------
+        DeviceUnavailable
+            A device cannot be used at all; the sentence says why.
+        """
+        first = await self._started(0)
+        self._devices = first.greeting.devices
+        if first.greeting.pins:
+            self._hub.memory.keep_all()
+        others = [self._started(index) for index in range(1, self._devices)]
+        for index, worker in enumerate([first, *await asyncio.gather(*others)]):
+            self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))
+
+    async def stop(self) -> None:
+        """End every worker, and start no other."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+
+    async def _started(self, index: int) -> ProcessWorker:
+        worker = await ProcessWorker.start_process(
+            self._recipe,
+            index,
+            self._hub.arena,
+            self._hub.regions,
+            self._hub.schedule.finished,
+        )
+        self.workers[index] = worker
+        self._hub.backend = worker.greeting.backend
+        self._hub.schedule.add(worker)
+        _log.info(
+            "worker %d is process %d on %s", index, worker.process_id, worker.greeting.backend
+        )
+        return worker
+
+    async def _keep(self, index: int, worker: ProcessWorker) -> None:
+        while True:
+            code = await asyncio.shield(worker.lost)
+            _log.error("worker %d (process %d) ended with %d", index, worker.process_id, code)
+            del self.workers[index]
+            self._hub.schedule.lost(worker)
+            worker = await self._another(index)
+
+    async def _another(self, index: int) -> ProcessWorker:
+        pause_s = _FIRST_PAUSE_S
+        failures = 0
+        while True:
+            try:
+                worker = await self._started(index)
+            except ServiceError as error:
+                failures += 1
+                _log.error("worker %d cannot start: %s", index, error.detail)
+                if failures >= _BROKEN_AFTER:
+                    self._broken[index] = error.detail
+                    self._give_up_hope()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                self._broken.pop(index, None)
+                return worker
+
+    def _give_up_hope(self) -> None:
+        if (fault := self.fault) is not None:
+            self._hub.schedule.refuse_all(DeviceUnavailable(f"the device has failed: {fault}"))

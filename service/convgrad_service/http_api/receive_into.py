@@ -1,0 +1,104 @@
+"""The rest of a body, read by the system straight into where it belongs.
+
+While it lasts, the connection's bytes pass neither the HTTP parser nor any buffer of ours: the
+length is known from the head, so nothing in them needs looking at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["ReceiveInto"]
+
+# What is read at once: beyond the size of a socket's buffer more gains nothing, and everything
+# else that the event loop serves waits for it.
+_READ_BYTES = 2**20
+
+
+class ReceiveInto(asyncio.BufferedProtocol):
+    """Fills ``targets`` one after another; a number is so many bytes to drop.
+
+    ``landed`` is set once they are full, or to False if the connection ended before. ``behind`` is
+    the connection's own protocol, which gets every other event; ``full`` is called to put it back.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[memoryview | int],
+        behind: asyncio.Protocol,
+        full: Callable[[], None],
+    ) -> None:
+        self.landed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.received_bytes = 0
+        self.last_s = time.monotonic()
+        self.left_bytes = sum(_size(target) for target in targets)
+        self._behind, self._full = behind, full
+        self._rest = self._pieces(targets)
+        self._piece = next(self._rest)
+        self._at = 0
+
+    def take(self, data: bytes | bytearray | memoryview) -> None:
+        """Put bytes that were read before where they belong."""
+        view = memoryview(data)
+        while view:
+            place = self._piece[self._at :]
+            part = view[: len(place)]
+            place[: len(part)] = part
+            self._advance(len(part))
+            view = view[len(part) :]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return self._piece[self._at : self._at + _READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self.last_s = time.monotonic()
+        self._advance(nbytes)
+
+    def eof_received(self) -> bool | None:
+        """See `asyncio.BufferedProtocol`."""
+        return self._behind.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol`."""
+        if not self.landed.done():
+            self.landed.set_result(False)
+        self._behind.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._behind.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See `asyncio.BaseProtocol`."""
+        self._behind.resume_writing()
+
+    def _advance(self, size: int) -> None:
+        self.received_bytes += size
+        self.left_bytes -= size
+        self._at += size
+        if self.left_bytes == 0:
+            self.landed.set_result(True)
+            self._full()
+        elif self._at == len(self._piece):
+            self._piece = next(self._rest)
+            self._at = 0
+
+    @staticmethod
+    def _pieces(targets: Sequence[memoryview | int]) -> Iterator[memoryview]:
+        for target in targets:
+            if not isinstance(target, int):
+                if target:
+                    yield target
+                continue
+            rubbish: Any = memoryview(bytearray(min(target, _READ_BYTES)))
+            for start in range(0, target, _READ_BYTES):
+                yield rubbish[: target - start]
+
+
+def _size(target: memoryview | int) -> int:
+    return target if isinstance(target, int) else len(target)

@@ -1,0 +1,161 @@
+"""What every endpoint that computes does alike: its deadline, its client's leaving, its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Send
+
+from convgrad.errors import MalformedRequest, UnsupportedMediaType
+from convgrad_service.engine.pipeline import SMALL_BYTES
+from convgrad_service.http_api.base64_tensors import EncodedLater
+from convgrad_service.http_api.connection import Connection
+from convgrad_service.http_api.middleware import ClientGone
+from convgrad_service.http_api.problem_details import Headers
+
+__all__ = [
+    "Arriving",
+    "Chunk",
+    "refuse_encoded",
+    "requested_timeout_s",
+    "send_chunks",
+    "unless_gone",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A part of an answer that is still being computed.
+
+    ``until`` returns how many of its bytes are final, once so many are.
+    """
+
+    data: memoryview
+    until: Callable[[int], Coroutine[Any, Any, int]]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Chunk = bytes | memoryview | EncodedLater | Arriving
+"""A part of an answer, of one byte an item; the last two kinds are made when it is their turn."""
+T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, int]], Awaitable[int]]
+
+# One write of a large answer: large enough to cost nothing, small enough that the protocol sees
+# within one of them that a client has stopped reading (see protocol.py).
+_SEND_BYTES = 2**20
+
+
+def refuse_encoded(content_encoding: str | None) -> None:
+    """Raise UnsupportedMediaType unless the body comes as it is."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"the Content-Encoding is {encoding[:64]!r}; expected the body as it is (identity)"
+        )
+
+
+def requested_timeout_s(header: str | None) -> float | None:
+    """The seconds that an X-Request-Timeout header allows; raises MalformedRequest if none can be
+    read from it."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise MalformedRequest(
+            f"X-Request-Timeout is {header[:64]!r}; expected a number of seconds above zero"
+        )
+    return seconds
+
+
+async def unless_gone(
+    work: Coroutine[Any, Any, T], receive: Receive, connection: Connection | None = None
+) -> T:
+    """The result of ``work``, which is cancelled if the client closes the connection first."""
+    if connection is not None:
+        scope = asyncio.timeout(None)
+        now_s = asyncio.get_running_loop().time
+        try:
+            async with scope:
+                with connection.watched(lambda: scope.reschedule(now_s())):
+                    return await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ClientGone from None
+    working = asyncio.ensure_future(work)
+    # After the whole body, the only thing left to receive is that the client has gone.
+    leaving = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        # Both are awaited, so that neither outlives the request nor warns that nobody looked.
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def send_chunks(
+    send: Send,
+    headers: Headers,
+    chunks: Sequence[Chunk],
+    *,
+    connection: Connection | None = None,
+    in_thread: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
+    waiting: Wait | None = None,
+) -> None:
+    """A 200 with these headers, Content-Length besides, and the chunks as its body.
+
+    When it returns, nothing refers to the chunks' memory any more: they were sent, or copied
+    where the server offers no ``connection`` that could say when they were. ``in_thread`` makes
+    what is encoded only now. ``waiting`` awaits what is still being computed.
+    """
+    length = sum(len(chunk) for chunk in chunks)
+    headers = [*headers, (b"content-length", str(length).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if length <= SMALL_BYTES:
+        body = b"".join(_made(chunk) for chunk in chunks)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+        return
+    with contextlib.nullcontext() if connection is None else connection.unbuffered():
+        for chunk in chunks:
+            if isinstance(chunk, EncodedLater):
+                made = chunk.encoded() if in_thread is None else await in_thread(chunk.encoded)
+                await send({"type": "http.response.body", "body": made, "more_body": True})
+                continue
+            data = chunk.data if isinstance(chunk, Arriving) else memoryview(chunk).cast("B")
+            at = 0
+            while at < len(data):
+                end = len(data)
+                if isinstance(chunk, Arriving):
+                    coming = chunk.until(at + 1)
+                    end = await (coming if waiting is None else waiting(coming))
+                for part in _parts(data[at:end]):
+                    sent = bytes(part) if connection is None else part
+                    await send({"type": "http.response.body", "body": sent, "more_body": True})
+                at = end
+        # Unbuffered, so this waits until everything before it has left.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _made(chunk: Chunk) -> bytes | memoryview:
+    if isinstance(chunk, Arriving):
+        raise TypeError("nothing small is sent before it is computed")
+    return chunk.encoded() if isinstance(chunk, EncodedLater) else chunk
+
+
+def _parts(view: memoryview) -> Iterable[memoryview]:
+    return (view[at : at + _SEND_BYTES] for at in range(0, len(view), _SEND_BYTES))

@@ -1,0 +1,150 @@
+"""``convgrad serve``: settings from the environment and the command line, then a server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from convgrad import _version
+from convgrad_service.server.settings import Settings, setting_fields
+
+__all__ = ["serve"]
+
+_SHORTER = {"http_host": "--host", "http_port": "--port"}
+_METAVARS = {"bytes": "BYTES", "s": "SECONDS", "count": "N", "FLOP": "FLOPS"}
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code: 0, 1 if it cannot listen, 2 for bad settings.
+
+    Prints ``convgrad listens on http://HOST:PORT`` on stdout once it does.
+    """
+    arguments = _parser().parse_args(argv)
+    given = {
+        name: value
+        for name, _, _ in setting_fields()
+        if (value := getattr(arguments, name)) is not None
+    }
+    try:
+        settings = Settings(**given)
+    except ValidationError as refused:
+        for error in refused.errors(include_url=False):
+            name = str(error["loc"][0]) if error["loc"] else "settings"
+            print(
+                f"convgrad serve: {_option(name)} (CONVGRAD_{name.upper()}): {error['msg']}, "
+                f"got {error['input']!r}",
+                file=sys.stderr,
+            )
+        return 2
+    return _run(settings, arguments.port_file)
+
+
+def _run(settings: Settings, port_file: Path | None) -> int:
+    import uvloop
+
+    from convgrad.errors import DeviceUnavailable
+    from convgrad_service.server.composition import prepare_process
+    from convgrad_service.server.http_server import listening_socket
+    from convgrad_service.server.process_tree import CannotListen, Tree, run_until_signalled
+    from convgrad_service.server.tls import TlsError, server_context
+
+    try:
+        secure = "s" if server_context(settings, "h2") else ""
+    except TlsError as error:
+        print(f"convgrad serve: {error}", file=sys.stderr)
+        return 2
+    try:
+        listening: socket.socket = listening_socket(settings.http_host, settings.http_port)
+    except OSError as error:
+        where = f"{settings.http_host}:{settings.http_port}"
+        print(f"convgrad serve: cannot listen on {where}: {error}", file=sys.stderr)
+        return 1
+
+    prepare_process(settings)
+
+    def started(grpc_port: int) -> None:
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        # For people and for programs; programs may rather wait for the port file.
+        print(
+            f"convgrad listens on http{secure}://{shown}:{port}\n"
+            f"convgrad listens on grpc{secure}://{shown}:{grpc_port}",
+            flush=True,
+        )
+        if port_file is not None:
+            _write_whole(port_file, f"{port}\n")
+
+    with listening:
+        try:
+            uvloop.run(run_until_signalled(Tree(settings, listening), started))
+        except (CannotListen, DeviceUnavailable) as error:
+            print(f"convgrad serve: {error}", file=sys.stderr)
+            return 1
+        finally:
+            if port_file is not None:
+                port_file.unlink(missing_ok=True)
+    return 0
+
+
+def _write_whole(path: Path, text: str) -> None:
+    # Renamed into place, so that whoever waits for the file never reads half a port.
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convgrad serve",
+        usage="%(prog)s [options]",
+        description="Serve convolution and pooling gradients over HTTP until interrupted.",
+        epilog="Every option can also be set by the environment variable CONVGRAD_ and its long "
+        "name in capitals (--http-port: CONVGRAD_HTTP_PORT); the command line wins. Bytes may "
+        "be written with a unit: 256MiB, 4GB.",
+    )
+    parser.add_argument("--version", action="version", version=f"convgrad {_version.__version__}")
+    parser.add_argument(
+        "--port-file",
+        type=Path,
+        metavar="PATH",
+        help="write the port here once the server listens (of use with --port 0)",
+    )
+    for name, field, unit in setting_fields():
+        _add(parser, name, field, unit)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, field: FieldInfo, unit: str) -> None:
+    names = [_option(name)]
+    if name in _SHORTER:
+        names.insert(0, _SHORTER[name])
+    keywords: dict[str, Any] = {"dest": name, "default": None}
+    if field.annotation is bool:
+        keywords["action"] = argparse.BooleanOptionalAction
+    else:
+        # Read by pydantic, like the environment, so that both take the same spellings.
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        word = _METAVARS.get(unit, name.rpartition("_")[2].upper())
+        keywords["metavar"] = f"{{{','.join(choices)}}}" if choices else word
+    shown = "" if field.default is None else f" [{_plain(field.default)}]"
+    keywords["help"] = f"{field.description}{shown}".replace("%", "%%")
+    parser.add_argument(*names, **keywords)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain(default: Any) -> str:
+    readable = getattr(default, "human_readable", None)
+    if readable is not None:
+        return str(readable(separator="")).replace(".0", "")
+    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,0 +1,177 @@
+"""From settings to an engine: which parts there are, and how large each is."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.backends.selection import BackendOptions, backend_named
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.hub import Engine, Hub
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.memory.arena import default_arena_bytes
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
+from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
+from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.server.logs import configure_logs
+from convgrad_service.server.malloc import keep_large_blocks
+from convgrad_service.server.settings import Settings
+
+__all__ = [
+    "backend_of",
+    "count_in",
+    "embedded_pipeline",
+    "engine_options",
+    "pipeline_on",
+    "prepare_process",
+    "worker_recipe",
+]
+
+# What stays with the server of the memory that its requests have used: enough that a body in a
+# busy server finds its pages, little enough that a small machine gets them back.
+_KEEP_SHARE, _MOST_KEPT_BYTES = 1 / 4, 2**30
+# JSON bodies that may be in memory at the same time, if each were as long as may be.
+_LONG_TEXTS = 4
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """What the settings say of the engine."""
+    tensor_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
+    text_bytes = min(_LONG_TEXTS * settings.max_json_bytes, tensor_bytes // 4)
+    return EngineOptions(
+        tensor_bytes=tensor_bytes,
+        text_bytes=max(text_bytes, settings.max_json_bytes),
+        keep_bytes=min(int(tensor_bytes * _KEEP_SHARE), _MOST_KEPT_BYTES),
+        wait_s=settings.max_memory_wait_s,
+        slots=settings.compute_slots,
+        max_queue=settings.max_queue,
+        large_s=settings.large_problem_s,
+        max_regions=settings.max_shared_regions,
+        stored_bytes=settings.max_stored_bytes,
+        stored_longest_s=settings.stored_longest_s,
+    )
+
+
+def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
+    """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
+    options = BackendOptions(
+        threads=settings.threads,
+        workspace_limit_bytes=settings.workspace_bytes,
+        kernel_cache=settings.kernel_cache,
+        device=device,
+    )
+    return backend_named(settings.backend, options)
+
+
+def worker_recipe(settings: Settings) -> WorkerRecipe:
+    """How a worker with that backend is started in a process of its own."""
+    return WorkerRecipe(
+        partial(backend_of, settings),
+        settings.compute_slots,
+        partial(prepare_process, settings),
+        inline_cpu_backend(settings),
+    )
+
+
+def prepare_process(settings: Settings) -> None:
+    """What every process of a server does first: logs, and malloc before the heap holds much."""
+    configure_logs(settings.log_level)
+    if settings.malloc_tuning:
+        budget_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
+        keep_large_blocks(min(budget_bytes // 4, _MOST_KEPT_BYTES))
+
+
+def inline_cpu_backend(settings: Settings) -> InlineBackend:
+    """What computes small problems on the spot where workers compute on the CPU."""
+    make = partial(CpuBackend, threads=1, workspace_limit_bytes=settings.workspace_bytes)
+    return InlineBackend(CpuBackend.name, make)
+
+
+def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
+    """A front end's dataplane on an engine, wherever that is."""
+    return Pipeline(
+        engine,
+        limits=Limits(settings.max_problem_bytes, settings.max_problem_flops),
+        codec_threads=settings.codec_threads,
+    )
+
+
+def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None) -> Pipeline:
+    """A dataplane with an engine of its own in this process."""
+    hub = embedded_hub(backend or backend_of(settings), engine_options(settings))
+    count_in(hub)
+    return pipeline_on(hub, settings)
+
+
+def count_in(hub: Hub) -> None:
+    """Have the hub count what it is told of, for Prometheus."""
+    metrics = Metrics(hub.backend)
+    schedule, memory = hub.schedule, hub.memory
+    metrics.gauge("convgrad_queue_depth", "Problems that wait.", lambda: schedule.waiting)
+    metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
+    metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)
+    metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
+    metrics.gauge(
+        "convgrad_inflight_bytes",
+        "Memory that the tensors of requests in flight hold.",
+        lambda: memory.used_bytes,
+    )
+    _count_keys(metrics, hub)
+    _count_devices(metrics, hub)
+    metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
+    metrics.registry.register(TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting)))
+    hub.counts = metrics
+
+
+def _count_keys(metrics: Metrics, hub: Hub) -> None:
+    """What keys that have limits use of them. Names are those of the file of keys, no others."""
+    used, by_key = hub.quotas.used, ("key",)
+    metrics.gauges(
+        "convgrad_key_inflight_requests",
+        "Requests in flight of an API key that has limits.",
+        by_key,
+        lambda: {(name,): usage.requests for name, usage in used.items()},
+    )
+    metrics.gauges(
+        "convgrad_key_inflight_bytes",
+        "Memory that the tensors of such a key's requests in flight hold.",
+        by_key,
+        lambda: {(name,): usage.size_bytes for name, usage in used.items()},
+    )
+    metrics.totals(
+        "convgrad_key_refused",
+        "Requests refused because of an API key's limit, by the limit.",
+        ("key", "limit"),
+        lambda: {
+            (name, limit): count
+            for name, usage in used.items()
+            for limit, count in usage.refused.items()
+        },
+    )
+
+
+def _count_devices(metrics: Metrics, hub: Hub) -> None:
+    """What the workers say of their devices."""
+
+    def of_each(field: str) -> Labelled:
+        return lambda: {
+            (str(index),): getattr(vitals, field) for index, vitals in hub.vitals().items()
+        }
+
+    by_device = ("device",)
+    for name, text, field in (
+        ("memory_used_bytes", "Memory of a device in use, whoever uses it.", "memory_used_bytes"),
+        ("memory_total_bytes", "Memory of a device.", "memory_total_bytes"),
+    ):
+        metrics.gauges(f"convgrad_device_{name}", text, by_device, of_each(field))
+    for name, text, field in (
+        ("cache_hits", "Kernels needed first that lay compiled in the cache.", "kernels_found"),
+        ("cache_misses", "Kernels needed first that had to be compiled.", "kernels_compiled"),
+        ("compile_seconds", "Time that compiling kernels took.", "compile_s"),
+    ):
+        metrics.totals(f"convgrad_kernel_{name}", text, by_device, of_each(field))

@@ -1,0 +1,113 @@
+"""The front ends' own processes: HTTP and gRPC, each a dataplane on the hub's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+import uvloop
+
+from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.ipc.remote_hub import RemoteHub
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.workers.inline_executor import InlineBackend
+from convgrad_service.server.composition import pipeline_on, prepare_process
+from convgrad_service.server.settings import Settings
+
+__all__ = ["FrontStart", "grpc_main", "http_main", "serve_http"]
+
+
+class FrontStart(NamedTuple):
+    """What a front end needs to begin; the numbers are descriptors that it was given.
+
+    Over ``connections`` those come that the hub has accepted for it. ``beside`` is what it may
+    compute small problems with.
+    """
+
+    settings: Settings
+    arena: int
+    channel: int
+    connections: int
+    beside: InlineBackend | None
+
+
+def http_main(start: FrontStart) -> None:
+    """Serve HTTP on the connections that the hub hands over, until it says otherwise."""
+    prepare_process(start.settings)
+    uvloop.run(_serve_http(start))
+
+
+def grpc_main(start: FrontStart) -> None:
+    """Serve gRPC until the hub says otherwise."""
+    prepare_process(start.settings)
+    uvloop.run(_serve_grpc(start))
+
+
+async def serve_http(
+    engine: Engine,
+    settings: Settings,
+    announce: Callable[[int], None],
+    ended: asyncio.Event,
+    *,
+    listening: socket.socket | None = None,
+    dealt: socket.socket | None = None,
+) -> None:
+    """Serve HTTP in this process until ``ended`` is set; then what runs may finish.
+
+    It listens itself, or gets the connections that others have ``dealt`` it.
+    """
+    from convgrad_service.http_api.app import app_on
+    from convgrad_service.server.http_server import ConvgradServer
+
+    app = app_on(pipeline_on(engine, settings), settings)
+    server = ConvgradServer(app, settings, announce=announce, signals=False, dealt=dealt)
+    sockets = [] if listening is None else [listening]
+    serving = asyncio.ensure_future(server.serve(sockets=sockets))
+    finishing = asyncio.ensure_future(ended.wait())
+    try:
+        await asyncio.wait({serving, finishing}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        finishing.cancel()
+        serving.cancel()
+
+
+async def _serve_http(start: FrontStart) -> None:
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    dealt = socket.socket(fileno=start.connections)
+    await serve_http(
+        engine, start.settings, lambda port: engine.tell(Listens(port)), ended, dealt=dealt
+    )
+
+
+async def _serve_grpc(start: FrontStart) -> None:
+    from convgrad_service.grpc_api.server import GrpcServer
+
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    pipeline = pipeline_on(engine, start.settings)
+    server = GrpcServer(pipeline, start.settings)
+    try:
+        port = await server.start()
+    except OSError as error:
+        engine.tell(Listens(0, str(error)))
+    else:
+        engine.tell(Listens(port))
+    await ended.wait()
+    pipeline.draining = True
+    await server.stop(start.settings.shutdown_grace_s)
+
+
+async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
+    # Without the hub nothing can be answered or even refused.
+    engine = RemoteHub(
+        Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1), beside=start.beside
+    )
+    await engine.open(socket.socket(fileno=start.channel))
+    return engine

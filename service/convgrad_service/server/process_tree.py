@@ -1,0 +1,223 @@
+"""``convgrad serve`` as processes: the hub here, front ends and workers as its children.
+
+    clients ── HTTP front ends (2..N) ──┐             ┌── worker (a device each)
+    clients ── gRPC front end ──────────┴── hub ──────┴── worker
+
+Messages go along the lines; bodies lie in the arena, which all of them map. A single HTTP front end
+has no process of its own but the hub's: a small request is answered sooner without another process
+on its way, and a body stops the loop for no longer than a part of it takes to be copied. A small
+problem on the CPU goes no further than the process that was asked, see `engine.inline_executor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.ipc.frontend import FrontEnd
+from convgrad_service.engine.ipc.messages import Listens
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.workers.child_process import spawn
+from convgrad_service.engine.workers.process_worker import WorkerRecipe
+from convgrad_service.engine.workers.supervisor import Supervisor
+from convgrad_service.server.composition import count_in, engine_options, worker_recipe
+from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
+from convgrad_service.server.front_ends import FrontStart, grpc_main, http_main, serve_http
+from convgrad_service.server.settings import Settings
+
+__all__ = ["CannotListen", "Tree"]
+
+_log = logging.getLogger("convgrad.serve")
+
+_RESTART_PAUSE_S = 0.5
+# What a front end may take beyond its grace before it is ended.
+_PATIENCE_S = 5.0
+
+
+class CannotListen(Exception):
+    """A front end could not be started; the sentence says why."""
+
+
+class Tree:
+    """All processes of one server."""
+
+    def __init__(
+        self, settings: Settings, listening: socket.socket, recipe: WorkerRecipe | None = None
+    ) -> None:
+        self._settings, self._listening = settings, listening
+        options = engine_options(settings)
+        self.hub = Hub(
+            Arena.create(options.arena_bytes),
+            Scheduler(options.max_queue, large_s=options.large_s),
+            options,
+            backend="",
+        )
+        recipe = recipe or worker_recipe(settings)
+        self._beside = recipe.beside
+        if recipe.beside is not None:
+            self.hub.compute_inline(recipe.beside)
+        self.supervisor = Supervisor(self.hub, recipe)
+        self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self._here: asyncio.Task[None] | None = None
+
+    @property
+    def front_processes(self) -> list[subprocess.Popen[bytes]]:
+        """The front ends' processes."""
+        return list(self._fronts.values())
+
+    async def start(self) -> int:
+        """Start everything; the gRPC port.
+
+        Raises
+        ------
+        DeviceUnavailable
+            The backend that the settings name cannot work here.
+        CannotListen
+            A front end cannot listen where it should.
+        """
+        # All at once: what each process imports takes longer than anything else here.
+        working = asyncio.ensure_future(self.supervisor.start())
+        grpc = self._front("convgrad-grpc", grpc_main, None)
+        workers = self._settings.http_workers
+        dealer = ConnectionDispatcher(self._listening)
+        others = [
+            self._front("convgrad-http", http_main, dealer)
+            for _ in range(workers if workers > 1 else 0)
+        ]
+        await asyncio.gather(working, grpc, *others)
+        count_in(self.hub)
+        if workers == 1:
+            await self._serve_here()
+        return grpc.result()
+
+    async def stop(self) -> None:
+        """Let the front ends finish what they have, then end every process."""
+        self.hub.draining = True
+        self.hub.publish()
+        self._ended.set()
+        for front in self._fronts:
+            front.drain()
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=self._settings.shutdown_grace_s + _PATIENCE_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End every process now."""
+        self.hub.draining = True
+        if self._here is not None:
+            self._here.cancel()
+        for process in self._fronts.values():
+            process.kill()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        self.hub.close()
+        await self.supervisor.stop()
+
+    async def _serve_here(self) -> None:
+        """Serve HTTP in this process; return once it listens."""
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._here = asyncio.ensure_future(
+            serve_http(
+                self.hub,
+                self._settings,
+                listens.set_result,
+                self._ended,
+                listening=self._listening,
+            )
+        )
+        self._keeping.append(self._here)
+        either: set[asyncio.Future[Any]] = {listens, self._here}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not listens.done():
+            await self._here
+            raise CannotListen("HTTP ended as it started")
+
+    def _front(
+        self, name: str, target: Callable[[FrontStart], None], dealer: ConnectionDispatcher | None
+    ) -> asyncio.Future[int]:
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._keeping.append(asyncio.ensure_future(self._keep(name, target, dealer, listens)))
+        return listens
+
+    async def _keep(
+        self,
+        name: str,
+        target: Callable[[FrontStart], None],
+        dealer: ConnectionDispatcher | None,
+        listens: asyncio.Future[int],
+    ) -> None:
+        """Keep one front end alive until the server ends; ``dealer`` has its connections."""
+        dealt: socket.socket
+
+        def told(message: Listens) -> None:
+            if dealer is not None:
+                dealer.add(dealt)
+            if listens.done():
+                return
+            if message.failure is None:
+                listens.set_result(message.port)
+            else:
+                listens.set_exception(CannotListen(message.failure))
+
+        while not self.hub.draining:
+            ours, theirs = socket.socketpair()
+            # Each message is one connection.
+            dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            arena = self.hub.arena.descriptor
+            start = FrontStart(self._settings, arena, theirs.fileno(), taken.fileno(), self._beside)
+            descriptors = [arena, theirs.fileno(), taken.fileno()]
+            process = spawn(name, target, start, descriptors=descriptors)
+            theirs.close()
+            taken.close()
+            front = FrontEnd(self.hub, listens=told)
+            self._fronts[front] = process
+            await front.serve(ours)
+            if dealer is not None:
+                dealer.remove(dealt)
+            dealt.close()
+            del self._fronts[front]
+            process.kill()
+            code = await asyncio.to_thread(process.wait)
+            if not listens.done():
+                listens.set_exception(
+                    CannotListen(f"{name} ended as it started (exit code {code})")
+                )
+            if not self.hub.draining:
+                _log.error("%s (process %d) ended with %d", name, process.pid, code)
+                await asyncio.sleep(_RESTART_PAUSE_S)
+
+
+async def run_until_signalled(tree: Tree, started: Callable[[int], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which lets requests finish; a second one does not.
+
+    ``started`` is called with the gRPC port once everything listens. Raises as `Tree.start`.
+    """
+    signals = asyncio.Queue[None]()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    starting = asyncio.ensure_future(tree.start())
+    asked = asyncio.ensure_future(signals.get())
+    try:
+        await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            started(starting.result())
+            await asked
+            stopping = asyncio.ensure_future(tree.stop())
+            again = asyncio.ensure_future(signals.get())
+            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+            again.cancel()
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await starting
+        await tree.kill()

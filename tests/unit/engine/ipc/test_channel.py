@@ -1,0 +1,106 @@
+"""Messages between processes: whole, in order, few writes, and an end that is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+import pytest
+
+from convgrad_service.engine.ipc.channel import Channel, Kinds, Pipe
+
+
+class Point(NamedTuple):
+    x: int
+    y: bytes
+
+
+class Name(NamedTuple):
+    text: str
+
+
+KINDS = Kinds(Point, Name)
+MESSAGES: list[Any] = [Point(1, b"a" * 100_000), Name("b"), ValueError("c"), Point(2, b"")]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 10))
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        seen: list[Any] = []
+        ended = asyncio.Event()
+        sender = await Channel.open(ours, lambda _: None, lambda: None, KINDS)
+        await Channel.open(theirs, seen.append, ended.set, KINDS)
+        for message in MESSAGES:
+            sender.tell(message)
+        sender.close()
+        await ended.wait()
+        assert [type(message) for message in seen] == [type(message) for message in MESSAGES]
+        assert [seen[0], seen[1], seen[3]] == [MESSAGES[0], MESSAGES[1], MESSAGES[3]]
+        sender.tell(Name("too late"))  # dropped, and nothing raised
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 10_000])
+def test_however_the_bytes_are_cut(step: int) -> None:
+    async def scenario() -> None:
+        seen: list[Any] = []
+        channel = Channel(seen.append, lambda: None, KINDS)
+        texts = [pickle.dumps(KINDS.plain(Name(str(at)))) for at in range(20)]
+        sent = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        for at in range(0, len(sent), step):
+            channel.data_received(sent[at : at + step])
+        assert seen == [Name(str(at)) for at in range(20)]
+
+    run(scenario())
+
+
+def test_what_one_turn_tells_is_one_write_and_what_may_wait_rides_along() -> None:
+    class Transport:
+        def __init__(self) -> None:
+            self.writes: list[bytes] = []
+
+        def write(self, data: bytes) -> None:
+            self.writes.append(data)
+
+        def is_closing(self) -> bool:
+            return False
+
+    async def scenario() -> None:
+        channel = Channel(lambda _: None, lambda: None, KINDS)
+        transport: Any = Transport()
+        channel.connection_made(transport)
+        channel.tell(Name("later"), soon=False)
+        await asyncio.sleep(0.01)
+        assert transport.writes == []
+        channel.tell(Name("a"))
+        channel.tell(Name("b"))
+        assert transport.writes == []
+        await asyncio.sleep(0.01)
+        assert len(transport.writes) == 1
+        assert [transport.writes[0].count(word) for word in (b"later", b"a", b"b")] == [1, 2, 1]
+        channel.tell(Name("flushed"), soon=False)
+        channel.flush()
+        assert len(transport.writes) == 2
+
+    run(scenario())
+
+
+def test_a_pipe_receives_what_a_pipe_sends_and_notices_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Pipe(ours.detach()), Pipe(theirs.detach())
+    sender.send((1, "a"))
+    sender.send([2.5])
+    assert receiver.receive() == (1, "a")
+    assert receiver.receive() == [2.5]
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()

@@ -1,0 +1,158 @@
+"""Leases of the arena and the limits: what is held, waited for, refused and given back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from convgrad.errors import Overloaded, ProblemTooLarge
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.memory.free_list import PAGE_BYTES, FreeList
+from convgrad_service.engine.memory.lease import LeasePool
+
+PAGES = 10
+
+
+def memory(**options: Any) -> LeasePool:
+    return LeasePool(FreeList(0, PAGES * PAGE_BYTES), **options)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+def test_the_last_holder_gives_it_back() -> None:
+    async def scenario() -> None:
+        subject = memory()
+        lease = await subject.reserve(3 * PAGE_BYTES - 1, soon())
+        assert subject.used_bytes == 3 * PAGE_BYTES
+        lease.retain()
+        lease.release()
+        assert subject.used_bytes == 3 * PAGE_BYTES
+        lease.release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_too_much_is_too_large_and_what_others_hold_is_waited_for_in_order() -> None:
+    async def scenario() -> None:
+        subject = memory()
+        with pytest.raises(ProblemTooLarge):
+            subject.reserve(PAGES * PAGE_BYTES + 1, soon())
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        large = subject.reserve(8 * PAGE_BYTES, soon())
+        small = subject.reserve(1, soon())
+        await asyncio.sleep(0)
+        assert not large.done()
+        assert not small.done(), "it overtook the large one, which could wait for ever"
+        first.release()
+        (await large).release()
+        (await small).release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_waiting_ends_with_overloaded_and_lets_the_next_one_in() -> None:
+    async def scenario() -> None:
+        subject = memory(max_waiting=2)
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        large = subject.reserve(8 * PAGE_BYTES, time.monotonic() + 0.02)
+        small = subject.reserve(1, soon())
+        with pytest.raises(Overloaded):
+            subject.reserve(8 * PAGE_BYTES, soon())  # two wait already
+        with pytest.raises(Overloaded) as refused:
+            await large
+        assert refused.value.retry_after_s
+        (await small).release()
+        first.release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_who_leaves_the_line_gets_nothing() -> None:
+    async def scenario() -> None:
+        subject = memory()
+        first = await subject.reserve(6 * PAGE_BYTES, soon())
+        leaving, staying = (subject.reserve(8 * PAGE_BYTES, soon()) for _ in range(2))
+        leaving.cancel()
+        first.release()
+        (await staying).release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+def test_only_what_is_beyond_the_warm_part_goes_back_to_the_system() -> None:
+    async def scenario() -> None:
+        gone: list[tuple[int, int]] = []
+        subject = memory(
+            keep_bytes=4 * PAGE_BYTES, forget=lambda offset, size: gone.append((offset, size))
+        )
+        leases = [await subject.reserve(3 * PAGE_BYTES, soon()) for _ in range(3)]
+        for lease in leases:
+            lease.release()
+        assert gone == [(4 * PAGE_BYTES, 2 * PAGE_BYTES), (6 * PAGE_BYTES, 3 * PAGE_BYTES)]
+
+    run(scenario())
+
+
+def test_much_memory_goes_back_in_a_thread_and_is_not_given_out_before() -> None:
+    async def scenario() -> None:
+        size, seen = 64 * 2**20, threading.Event()
+
+        def forget(offset: int, length: int) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            seen.wait(60)
+
+        subject = LeasePool(FreeList(0, size), keep_bytes=0, forget=forget)
+        (await subject.reserve(size, soon())).release()
+        again = subject.reserve(size, soon())
+        await asyncio.sleep(0.01)
+        assert not again.done()
+        seen.set()
+        lease = await again
+        subject.keep_all()
+        lease.release()
+        assert subject.used_bytes == 0
+
+    run(scenario())
+
+
+@dataclass
+class Sizes:
+    memory_bytes: int = 10
+    flops: int = 10
+    operation: str = "conv_fwd"
+
+
+def check(limits: Limits, **sizes: int) -> None:
+    problem: Any = Sizes(**sizes)  # type: ignore[arg-type]
+    limits.check(problem)
+
+
+def test_limits() -> None:
+    limits = Limits(problem_bytes=1000, problem_flops=1e6)
+    check(limits, memory_bytes=1000, flops=10**6)
+    with pytest.raises(ProblemTooLarge, match="1,001 bytes; this server takes at most 1,000"):
+        check(limits, memory_bytes=1001)
+    with pytest.raises(ProblemTooLarge, match="1,000,001 floating-point"):
+        check(limits, flops=10**6 + 1)
+    check(Limits(), memory_bytes=10**30, flops=10**30)
+
+
+def test_a_size_of_thousands_of_digits_can_be_refused() -> None:
+    with pytest.raises(ProblemTooLarge, match="about 1e9999"):
+        check(Limits(problem_bytes=1000), memory_bytes=10**9999)

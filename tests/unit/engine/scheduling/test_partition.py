@@ -1,0 +1,334 @@
+"""Large problems in parts: the same bits wherever each part runs, and progress that can be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad.errors import DeadlineExceeded, InvalidProblem
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.scheduling.finished import Finished
+from convgrad_service.engine.scheduling.progress import Progress
+from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.workers.execute import Job
+from convgrad_service.engine.workers.thread_worker import ThreadWorker
+from convgrad_service.problems import Problem, problem_from
+from tests.support.fake_backends import Gated
+
+DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)
+GRAD = np.random.default_rng(0).standard_normal((8, 4, 12, 12), np.float32)
+WEIGHT = np.random.default_rng(1).standard_normal((4, 6, 3, 3), np.float32)
+FIELDS = {"grad_output": GRAD, "weight": WEIGHT, "padding": 1}
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of 8 KiB, so that small problems have several."""
+    monkeypatch.setattr(parts, "PART_BYTES", 8 * 1024)
+    forget_sizes()
+    yield
+    forget_sizes()
+
+
+def problem(operation: str = "conv_bwd_data", **fields: Any) -> Problem:
+    request = validate(OPERATIONS[operation].request, fields or FIELDS)
+    return problem_from(operation, request)
+
+
+class Plane(Pipeline):
+    """A dataplane with an engine of one worker inside."""
+
+    def __init__(self, backend: Gated, slots: int = 1) -> None:
+        self.hub = embedded_hub(backend, EngineOptions(10**7, 10**5, slots=slots, max_queue=2))
+        super().__init__(self.hub, limits=Limits())
+
+
+def called(operation: str = "conv_bwd_data", timeout_s: float = 60.0) -> ComputeRequest:
+    return ComputeRequest(OPERATIONS[operation], Deadline.after(timeout_s), Timings())
+
+
+def whole() -> NDArray[Any]:
+    outcome = CpuBackend(threads=1).run(problem(), {"grad_output": GRAD, "weight": WEIGHT})
+    return outcome.outputs["grad_input"]
+
+
+def test_what_is_small_is_one_part() -> None:
+    assert parts.parts_of(problem()) == 5
+    tiny = np.zeros((1, 4, 4, 4), np.float32)
+    assert parts.parts_of(problem(grad_output=tiny, weight=WEIGHT)) == 1
+
+
+def test_a_huge_problem_is_not_cut_into_crumbs() -> None:
+    images = np.broadcast_to(np.zeros((), np.float32), (4096, 6, 12, 12))
+    assert parts.parts_of(problem("conv_fwd", input=images, weight=WEIGHT, padding=1)) == 64
+
+
+def test_all_parts_give_the_bits_of_the_whole() -> None:
+    async def scenario() -> None:
+        backend = Gated(open_from_start=True)
+        plane = Plane(backend, slots=3)
+        result = await plane.answer(called(), lambda: FIELDS, _copied)
+        assert (result.outputs["grad_input"] == whole()).all()
+        assert result.report.pieces == backend.runs == 5
+        assert plane.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_parts_run_on_every_worker() -> None:
+    async def scenario() -> None:
+        first, second = Gated(), Gated()
+        plane = Plane(first)
+        hub = plane.hub
+        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule.finished))
+        asking = asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied))
+        for backend in (first, second):
+            backend.gate.release()
+            await _until(lambda: backend.runs == 1)  # noqa: B023
+        for backend in (first, second):
+            backend.gate.release(4)
+        result = await asking
+        assert first.runs + second.runs == 5
+        assert (result.outputs["grad_input"] == whole()).all()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_bytes_are_final_before_the_last_part_is_computed() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        plane = Plane(backend)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            backend.gate.release()
+            result = await work.compute(streamed=True)
+            progress = result.progress
+            assert progress is not None
+            assert result.report.pieces == 5
+            expected = whole()
+            final = progress.final_bytes("grad_input")
+            assert 0 < final == expected.nbytes // 8
+            found = result.outputs["grad_input"].reshape(-1).view(np.uint8)
+            assert (found[:final] == expected.reshape(-1).view(np.uint8)[:final]).all()
+            waiting = asyncio.ensure_future(progress.until("grad_input", final + 1))
+            await asyncio.sleep(0.05)
+            assert backend.runs == 1
+            assert not waiting.done()
+            backend.gate.release(4)
+            assert await waiting > final
+            assert await progress.until("grad_input", expected.nbytes) == expected.nbytes
+            await progress.end()
+            assert (result.outputs["grad_input"] == expected).all()
+        assert plane.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_part_that_fails_ends_the_answer_and_frees_its_memory() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        backend.fail_at = 3
+        plane = Plane(backend)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            backend.gate.release(3)
+            result = await work.compute(streamed=True)
+            assert result.progress is not None
+            with pytest.raises(InvalidProblem, match="it failed"):
+                await result.progress.until("grad_input", result.outputs["grad_input"].nbytes)
+        await _until_idle(plane)
+        assert backend.runs == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_before_the_first_part_is_an_error_as_ever() -> None:
+    async def scenario() -> None:
+        backend = Gated(open_from_start=True)
+        backend.fail_at = 1
+        plane = Plane(backend)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            with pytest.raises(InvalidProblem, match="it failed"):
+                await work.compute(streamed=True)
+        await _until_idle(plane)
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_in_the_middle_frees_all() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        plane = Plane(backend)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            backend.gate.release()
+            await work.compute(streamed=True)
+        await _until_idle(plane)
+        assert backend.runs == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_ends_a_wait_for_the_next_part() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        plane = Plane(backend)
+        async with plane.begin(called(timeout_s=1.5), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            backend.gate.release()
+            result = await work.compute(streamed=True)
+            assert result.progress is not None
+            with pytest.raises(DeadlineExceeded):
+                await result.progress.until("grad_input", result.outputs["grad_input"].nbytes)
+        await _until_idle(plane)
+
+    asyncio.run(scenario())
+
+
+def test_parts_of_one_job_take_one_place_in_the_line() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        plane = Plane(backend)
+        asking = [
+            asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied)) for _ in range(3)
+        ]
+        await _until(lambda: plane.hub.schedule.waiting == 2)
+        assert plane.hub.schedule.full  # two may wait, and one runs
+        backend.gate.release(15)
+        for result in await asyncio.gather(*asking):
+            assert (result.outputs["grad_input"] == whole()).all()
+
+    asyncio.run(scenario())
+
+
+def test_an_output_that_lies_where_an_input_does_is_computed_by_one_task() -> None:
+    cut, file = problem(), (1, 2)
+    size = cut.inputs["grad_output"].size_bytes
+
+    def tasks(*regions: InRegion) -> int:
+        arranged = tensor_layout_of(cut, ("grad_output", "grad_input"))
+        sizes = replace(arranged.sizes, parts=5)
+        return Job.of(replace(arranged, sizes=sizes), 0, regions).tasks
+
+    given = InRegion(1, 0, file)
+    assert tasks(given, InRegion(2, 0, (1, 3))) == 5  # in another file
+    assert tasks(given, InRegion(1, -(-size // 64) * 64, file)) == 5  # behind the input
+    assert tasks(given, InRegion(2, 64, file)) == 1  # the same file under another number
+    assert tasks(given, InRegion(2, 4, (1, 3))) == 1  # where no kernel can write
+
+
+def test_what_is_copied_out_of_shared_memory_first_is_copied_by_one_task() -> None:
+    cut = problem_from(
+        "maxpool2d_bwd",
+        validate(
+            OPERATIONS["maxpool2d_bwd"].request,
+            {
+                "grad_output": np.zeros((5, 1, 2, 2), np.float32),
+                "indices": np.zeros((5, 1, 2, 2), np.int64),
+                "kernel_size": 2,
+                "input_size": [4, 4],
+            },
+        ),
+    )
+    arranged = tensor_layout_of(cut, ("indices",))
+    several = replace(arranged, sizes=replace(arranged.sizes, parts=5))
+    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 1
+    apart = tensor_layout_of(cut, ("grad_output",))
+    several = replace(apart, sizes=replace(apart.sizes, parts=5))
+    assert Job.of(several, 0, (InRegion(1, 0, (1, 2)),)).tasks == 5
+
+
+class Mortal:
+    """A worker of which the test decides when it is done, and with what."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.held: list[Any] = []
+
+    def start(self, task: Any) -> None:
+        self.held.append(task)
+
+    def cancel(self, task: Any) -> None:
+        pass
+
+
+def test_of_a_worker_that_dies_only_the_parts_that_it_held_run_again() -> None:
+    async def scenario() -> None:
+        plane = Plane(Gated())
+        schedule = plane.hub.schedule
+        (only,) = schedule._running
+        schedule.lost(only)
+        dying, next_one = Mortal(2), Mortal(5)
+        schedule.add(dying)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            computing = asyncio.ensure_future(work.compute())
+            await _until(lambda: len(dying.held) == 2)
+            schedule.finished(dying.held[0], DONE)
+            schedule.lost(dying)
+            schedule.add(next_one)
+            again: list[int] = []
+            while not computing.done():
+                for task in next_one.held:
+                    again.append(task.part)
+                    schedule.finished(task, DONE)
+                next_one.held.clear()
+                await asyncio.sleep(0.01)
+            assert sorted(again) == [1, 2, 3, 4]
+            assert (await computing).report.pieces == 5
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_lie_apart_wait_for_what_precedes_them() -> None:
+    image = np.zeros((1, 6, 64, 64), np.float32)
+    cut = problem("conv_fwd", input=image, weight=WEIGHT, padding=1)
+    count = len(parts.pieces_of(cut, 4))
+    progress = Progress(cut, 4, Deadline.after(9))
+    for part in range(count - 1):
+        progress.told(part, DONE)
+    # Channels lie apart: of the first one only the last rows are missing.
+    row_bytes = 4 * 64
+    rows = cut.outputs["output"].shape[2] * (count - 1) // count
+    assert progress.final_bytes("output") == rows * row_bytes
+    progress.told(count - 1, DONE)
+    assert progress.final_bytes("output") == cut.outputs["output"].size_bytes
+    last = problem("conv_fwd", input=image, weight=WEIGHT, padding=1, layout="NCHW")
+    backwards = Progress(last, 4, Deadline.after(9))
+    for part in reversed(range(1, count)):
+        backwards.told(part, DONE)
+        assert backwards.final_bytes("output") == 0
+
+
+def _copied(result: Result) -> Result:
+    copies = {name: array.copy() for name, array in result.outputs.items()}
+    return Result(result.request, copies, result.report)
+
+
+async def _until_idle(plane: Plane) -> None:
+    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.schedule.running))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")

@@ -1,0 +1,114 @@
+"""What one key may have: counted exactly, refused in words, and given back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from convgrad.errors import Overloaded, ProblemTooLarge
+from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller, KeyLimits, Quotas, entered
+
+
+def test_requests_in_flight() -> None:
+    quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight=2))
+    first, _ = quotas.enter(ada), quotas.enter(ada)
+    with pytest.raises(Overloaded, match="key 'ada' has 2 requests in flight, and no more than 2"):
+        quotas.enter(ada)
+    quotas.enter(Caller("bob", KeyLimits(inflight=1)))
+    first.leave()
+    first.leave()
+    quotas.enter(ada)
+    with pytest.raises(Overloaded) as refused:
+        quotas.enter(ada)
+    assert refused.value.retry_after_s == 1
+    assert quotas.used["ada"].refused == {"inflight": 2}
+    assert not quotas.used["bob"].refused
+
+
+def test_bytes_in_flight() -> None:
+    quotas, ada = Quotas(), Caller("ada", KeyLimits(inflight_bytes=1000))
+    first, second = quotas.enter(ada), quotas.enter(ada)
+    first.count(600)
+    second.count(400)
+    with pytest.raises(Overloaded, match=r"hold 1,000 of the 1,000 bytes .* this one needs 1"):
+        quotas.enter(ada).count(1)
+    with pytest.raises(ProblemTooLarge, match="1,001 bytes, more than the 1,000 that the API key"):
+        second.count(1001)
+    first.leave()
+    assert quotas.used["ada"].size_bytes == 400
+    quotas.enter(ada).count(600)
+
+
+def test_a_rate_lets_a_second_s_worth_through_and_then_keeps_its_pace() -> None:
+    now_s = 100.0
+    quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(requests_per_s=4))
+    refused: list[Overloaded] = []
+
+    def answered(seconds: float, every_s: float) -> int:
+        nonlocal now_s
+        count, until_s = 0, now_s + seconds
+        while now_s < until_s:
+            try:
+                quotas.enter(ada).leave()
+                count += 1
+            except Overloaded as error:
+                refused.append(error)
+            now_s += every_s
+        return count
+
+    assert answered(10, 1 / 64) == 4 + 39  # a burst, then four a second
+    assert all(0 < (error.retry_after_s or 0) <= 0.25 for error in refused)
+    assert "'ada' asks faster than 4 times a second" in refused[0].detail
+    now_s += 60
+    assert answered(10, 1 / 4) == 40  # who keeps to it is never refused
+    now_s += 60
+    assert answered(0.01, 0.001) == 4  # what was not used is not saved up
+
+
+def test_a_slow_rate_is_one_request_at_a_time() -> None:
+    now_s = 0.0
+    quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(requests_per_s=0.1))
+    quotas.enter(ada)
+    now_s = 4.0
+    with pytest.raises(Overloaded) as refused:
+        quotas.enter(ada)
+    assert refused.value.retry_after_s == pytest.approx(6)
+    now_s = 10.0
+    quotas.enter(ada)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.quotas = Quotas()
+        self.asked = 0
+
+    async def enter(self, caller: Caller):  # type: ignore[no-untyped-def]
+        self.asked += 1
+        return self.quotas.enter(caller)
+
+
+def test_a_request_gives_back_what_it_had_however_it_ends() -> None:
+    async def run() -> None:
+        engine, ada = Engine(), Caller("ada", KeyLimits(inflight=1, inflight_bytes=10))
+        with contextlib.suppress(RuntimeError):
+            async with entered(engine, ada) as ticket:
+                assert ticket is not None
+                await ticket.hold(10)
+                raise RuntimeError
+        usage = engine.quotas.used["ada"]
+        assert (usage.requests, usage.size_bytes) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_without_limits_the_hub_is_not_asked() -> None:
+    async def run() -> None:
+        engine = Engine()
+        for caller in (ANYBODY, Caller("ada")):
+            async with entered(engine, caller) as ticket:
+                assert ticket is None
+        assert engine.asked == 0
+
+    asyncio.run(run())

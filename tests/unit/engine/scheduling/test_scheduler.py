@@ -1,0 +1,256 @@
+"""The schedule: order, lanes, bounds, cancellation, deadlines, and the deaths of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
+from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
+from convgrad_service.engine.scheduling.cost_model import CostModel
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task, WorkerLost
+from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.workers.execute import Finished, Job
+
+DONE = Finished("kernel", 0.0, 1, 0, 0.0, 0.0)
+
+
+@dataclass(eq=False)
+class Recorder:
+    """A worker that computes nothing until the test says that it has."""
+
+    slots: int = 1
+    held: list[Task] = field(default_factory=list)
+    told: list[Task] = field(default_factory=list)
+    device: int = 0
+    used: int = 0
+
+    def start(self, task: Task) -> None:
+        self.held.append(task)
+
+    def cancel(self, task: Task) -> None:
+        self.told.append(task)
+
+    def has_used(self, job: Job) -> int:
+        return self.used
+
+
+def job(cost: int = 1) -> Job:
+    return Job(PackedTensorLayout(b"", cost), 0)
+
+
+def known_pace(units_per_s: float) -> CostModel:
+    pace = CostModel()
+    for _ in range(1000):
+        pace.learn(units_per_s, 1.0)
+    return pace
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def submit(schedule: Scheduler, cost: int = 1, deadline_s: float | None = None) -> Task:
+    return schedule.submit(job(cost), deadline_s or time.monotonic() + 60)
+
+
+def finish(schedule: Scheduler, worker: Recorder, result: Any = DONE) -> Task:
+    task = worker.held.pop(0)
+    schedule.finished(task, result)
+    return task
+
+
+def test_jobs_run_in_order_of_arrival_and_results_come_through() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        early = submit(schedule)
+        schedule.add(worker)
+        tasks = [early, *(submit(schedule) for _ in range(3))]
+        assert (schedule.running, schedule.waiting) == (1, 3)
+        assert [finish(schedule, worker) for _ in tasks] == tasks
+        assert tasks[0].done.result() is DONE
+        assert tasks[1].waited_s is not None
+        failing = submit(schedule)
+        finish(schedule, worker, ZeroDivisionError())
+        assert isinstance(failing.done.exception(), ZeroDivisionError)
+
+    run(scenario())
+
+
+def test_more_than_may_wait_is_refused_with_an_estimate() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(2, pace=known_pace(100.0), large_s=100.0), Recorder()
+        schedule.add(worker)
+        submit(schedule, 500)
+        submit(schedule, 300)
+        assert schedule.overload is None
+        submit(schedule, 200)
+        with pytest.raises(Overloaded) as refused:
+            submit(schedule)
+        assert refused.value.retry_after_s == pytest.approx(10.0, rel=0.05)
+        assert schedule.overload is not None
+
+    run(scenario())
+
+
+def test_large_jobs_leave_the_last_slot_free() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10, pace=known_pace(1.0)), Recorder(slots=2)
+        schedule.add(worker)
+        first, second, small = submit(schedule, 10), submit(schedule, 10), submit(schedule, 0)
+        assert worker.held == [first, small]
+        finish(schedule, worker)
+        assert worker.held == [small, second]
+        alone = Recorder(slots=1)
+        only = Scheduler(10, pace=known_pace(1.0))
+        only.add(alone)
+        assert alone.held == [submit(only, 100)]
+
+    run(scenario())
+
+
+def test_the_least_busy_worker_is_next() -> None:
+    async def scenario() -> None:
+        schedule, workers = Scheduler(10), [Recorder(slots=2), Recorder(slots=2)]
+        for worker in workers:
+            schedule.add(worker)
+        for _ in range(4):
+            submit(schedule)
+        assert [len(worker.held) for worker in workers] == [2, 2]
+        finish(schedule, workers[1])
+        assert submit(schedule) in workers[1].held
+
+    run(scenario())
+
+
+def test_cancelled_while_waiting_never_runs_and_while_running_is_told() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        schedule.add(worker)
+        running, waiting = submit(schedule), submit(schedule)
+        schedule.cancel(waiting)
+        assert waiting.done.cancelled()
+        schedule.cancel(running)
+        assert worker.told == [running]
+        assert not running.done.done()  # its memory is still in use
+        finish(schedule, worker)
+        assert running.done.done()
+        assert (worker.held, schedule.waiting) == ([], 0)
+
+    run(scenario())
+
+
+def test_a_job_past_its_deadline_does_not_start() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        schedule.add(worker)
+        submit(schedule)
+        late = submit(schedule, deadline_s=time.monotonic() + 0.01)
+        await asyncio.sleep(0.02)
+        finish(schedule, worker)
+        assert isinstance(late.done.exception(), DeadlineExceeded)
+        assert worker.held == []
+
+    run(scenario())
+
+
+def test_closing_cancels_what_waits_and_what_runs() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        schedule.add(worker)
+        running, waiting = submit(schedule), submit(schedule)
+        schedule.close()
+        assert worker.told == [running]
+        assert waiting.done.cancelled()
+        with pytest.raises(DeviceUnavailable, match="shutting down"):
+            submit(schedule)
+
+    run(scenario())
+
+
+def test_what_a_dead_worker_held_runs_again_one_at_a_time_and_first() -> None:
+    async def scenario() -> None:
+        schedule, first = Scheduler(10), Recorder(slots=3)
+        schedule.add(first)
+        held = [submit(schedule) for _ in range(3)]
+        waiting = submit(schedule)
+        schedule.cancel(held[1])
+        schedule.lost(first)
+        assert held[1].done.cancelled()  # nobody wants it: it is not tried again
+        fresh = Recorder(slots=3)
+        schedule.add(fresh)
+        assert fresh.held == [held[0]]  # alone, although there are slots
+        finish(schedule, fresh)
+        assert fresh.held == [held[2]]
+        finish(schedule, fresh)
+        assert fresh.held == [waiting]
+
+    run(scenario())
+
+
+def test_a_job_that_is_alone_in_two_deaths_is_not_tried_again() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder(slots=2)
+        schedule.add(worker)
+        killer, other = submit(schedule), submit(schedule)
+        deaths = 0
+        while not killer.done.done():
+            schedule.lost(worker)
+            deaths += 1
+            worker = Recorder(slots=2)
+            schedule.add(worker)
+            assert deaths < 9
+            if not killer.done.done():
+                assert worker.held == [killer]
+        assert deaths == 3  # one in company, two alone
+        assert isinstance(killer.done.exception(), WorkerLost)
+        assert worker.held == [other]
+        finish(schedule, worker)
+        assert other.done.result() is DONE
+
+    run(scenario())
+
+
+def test_without_a_worker_jobs_wait_until_there_is_no_hope() -> None:
+    async def scenario() -> None:
+        schedule = Scheduler(10)
+        task = submit(schedule)
+        assert not task.done.done()
+        schedule.refuse_all(DeviceUnavailable("gone"))
+        assert isinstance(task.done.exception(), DeviceUnavailable)
+        assert schedule.waiting == 0
+
+    run(scenario())
+
+
+def test_the_pace_follows_what_was_measured() -> None:
+    pace = CostModel()
+    for _ in range(100):
+        pace.learn(cost=1e9, seconds=2.0)
+    assert pace.estimate_s(5e8) == pytest.approx(1.0, rel=0.01)
+    for _ in range(100):
+        pace.learn(cost=1e9, seconds=0.5)
+    assert pace.estimate_s(5e8) == pytest.approx(0.25, rel=0.05)
+
+
+def test_of_idle_workers_that_which_has_a_job_s_tensors_takes_it() -> None:
+    async def scenario() -> None:
+        schedule = Scheduler(9)
+        workers = [Recorder(2), Recorder(2, used=1), Recorder(2, used=2)]
+        for worker in workers:
+            schedule.add(worker)
+        with_tensors = Job(PackedTensorLayout(b"", 1), 0, (InRegion(1, 0, kept=True),))
+        until_s = time.monotonic() + 60
+        for expected in (2, 1, 0, 2):
+            before = len(workers[expected].held)
+            schedule.submit(with_tensors, until_s)
+            assert len(workers[expected].held) == before + 1
+        submit(schedule)  # of no stored tensor: the first of those with the least to do
+        assert [len(worker.held) for worker in workers] == [2, 1, 2]
+
+    run(scenario())

@@ -1,0 +1,206 @@
+"""Sums over parts: shares computed anywhere and in any order, added up in one order at the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.memory.arena import Arena
+from convgrad_service.engine.memory.tensor_layout import (
+    TensorLayout,
+    forget_sizes,
+    tensor_layout_of,
+)
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.shm.mappings import RegionMappings
+from convgrad_service.engine.workers.execute import Job, run_job
+from convgrad_service.problems import Problem, problem_from, run_in_pieces
+from tests import strategies
+from tests.arrays import DTYPES, Arrays, draw, integers, normals, rng_for
+from tests.bounds import assert_bounded, assert_exact, assert_same_bits
+from tests.cases import EPILOGUES, FROM_CONV, Case
+from tests.oracle import expected
+from tests.reference import Reference
+
+BACKEND = CpuBackend(threads=1)
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+WEIGHT_EPILOGUES = [case for case in EPILOGUES if "bwd_weight" in case.operation]
+IMAGES = np.random.default_rng(0).standard_normal((24, 3, 14, 14), np.float32)
+GRAD = np.random.default_rng(1).standard_normal((24, 4, 14, 14), np.float32)
+WEIGHT = np.random.default_rng(2).standard_normal((4, 3, 3, 3), np.float32)
+FIELDS = {"input": IMAGES, "grad_output": GRAD, "weight_size": (3, 3), "padding": 1}
+BACKWARD = {"input": IMAGES, "grad_output": GRAD, "weight": WEIGHT, "padding": 1}
+
+
+def stated(case: Case, tensors: Arrays, **more: Any) -> Problem:
+    request = validate(OPERATIONS[case.operation].request, {**tensors, **case.params, **more})
+    return problem_from(case.operation, request)
+
+
+def problem(operation: str = "grouped_conv_bwd_weight", **fields: Any) -> Problem:
+    return problem_from(operation, validate(OPERATIONS[operation].request, fields or FIELDS))
+
+
+def computed(layout: TensorLayout, tensors: Arrays, order: list[int] | None) -> Arrays:
+    """A job's tasks one by one in this order, and what adds up; with None all by one task."""
+    arena = Arena.create(max(4096, layout.size_bytes))
+    segments = RegionMappings(BACKEND.open_handle)
+    try:
+        for name, spec, offset, _ in layout.inputs:
+            assert offset is not None
+            arena.array(offset, spec)[...] = tensors[name]
+        job = Job.of(layout, 0, ())
+        last = [job.tasks] if job.sums else []
+        for part in [None] if order is None else [*order, *last]:
+            run_job(BACKEND, arena, segments, job, threading.Event(), part)
+        return {
+            name: arena.array(offset, spec).copy()
+            for name, spec, offset, _ in layout.outputs
+            if offset is not None
+        }
+    finally:
+        arena.close()
+
+
+@given(
+    strategies.convs(),
+    st.sampled_from(["grouped_conv_bwd_weight", "conv_backward"]),
+    st.integers(2, 9),
+    st.sampled_from(sorted(DTYPES)),
+    st.randoms(use_true_random=False),
+)
+@QUICK
+def test_shares_give_the_definition_in_any_order(
+    conv: Any, operation: str, count: int, dtype: str, shuffled: random.Random
+) -> None:
+    case = FROM_CONV[operation]("random", conv)
+    for numbers, gate in ((normals, assert_bounded), (integers, assert_exact)):
+        tensors = draw(case, rng_for(0, case.id), DTYPES[dtype], numbers)
+        cut = stated(case, tensors)
+        layout = tensor_layout_of(cut, (), count)
+        pieces = parts.pieces_of(cut, count)
+        if len(pieces) == 1:
+            return
+        order = list(range(len(pieces)))
+        shuffled.shuffle(order)
+        found = computed(layout, tensors, order)
+        wanted = run_in_pieces(cut, tensors, count, lambda p, t: BACKEND.run(p, t).outputs)
+        alone = computed(layout, tensors, None)
+        answer = expected(operation, tensors, case.params)
+        assert found.keys() == cut.outputs.keys() == alone.keys()
+        for name, array in found.items():
+            reference = answer[name]
+            assert isinstance(reference, Reference)
+            longer = Reference(reference.value, reference.magnitude, reference.terms + count)
+            gate(array, longer, name)
+            assert_same_bits(array, wanted[name], name)
+            assert_same_bits(array, alone[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", WEIGHT_EPILOGUES, ids=lambda case: case.id)
+def test_the_epilogue_applies_once_to_the_whole_sum(seed: int, case: Case, dtype: str) -> None:
+    for numbers, gate in ((normals, assert_bounded), (integers, assert_exact)):
+        tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], numbers)
+        cut = stated(case, tensors)
+        layout = tensor_layout_of(cut, (), 3)
+        order = list(range(len(parts.pieces_of(cut, 3))))
+        found = computed(layout, tensors, order)
+        reference = expected(case.operation, tensors, case.params)["grad_weight"]
+        assert isinstance(reference, Reference)
+        longer = Reference(reference.value, reference.magnitude, reference.terms + 4)
+        gate(found["grad_weight"], longer, case.id)
+
+
+def test_sums_of_16_bit_shares_round_once() -> None:
+    """Shares of 256 and 3 in bfloat16, one by one, would stay 256."""
+    bf16 = DTYPES["bfloat16"]
+    fields = {
+        "input": np.ones((4, 1, 1), bf16),
+        "grad_output": np.array([256, 1, 1, 1]).astype(bf16).reshape(4, 1, 1),
+        "weight_size": (1,),
+    }
+    cut = problem("grouped_conv_bwd_weight", **fields)
+    tensors = {name: fields[name] for name in ("input", "grad_output")}
+    found = computed(tensor_layout_of(cut, (), 4), tensors, [3, 1, 0, 2])  # type: ignore[arg-type]
+    assert float(found["grad_weight"].item()) == 260  # 259, rounded to even
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_not_finite_stays_so(dtype: str) -> None:
+    images, grad = IMAGES.astype(dtype), np.abs(GRAD).astype(dtype) + DTYPES[dtype].type(0.1)
+    images[:, 0] = 1
+    images[0, 0, 7, 7], images[23, 0, 7, 7] = np.inf, -np.inf  # of different parts
+    images[:, 1] = 0
+    images[5, 1, 7, 7] = np.inf
+    cut = problem(
+        "grouped_conv_bwd_weight", input=images, grad_output=grad, weight_size=(3, 3), padding=1
+    )
+    tensors = {"input": images, "grad_output": grad}
+    found = computed(tensor_layout_of(cut, (), 3), tensors, [2, 0, 1])["grad_weight"]
+    assert np.isnan(found[:, 0]).all()
+    assert np.isposinf(found[:, 1]).all()
+    assert np.isfinite(found[:, 2]).all()
+
+
+def test_what_overflows_float16_is_an_infinity() -> None:
+    ones = np.full((8, 1, 16, 16), 8, np.float16)
+    cut = problem("grouped_conv_bwd_weight", input=ones, grad_output=ones, weight_size=(1, 1))
+    tensors = {"input": ones, "grad_output": ones}
+    found = computed(tensor_layout_of(cut, (), 8), tensors, list(range(8)))["grad_weight"]
+    assert np.isposinf(found).all()  # 131,072, of which no part has more than 16,384
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of a sum of 32 kB, so that small problems have several."""
+    monkeypatch.setattr(parts, "PART_BYTES", 16_000)
+    forget_sizes()
+    yield
+    forget_sizes()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_sum_is_cut_where_adding_up_costs_less_than_is_gained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert parts.cut_of(problem()) == (4, None)
+    assert parts.cut_of(problem("conv_backward", **BACKWARD)).parts > 2
+    wide = {**FIELDS, "grad_output": np.zeros((24, 4, 8, 8), np.float32), "weight_size": (9, 9)}
+    cut = parts.cut_of(problem("grouped_conv_bwd_weight", **wide, stride=1))
+    assert cut.parts == 1
+    assert "adding up" in (cut.why_not or "")
+    few = parts.cut_of(problem("grouped_conv_bwd_weight", **{**FIELDS, "input": IMAGES[:2],
+                                                             "grad_output": GRAD[:2]}))  # fmt: skip
+    assert few.parts == 1
+    assert "no two parts" in (few.why_not or "")
+    asked = problem("grouped_conv_bwd_weight", **FIELDS, split_k=2)
+    assert parts.cut_of(asked) == (1, "split_k says in how many parts it is to be added up")
+    with caplog.at_level("DEBUG", "convgrad.parts"):
+        assert parts.parts_of(asked) == 1
+    assert "computed whole: split_k says" in caplog.text
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_another_process_cuts_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tensor_layout_of(problem())
+    monkeypatch.setattr(parts, "PART_BYTES", 2**30)
+    forget_sizes()
+    found = told.unpacked().text
+    assert tensor_layout_of(problem()).sizes.parts == 1
+    from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout
+
+    unpacked = PackedTensorLayout(found).unpacked()
+    assert unpacked.sizes.parts == told.sizes.parts == 4
+    assert unpacked.shares == told.shares
+    assert unpacked.size_bytes == told.size_bytes

@@ -1,0 +1,74 @@
+"""A leash ends what its task waits for: at the deadline, or when it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from convgrad.errors import DeadlineExceeded
+from convgrad_service.engine.deadline import CancelScope, Deadline
+
+
+class Gone(Exception):
+    """Why a leash was cut."""
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+async def leashed(seconds: float, cut: Exception | None = None) -> None:
+    with CancelScope(Deadline.after(seconds)) as leash:
+        if cut is not None:
+            asyncio.get_running_loop().call_soon(leash.cut, cut)
+        await asyncio.sleep(10)
+
+
+def test_the_deadline_ends_it() -> None:
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded, match=r"within the 0\.02 s"):
+            await leashed(0.02)
+        await asyncio.sleep(0)  # the task itself goes on
+
+    run(scenario())
+
+
+def test_a_cut_ends_it_with_its_own_error() -> None:
+    async def scenario() -> None:
+        with pytest.raises(Gone):
+            await leashed(10, Gone())
+        await asyncio.sleep(0)
+
+    run(scenario())
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    async def scenario() -> None:
+        with CancelScope(Deadline.after(0.5)):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.6)
+
+    run(scenario())
+
+
+def test_another_cancellation_stays_one() -> None:
+    async def scenario() -> None:
+        async def waits() -> None:
+            with CancelScope(Deadline.after(10)) as leash:
+                leashes.append(leash)
+                await asyncio.sleep(10)
+
+        leashes: list[CancelScope] = []
+        for cut_too in (False, True):
+            task = asyncio.ensure_future(waits())
+            await asyncio.sleep(0)
+            task.cancel()
+            if cut_too:
+                leashes[-1].cut(Gone())
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(scenario())

@@ -1,0 +1,313 @@
+"""The dataplane and the engine inside one process, with neither a transport nor a real backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.dtypes import DType
+from convgrad.errors import (
+    DeadlineExceeded,
+    DeviceUnavailable,
+    MalformedRequest,
+    Overloaded,
+    ProblemTooLarge,
+)
+from convgrad_service.backends.base import Outcome
+from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result, blank
+from convgrad_service.engine.telemetry.timing import Timings
+from tests.support.fake_backends import Blocking, Zeros
+
+ONES = np.ones((1, 1, 4, 4), np.float32)
+FIELDS = {"grad_output": ONES, "weight": ONES}
+
+
+class Plane(Pipeline):
+    """A dataplane whose engine is inside it."""
+
+    def __init__(
+        self, backend: Zeros | None = None, limits: Limits | None = None, **options: Any
+    ) -> None:
+        chosen = EngineOptions(
+            **{"tensor_bytes": 10**6, "text_bytes": 10**5, "slots": 1, "max_queue": 4, **options}
+        )
+        self.hub: Hub = embedded_hub(backend or Zeros(), chosen)
+        super().__init__(self.hub, limits=limits or Limits())
+
+
+def called(timeout_s: float = 60.0) -> ComputeRequest:
+    return ComputeRequest(OPERATIONS["conv_bwd_data"], Deadline.after(timeout_s), Timings())
+
+
+async def ask(
+    pipeline: Pipeline, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 60.0
+) -> Result:
+    return await pipeline.answer(called(timeout_s), lambda: fields, _kept)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def _kept(result: Result) -> Result:
+    copies = {name: array.copy() for name, array in result.outputs.items()}
+    return replace(result, outputs=copies)
+
+
+def test_an_answer_has_its_outputs_and_a_report() -> None:
+    pipeline = Plane()
+    result = asyncio.run(ask(pipeline))
+    assert result.outputs["grad_input"].shape == (1, 1, 7, 7)
+    assert result.report.backend == "zeros"
+    assert result.report.flops == 2 * 16 * 16
+    assert pipeline.hub.memory.used_bytes == 0
+
+
+class Adding(Zeros):
+    """Answers with the sum of its inputs in every element."""
+
+    def run(self, problem: Any, tensors: Any, *others: Any) -> Outcome:
+        outcome = super().run(problem, tensors, *others)
+        for array in outcome.outputs.values():
+            array += sum(tensor.sum() for tensor in tensors.values())
+        return outcome
+
+
+def test_inputs_are_filled_and_outputs_read_where_they_lie() -> None:
+    async def scenario() -> None:
+        pipeline = Plane(Adding())
+        spec = {name: blank((1, 1, 4, 4), DType.FLOAT32, name=name) for name in FIELDS}
+        async with pipeline.begin(called(), lambda: spec) as work:
+            arena = pipeline.hub.arena
+            for array in work.inputs.values():
+                assert arena.address <= array.ctypes.data < arena.address + arena.size_bytes
+            work.inputs["grad_output"][...] = 2
+            await work.fill({"weight": lambda place: place.fill(3)})
+            result = await work.compute()
+            output = result.outputs["grad_input"]
+            assert output.min() == output.max() == 16 * 5
+            assert arena.address <= output.ctypes.data < arena.address + arena.size_bytes
+        assert pipeline.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_shape_that_nothing_can_hold_is_refused() -> None:
+    with pytest.raises(MalformedRequest, match="too large"):
+        blank((2**40, 2**40), DType.FLOAT32, name="x")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_computing_gives_way_to_the_event_loop() -> None:
+    seen: list[int] = []
+
+    class Looking(Zeros):
+        def run(self, *arguments: Any) -> Outcome:
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().run(*arguments)
+
+    asyncio.run(ask(Plane(Looking())))
+    assert seen[0] > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_decode_and_encode_run_in_threads() -> None:
+    seen: list[str] = []
+
+    async def scenario() -> None:
+        pipeline = Plane()
+        call = called()
+
+        def decode() -> Mapping[str, Any]:
+            seen.append(threading.current_thread().name)
+            return FIELDS
+
+        def encode(result: Result) -> None:
+            seen.append(threading.current_thread().name)
+
+        await pipeline.answer(call, decode, encode)
+        assert list(call.timings.stages_s) == ["decode", "queue", "compute", "encode"]
+
+    asyncio.run(scenario())
+    assert all(name.startswith("codec") for name in seen)
+    assert len(seen) == 2
+
+
+def test_refusals_come_before_the_backend() -> None:
+    backend = Blocking()
+    pipeline = Plane(backend, limits=Limits(problem_bytes=100))
+    with pytest.raises(ProblemTooLarge):
+        asyncio.run(ask(pipeline))
+    with pytest.raises(MalformedRequest):
+        asyncio.run(ask(pipeline, {"weight": ONES}))
+    assert backend.runs == 0
+    assert pipeline.hub.memory.used_bytes == 0
+
+
+def test_what_has_no_place_is_refused() -> None:
+    large = np.ones((1, 1, 40, 40), np.float32)
+    with pytest.raises(ProblemTooLarge, match="4,096"):
+        asyncio.run(ask(Plane(tensor_bytes=1), {"grad_output": large, "weight": ONES}))
+
+
+@pytest.mark.parametrize("filling", [True, False], ids=["filling", "decoding"])
+def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
+    pipeline = Plane()
+    release = threading.Event()
+
+    def slow() -> Mapping[str, Any]:
+        release.wait(5)
+        return FIELDS
+
+    def slowly(_: object) -> None:
+        slow()
+
+    large = {"grad_output": np.ones((1, 1, 200, 200), np.float32), "weight": ONES}
+
+    async def scenario() -> None:
+        text = await pipeline.hub.reserve(1000, text=True)
+
+        async def begun_and_filled() -> None:
+            decode = (lambda: large) if filling else slow
+            async with pipeline.begin(called(), decode, holds=text) as work:
+                await work.fill({"grad_output": slowly}, holds=text)
+
+        with pytest.raises(DeadlineExceeded):
+            async with called(0.05).deadline.enforced():
+                await begun_and_filled()
+        text.release()
+        assert pipeline.hub.texts.used_bytes > 0
+        assert (pipeline.hub.memory.used_bytes > 0) == filling
+        release.set()
+        hub = pipeline.hub
+        await until(lambda: hub.memory.used_bytes == hub.texts.used_bytes == 0)
+
+    asyncio.run(scenario())
+
+
+def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
+    """Past a deadline the work may still be ending; the queue is not to blame for it."""
+
+    async def scenario() -> None:
+        pipeline = Plane(backend := Blocking())
+        call = called(1.0)
+        with pytest.raises(DeadlineExceeded):
+            await pipeline.answer(call, lambda: FIELDS, lambda result: result)
+        backend.release.set()
+        assert call.timings.stages_s["compute"] > call.timings.stages_s["queue"]
+
+    asyncio.run(scenario())
+
+
+class Lingering(Blocking):
+    """Is done when it is let go, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def run(self, *arguments: Any) -> Outcome:
+        outcome = super().run(*arguments)
+        assert self.let_go.wait(60)
+        return outcome
+
+
+def test_a_cancelled_caller_cancels_its_work() -> None:
+    backend = Lingering()
+    pipeline = Plane(backend)
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(ask(pipeline))
+        await asyncio.to_thread(backend.started.acquire)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert pipeline.hub.memory.used_bytes > 0  # until the backend has let go of it
+        backend.let_go.set()
+        await until(lambda: pipeline.hub.memory.used_bytes == 0)
+
+    asyncio.run(scenario())
+    assert backend.cancelled == 1
+
+
+def test_admission() -> None:
+    async def scenario() -> None:
+        backend = Blocking()
+        pipeline = Plane(backend, max_queue=1)
+        pipeline.admit()
+        first = asyncio.ensure_future(ask(pipeline))
+        await asyncio.to_thread(backend.started.acquire)
+        pipeline.admit()
+        second = asyncio.ensure_future(ask(pipeline))
+        await until(lambda: pipeline.hub.schedule.waiting == 1)
+        with pytest.raises(Overloaded):
+            pipeline.admit()
+        backend.release.set()
+        await asyncio.gather(first, second)
+        pipeline.close()
+        for refuses in (pipeline.require_ready, pipeline.admit):
+            with pytest.raises(DeviceUnavailable, match="shutting down"):
+                refuses()
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_device_takes_no_more_work() -> None:
+    backend = Zeros()
+    pipeline = Plane(backend)
+    pipeline.require_ready()
+    backend.fault = "an illegal address"
+    for refuses in (pipeline.require_ready, pipeline.admit):
+        with pytest.raises(DeviceUnavailable, match="illegal address"):
+            refuses()
+
+
+def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
+    class Remote(Zeros):
+        def run(self, *arguments: Any) -> Outcome:
+            time.sleep(0.02)
+            return replace(super().run(*arguments), upload_s=0.005, download_s=0.01)
+
+    async def scenario() -> tuple[Timings, float]:
+        call = called()
+        began_s = time.perf_counter()
+        await Plane(Remote()).answer(call, lambda: FIELDS, lambda result: None)
+        return call.timings, time.perf_counter() - began_s
+
+    timings, whole_s = asyncio.run(scenario())
+    stages_s = timings.stages_s
+    assert (stages_s["upload"], stages_s["download"]) == (0.005, 0.01)
+    assert 0.004 < stages_s["compute"] <= whole_s - 0.015
+
+
+def test_a_deadline_is_not_confused_with_a_timeout_inside() -> None:
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            async with Deadline.after(5).enforced():
+                raise TimeoutError
+        with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
+            async with Deadline.after(0.01).enforced():
+                await asyncio.sleep(5)
+        with pytest.raises(DeadlineExceeded):
+            async with Deadline.after(-1).enforced():
+                await asyncio.sleep(5)
+
+    asyncio.run(scenario())

@@ -1,0 +1,214 @@
+"""Which problems are computed by the process that was asked, and that nothing else differs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS, validate
+from convgrad.errors import InvalidProblem
+from convgrad_service.backends.base import Outcome
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
+from convgrad_service.problems import problem_from
+from tests.support.fake_backends import Failing, Sums, Zeros
+
+ARRAY = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
+POOL = {"input": ARRAY, "kernel_size": 2}
+BY_INDEX = {
+    "grad_output": np.ones((1, 1, 2, 2), np.float32),
+    "indices": np.array([[[[5, 7], [13, 15]]]]),
+    "kernel_size": 2,
+    "input_size": [4, 4],
+}
+
+
+def arranged(name: str, fields: Mapping[str, Any], shared: tuple[str, ...] = ()) -> TensorLayout:
+    operation = OPERATIONS[name]
+    return tensor_layout_of(problem_from(name, validate(operation.request, fields)), shared)
+
+
+@contextmanager
+def inline_executor(
+    beside: Callable[[], Zeros] = Sums,
+    name: str = "sums",
+    files: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[tuple[Hub, InlineExecutor]]:
+    """Beside a hub whose workers run a backend of the name "sums"."""
+    options = EngineOptions(tensor_bytes=10**6, text_bytes=10**5)
+    hub = embedded_hub(Sums(), options)
+    yield hub, InlineExecutor(hub, InlineBackend(name, beside), files.__getitem__)
+    hub.close()
+    assert hub.memory.used_bytes == 0
+
+
+def run(test: Callable[[], None]) -> None:
+    """In a loop, whose thread the hub is for."""
+
+    async def inside() -> None:
+        test()
+
+    asyncio.run(inside())
+
+
+def test_what_a_worker_has_computed_in_no_time_is_computed_here() -> None:
+    def test() -> None:
+        with inline_executor() as (hub, here):
+            layout = arranged("maxpool2d_fwd", POOL)
+            lease = hub.take(layout.size_bytes)
+            assert lease is not None
+            given, made = layout.inputs[0], layout.outputs[0]
+            assert given.offset is not None
+            assert made.offset is not None
+            hub.arena.array(lease.offset + given.offset, given.spec)[...] = ARRAY
+            assert here.computed(layout, lease.offset) is None  # no worker has
+            here.learn(layout, 1e-6)
+            finished = here.computed(layout, lease.offset)
+            assert finished is not None
+            assert finished.kernel == "zeros"
+            found = hub.arena.array(lease.offset + made.offset, made.spec)
+            assert (found == ARRAY.sum()).all()
+            lease.release()
+
+    run(test)
+
+
+class Slow(Sums):
+    """Says that it takes longer than a worker does."""
+
+    def run(self, *arguments: Any) -> Outcome:
+        return replace(super().run(*arguments), compute_s=1e-3)
+
+
+def test_what_takes_long_goes_back_to_workers() -> None:
+    def test() -> None:
+        with inline_executor(Slow) as (_, here):
+            layout = arranged("maxpool2d_fwd", POOL)
+            here.learn(layout, 1e-3)
+            assert here.computed(layout, 0) is None  # it takes a worker long
+            here.learn(layout, 1e-6)
+            tries = 0
+            while here.computed(layout, 0) is not None:
+                tries += 1
+                here.learn(layout, 1e-6)
+            assert tries > 1  # once proves nothing on a busy machine
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("maxpool2d_bwd", BY_INDEX),
+        ("maxpool2d_fwd", {"input": np.zeros((1, 64, 16, 16), np.float32), "kernel_size": 2}),
+    ],
+    ids=["its data names elements", "it is large"],
+)
+def test_what_is_always_a_workers(name: str, fields: Mapping[str, Any]) -> None:
+    def test() -> None:
+        with inline_executor() as (_, here):
+            layout = arranged(name, fields)
+            here.learn(layout, 1e-6)
+            assert here.computed(layout, 0) is None
+
+    run(test)
+
+
+def test_where_workers_compute_with_something_else_all_is_theirs() -> None:
+    def test() -> None:
+        with inline_executor(name="cpu") as (_, here):
+            layout = arranged("maxpool2d_fwd", POOL)
+            here.learn(layout, 1e-6)
+            assert here.computed(layout, 0) is None
+
+    run(test)
+
+
+@pytest.fixture
+def file() -> Iterator[Callable[[bytes], int]]:
+    """Makes a file of these bytes."""
+    made: list[int] = []
+
+    def make(data: bytes) -> int:
+        made.append(os.memfd_create("region"))
+        os.write(made[-1], data)
+        return made[-1]
+
+    yield make
+    for descriptor in made:
+        os.close(descriptor)
+
+
+SHARED = InRegion(1, 0), InRegion(2, 8)
+
+
+def test_shared_memory_is_read_and_written_where_it_was_asked_for(
+    file: Callable[[bytes], int],
+) -> None:
+    files = {1: file(ARRAY.tobytes()), 2: file(bytes(32))}
+
+    def test() -> None:
+        with inline_executor(files=files) as (_, here):
+            layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(layout, 1e-6)
+            assert here.computed(layout, 0, SHARED) is not None
+
+    run(test)
+    found = np.frombuffer(os.pread(files[2], 32, 0), np.float32)
+    assert found.tolist() == [0, 0, 120, 120, 120, 120, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "beside", "sentence"),
+    [
+        (40, Sums, "has been shortened"),
+        (64, lambda: Failing(InvalidProblem("this is wrong")), "this is wrong"),
+    ],
+    ids=["its file was cut off", "the backend refuses it"],
+)
+def test_what_goes_wrong_is_an_error_of_its_request(
+    file: Callable[[bytes], int], kept_bytes: int, beside: Callable[[], Zeros], sentence: str
+) -> None:
+    files = {1: file(ARRAY.tobytes()[:kept_bytes]), 2: file(bytes(32))}
+
+    def test() -> None:
+        with inline_executor(beside, files=files) as (_, here):  # where at the end nothing is held
+            layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(layout, 1e-6)
+            with pytest.raises(InvalidProblem, match=sentence):
+                here.computed(layout, 0, SHARED)
+
+    run(test)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
+    file: Callable[[bytes], int],
+) -> None:
+    full = os.open("/dev/full", os.O_RDWR)  # as /dev/shm may be, where a client's file has holes
+    files = {1: file(ARRAY.tobytes()), 2: full}
+
+    def test() -> None:
+        with inline_executor(files=files) as (_, here):
+            layout = arranged("maxpool2d_fwd", POOL, ("input", "output"))
+            here.learn(layout, 1e-6)
+            with pytest.raises(InvalidProblem, match="has been shortened"):
+                here.computed(layout, 0, SHARED)
+
+    try:
+        run(test)
+    finally:
+        os.close(full)

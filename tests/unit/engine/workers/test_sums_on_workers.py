@@ -1,0 +1,245 @@
+"""Sums over parts on several workers: added up at the end, and what of that may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad.errors import DeadlineExceeded, InvalidProblem
+from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.embedded import embedded_hub
+from convgrad_service.engine.limits import Limits
+from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
+from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result
+from convgrad_service.engine.scheduling import partition as parts
+from convgrad_service.engine.scheduling.finished import Finished
+from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.workers.thread_worker import ThreadWorker
+from convgrad_service.problems import run_in_pieces
+from tests.arrays import Arrays
+from tests.bounds import assert_same_bits
+from tests.support.fake_backends import Gated
+from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
+
+__all__ = ["small_parts"]
+
+BACKEND = CpuBackend(threads=1)
+DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)
+
+
+class Plane(Pipeline):
+    """A dataplane with an engine of workers inside, each with its own backend."""
+
+    def __init__(self, *backends: Gated) -> None:
+        self.hub = embedded_hub(backends[0], EngineOptions(10**7, 10**5, slots=1, max_queue=2))
+        hub = self.hub
+        for backend in backends[1:]:
+            hub.schedule.add(
+                ThreadWorker(backend, hub.arena, hub.regions, 1, hub.schedule.finished)
+            )
+        super().__init__(hub, limits=Limits())
+
+
+def called(operation: str = "grouped_conv_bwd_weight", timeout_s: float = 60.0) -> ComputeRequest:
+    return ComputeRequest(OPERATIONS[operation], Deadline.after(timeout_s), Timings())
+
+
+def in_parts(fields: Any, operation: str = "grouped_conv_bwd_weight") -> Arrays:
+    cut = problem(operation, **fields)
+    request = validate(OPERATIONS[operation].request, fields)
+    count = tensor_layout_of(cut).sizes.parts
+    assert count > 1
+    return run_in_pieces(cut, request.tensors(), count, lambda p, t: BACKEND.run(p, t).outputs)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_number_of_devices_changes_no_bit(devices: int) -> None:
+    async def scenario() -> None:
+        backends = [Gated(open_from_start=True) for _ in range(devices)]
+        plane = Plane(*backends)
+        accumulate = np.ones((4, 3, 3, 3), np.float32)
+        fields = {**FIELDS, "alpha": 0.5, "beta": 2.0, "accumulate": accumulate}
+        result = await plane.answer(called(), lambda: fields, _copied)
+        wanted = in_parts(fields)["grad_weight"]
+        assert_same_bits(result.outputs["grad_weight"], wanted)
+        assert result.report.pieces == sum(backend.runs for backend in backends) == 4
+        assert result.report.workspace_bytes >= 4 * wanted.nbytes
+        assert plane.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_whichever_device_is_first_the_bits_are_the_same() -> None:
+    async def scenario() -> None:
+        wanted = in_parts(FIELDS)["grad_weight"]
+        for first in (0, 1):
+            backends = [Gated(), Gated()]
+            plane = Plane(*backends)
+            asking = asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied))
+            backends[first].gate.release(3)
+            await _until(lambda: backends[first].runs == 3)  # noqa: B023
+            backends[1 - first].gate.release(1)
+            assert_same_bits((await asking).outputs["grad_weight"], wanted)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_data_s_gradient_may_leave_before_the_weight_s_is_added_up() -> None:
+    async def scenario() -> None:
+        backend = Gated()
+        plane = Plane(backend)
+        wanted = in_parts(BACKWARD, "conv_backward")
+        call = called("conv_backward")
+        async with plane.begin(call, lambda: BACKWARD) as work:
+            await work.fill(work.request.tensors())
+            backend.gate.release()
+            result = await work.compute(streamed=True)
+            progress = result.progress
+            assert progress is not None
+            cut = problem("conv_backward", **BACKWARD)
+            pieces = len(parts.pieces_of(cut, parts.parts_of(cut)))
+            one_sample = wanted["grad_input"][0].nbytes
+            assert progress.final_bytes("grad_input") == 24 // pieces * one_sample
+            assert progress.final_bytes("grad_weight") == 0
+            backend.gate.release(pieces - 1)
+            for name, array in wanted.items():
+                assert await progress.until(name, array.nbytes) == array.nbytes
+                assert_same_bits(result.outputs[name], array, name)
+            await progress.end()
+        assert backend.runs == pieces
+        assert plane.hub.memory.used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_nothing_of_a_sum_alone_leaves_early() -> None:
+    async def scenario() -> None:
+        plane = Plane(Gated(open_from_start=True))
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            result = await work.compute(streamed=True)
+            assert result.progress is None
+            assert_same_bits(result.outputs["grad_weight"], in_parts(FIELDS)["grad_weight"])
+
+    asyncio.run(scenario())
+
+
+class Mortal:
+    """A worker of which the test decides when it is done, and with what."""
+
+    device = 0
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.held: list[Any] = []
+        self.cancelled: list[Any] = []
+
+    def start(self, task: Any) -> None:
+        self.held.append(task)
+
+    def cancel(self, task: Any) -> None:
+        self.cancelled.append(task)
+
+
+def _with(plane: Plane, worker: Mortal) -> None:
+    (only,) = plane.hub.schedule._running
+    plane.hub.schedule.lost(only)
+    plane.hub.schedule.add(worker)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_adds_up_waits_for_all_and_runs_again_where_its_worker_dies() -> None:
+    async def scenario() -> None:
+        plane = Plane(Gated())
+        schedule, dying = plane.hub.schedule, Mortal(9)
+        _with(plane, dying)
+        async with plane.begin(called(), lambda: FIELDS) as work:
+            await work.fill(work.request.tensors())
+            computing = asyncio.ensure_future(work.compute())
+            await _until(lambda: len(dying.held) == 4)
+            *others, last = dying.held
+            for task in others:
+                schedule.finished(task, DONE)
+            await asyncio.sleep(0.05)
+            assert len(dying.held) == 4  # one share is missing
+            schedule.finished(last, DONE)
+            await _until(lambda: len(dying.held) == 5)
+            assert dying.held[4].part == 4
+            schedule.lost(dying)
+            fresh = Mortal(9)
+            schedule.add(fresh)
+            (again,) = fresh.held
+            assert again is dying.held[4]
+            schedule.finished(again, DONE._replace(pieces=0))
+            assert (await computing).report.pieces == 4
+        await _until_idle(plane)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_who_leaves_before_it_is_added_up_frees_all() -> None:
+    async def scenario() -> None:
+        for when in ("computing", "adding up"):
+            plane = Plane(Gated())
+            schedule, worker = plane.hub.schedule, Mortal(9)
+            _with(plane, worker)
+            async with plane.begin(called(), lambda: FIELDS) as work:
+                await work.fill(work.request.tensors())
+                computing = asyncio.ensure_future(work.compute())
+                await _until(lambda: len(worker.held) == 4)  # noqa: B023
+                if when == "adding up":
+                    for task in worker.held[:4]:
+                        schedule.finished(task, DONE)
+                    await _until(lambda: len(worker.held) == 5)  # noqa: B023
+                computing.cancel()
+                await asyncio.gather(computing, return_exceptions=True)
+                running = [task for task in worker.held if not task.done.done()]
+                assert worker.cancelled == running
+                for task in running:
+                    schedule.finished(task, DeadlineExceeded("nobody waits"))
+            await _until_idle(plane)
+            assert len(worker.held) == (5 if when == "adding up" else 4)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_share_that_fails_fails_the_sum() -> None:
+    async def scenario() -> None:
+        backend = Gated(open_from_start=True)
+        backend.fail_at = 2
+        plane = Plane(backend)
+        with pytest.raises(InvalidProblem, match="it failed"):
+            await plane.answer(called(), lambda: FIELDS, _copied)
+        await _until_idle(plane)
+
+    asyncio.run(scenario())
+
+
+def _copied(result: Result) -> Result:
+    copies: Arrays = {k: array.copy() for k, array in result.outputs.items()}
+    return Result(result.request, copies, result.report)
+
+
+async def _until_idle(plane: Plane) -> None:
+    await _until(lambda: not (plane.hub.memory.used_bytes or plane.hub.schedule.running))
+
+
+async def _until(condition: Any) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")

@@ -1,0 +1,133 @@
+"""API keys: what is stored, what is let in, and how they change while a server runs."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from convgrad.errors import Unauthenticated
+from convgrad_service.engine.scheduling.quotas import KeyLimits
+from convgrad_service.security import keys
+from convgrad_service.security.keys import KeyRing, KeysError, hash_of, new_key
+from convgrad_service.server.key_command import key as key_command
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(keys, "_LOOK_S", 0.0)
+    return tmp_path / "keys"
+
+
+def made(file: Path, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert key_command([name, "--file", str(file)]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_a_key_lets_its_owner_in(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ada, bob = made(file, "ada", capsys), made(file, "bob", capsys)
+    ring = KeyRing(file)
+    assert ring.caller(f"Bearer {ada}").name == "ada"
+    assert ring.caller(f"bearer  {bob} ").name == "bob"
+    stored = file.read_text()
+    assert ada not in stored
+    assert bob not in stored
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer cg_wrong"])
+def test_nobody_else_gets_in(
+    file: Path, header: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(file, "ada", capsys)
+    with pytest.raises(Unauthenticated, match="API key"):
+        KeyRing(file).caller(header)
+
+
+def test_a_hash_is_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ada = made(file, "ada", capsys)
+    with pytest.raises(Unauthenticated):
+        KeyRing(file).caller(f"Bearer {hash_of(ada)}")
+
+
+def test_keys_come_and_go_while_the_server_runs(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ada = made(file, "ada", capsys)
+    ring = KeyRing(file)
+    bob = made(file, "bob", capsys)
+    assert ring.caller(f"Bearer {bob}").name == "bob"
+    stay = [line for line in file.read_text().splitlines() if not line.startswith("ada:")]
+    file.write_text("\n".join(["# ada has left", *stay]))
+    with pytest.raises(Unauthenticated):
+        ring.caller(f"Bearer {ada}")
+    assert ring.caller(f"Bearer {bob}").name == "bob"
+
+
+def test_a_slip_in_the_file_changes_nothing(
+    file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ada = made(file, "ada", capsys)
+    ring = KeyRing(file)
+    file.write_text("ada: what?\n")
+    assert ring.caller(f"Bearer {ada}").name == "ada"
+    assert "line 1: expected a name" in caplog.text
+    file.unlink()
+    assert ring.caller(f"Bearer {ada}").name == "ada"
+    with pytest.raises(KeysError, match="cannot be read"):
+        KeyRing(file)
+
+
+def test_a_name_is_one_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(file, "ada", capsys)
+    assert key_command(["ada", "--file", str(file)]) == 1
+    assert "expected another name" in capsys.readouterr().err
+    assert key_command(["ada"]) == 0
+    out, line = capsys.readouterr()
+    assert line.strip() == f"ada:{hash_of(out.strip())}"
+
+
+def test_keys_differ() -> None:
+    assert len({new_key() for _ in range(100)}) == 100
+
+
+def test_a_key_s_line_may_set_its_limits(file: Path) -> None:
+    key, plain, free = new_key(), new_key(), new_key()
+    lines = [
+        f"ada:{hash_of(key)} max_inflight=4  max_inflight_bytes=1GiB max_requests_per_s=0.5 # hers",
+        f"bob:{hash_of(plain)}",
+        f"eve:{hash_of(free)} max_inflight=none",
+    ]
+    file.write_text("\n".join(lines))
+    usual = KeyLimits(inflight=2, inflight_bytes=1000)
+    ring = KeyRing(file, usual)
+    assert ring.caller(f"Bearer {key}").limits == (4, 2**30, 0.5)
+    assert ring.caller(f"Bearer {plain}").limits == usual
+    assert ring.caller(f"Bearer {free}").limits == (None, 1000, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("max_inflight=0", "max_inflight: .* greater than 0, or none; got '0'"),
+        ("max_inflight_bytes=lots", "max_inflight_bytes: .*, or none; got 'lots'"),
+        ("max_requests_per_s=inf", "max_requests_per_s: .* finite"),
+        ("inflight=1", "expected one of max_inflight=…, .*; got 'inflight=1'"),
+        ("max_inflight", "got 'max_inflight'"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(file: Path, words: str, expected: str) -> None:
+    file.write_text(f"ada:{hash_of(new_key())} {words}\n")
+    with pytest.raises(KeysError, match=f"line 1: .*{expected}"):
+        KeyRing(file)
+
+
+def test_the_command_writes_limits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--max-inflight", "3", "--max-inflight-bytes", "2MiB", "--max-requests-per-s", "9"]
+    assert key_command(["ada", "--file", str(file), *limits]) == 0
+    made_key = capsys.readouterr().out.strip()
+    assert KeyRing(file).caller(f"Bearer {made_key}").limits == (3, 2 * 2**20, 9.0)
+    assert key_command(["bob", "--file", str(file), "--max-inflight", "many"]) == 1
+    assert "max_inflight: " in capsys.readouterr().err
+    assert "bob" not in file.read_text()

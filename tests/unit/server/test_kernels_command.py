@@ -1,0 +1,59 @@
+"""``convgrad kernels``: the cache is filled without a GPU, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from convgrad_service.backends.cuda import compile as compiling
+from convgrad_service.backends.cuda.compile import Compiler
+from convgrad_service.backends.cuda.device import device_count
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.server.kernels_command import kernels
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc() -> None:
+    try:
+        find_nvrtc()
+    except CompileError as missing:
+        pytest.skip(str(missing))
+
+
+def test_fills_the_cache_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing lies in the package, as it may where there is a GPU.
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    cache = tmp_path / "cache"
+    wanted = ["--arch", "sm_80", "sm_90a", "--match", "split_sum", "--cache", str(cache)]
+    assert kernels(wanted) == 0
+    expected = sum("split_sum" in one.name for one in FAMILIES.instances())
+    cubins = {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")}
+    assert len(cubins) == 2 * expected > 0
+    said = capsys.readouterr().out
+    assert f"sm_90a: {expected} of {expected} kernels in {cache}" in said
+    assert kernels(wanted) == 0
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == cubins
+
+
+def test_what_an_image_compiled_ahead_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume for the cache starts empty; what lies in the package need not be compiled again."""
+    ahead, volume = tmp_path / "ahead", tmp_path / "volume"
+    assert kernels(["--arch", "sm_80", "--match", "flat_sum", "--cache", str(ahead)]) == 0
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", ahead)
+    compiler = Compiler(find_nvrtc(), "sm_80", volume)
+    monkeypatch.setattr(compiler, "compile", lambda instance: pytest.fail("compiled again"))
+    instance = next(one for one in FAMILIES.instances() if one.entry == "flat_sum")
+    assert compiler.cubin(instance).code
+    assert not volume.exists()
+
+
+def test_without_a_gpu_an_architecture_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    if device_count() == 0:
+        assert kernels([]) == 1
+        assert "0 GPUs" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Settings: where they come from and what they refuse."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from convgrad_service.server.settings import Settings, setting_fields
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, _, _ in setting_fields():
+        monkeypatch.delenv(f"CONVGRAD_{name.upper()}", raising=False)
+
+
+def test_the_environment_is_read_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONVGRAD_HTTP_PORT", "8123")
+    monkeypatch.setenv("CONVGRAD_MAX_JSON_BYTES", "3MiB")
+    monkeypatch.setenv("CONVGRAD_MALLOC_TUNING", "no")
+    settings = Settings()
+    assert settings.http_port == 8123
+    assert settings.max_json_bytes == 3 * 2**20
+    assert settings.malloc_tuning is False
+
+
+def test_what_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONVGRAD_HTTP_PORT", "8123")
+    assert Settings(http_port=1).http_port == 1
+
+
+def test_the_server_binds_to_loopback_unless_told_otherwise() -> None:
+    assert Settings().http_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("http_port", "65536"),
+        ("http_port", "x"),
+        ("http_host", ""),
+        ("threads", "0"),
+        ("max_queue", "-1"),
+        ("max_json_bytes", "0"),
+        ("max_json_bytes", "much"),
+        ("max_timeout_s", "nan"),
+        ("max_timeout_s", "inf"),
+        ("max_timeout_s", "0"),
+        ("max_problem_flops", "-1"),
+        ("backend", "abacus"),
+        ("log_level", "loud"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"CONVGRAD_{name.upper()}", value)
+    with pytest.raises(ValidationError):
+        Settings()
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for name, field, unit in setting_fields():
+        assert field.description, name
+        assert field.description.endswith("."), name
+        if found := re.search(r"(?<!_per)_(bytes|s)$", name):
+            assert unit == found[1], name
