@@ -80,8 +80,8 @@ test-slow: kernels ## the larger random sweeps, each time over other inputs
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
-test-torch: kernels $(PEER) ## PyTorch's answers beside ours
-	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
+test-torch: kernels $(PEER) ## PyTorch's answers beside ours, and convgrad.torch
+	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py tests/torch
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)

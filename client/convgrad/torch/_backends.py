@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CACHED", "Backend", "Geometry", "Operation", "convolution", "convolution_backward", "max_pool"]
+__all__ = [
+    "CACHED",
+    "Backend",
+    "Geometry",
+    "Operation",
+    "convolution",
+    "convolution_backward",
+    "max_pool",
+]
 
 
 # More layers than a process trains.
@@ -184,6 +192,4 @@ def max_pool(
         both = {"grad_output": "grad_output", "input": "input"}
         name = f"maxpool{ndim}d_bwd"
         return Operation(name, both, {"grad_input": "grad_input"}, parameters)
-    return Operation(
-        f"maxpool{ndim}d_fwd", {"input": "input"}, {"output": "output"}, parameters
-    )
+    return Operation(f"maxpool{ndim}d_fwd", {"input": "input"}, {"output": "output"}, parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Sizes = int | Sequence[int]
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def _make_conv(ndim: int) -> Callable[..., Tensor]:
@@ -166,7 +166,7 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
     return _documented(
         max_pool,
         f"max_pool{ndim}d",
-        f"""Max pooling in {ndim}D, forward and backward on the backend; the gradient is deterministic.
+        f"""Max pooling in {ndim}D, forward and backward on the backend, deterministic.
 
     As ``torch.nn.functional.max_pool{ndim}d`` without ``return_indices``.
 

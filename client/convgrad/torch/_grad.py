@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +20,7 @@ __all__ = [
     "convolution_backward",
 ]
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def convolution_backward(
@@ -94,7 +94,7 @@ def _make_input(ndim: int) -> Callable[..., Tensor]:
         found = OPS.convolution_backward(
             grad_output, blank, weight, *rest, False, [0] * ndim, groups, [True, False, False]
         )
-        return found[0]  # type: ignore[no-any-return]
+        return found[0]
 
     return _named(conv_input, f"conv{ndim}d_input", "input", "``input_size`` is its full shape.")
 
@@ -114,7 +114,7 @@ def _make_weight(ndim: int) -> Callable[..., Tensor]:
         found = OPS.convolution_backward(
             grad_output, input, blank, *rest, False, [0] * ndim, groups, [False, True, False]
         )
-        return found[1]  # type: ignore[no-any-return]
+        return found[1]
 
     return _named(
         conv_weight, f"conv{ndim}d_weight", "weight", "``weight_size`` is its full shape."

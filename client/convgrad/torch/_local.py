@@ -111,5 +111,6 @@ def _find_executor() -> Any:
         return entry.load()
     raise DeviceUnavailable(
         "Local computes in this process and needs the service, which is not installed here: "
-        "pip install 'convgrad[service]' (and 'convgrad[cuda13]' for a GPU), or use Remote(url)"
+        "pip install 'convgrad[service]' (and 'convgrad[cuda13]' for a GPU), or call "
+        "convgrad.torch.use(convgrad.torch.Remote(url))"
     )

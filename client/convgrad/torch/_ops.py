@@ -1,4 +1,4 @@
-"""The operators ``convgrad::…``, registered with PyTorch: fake implementations, derivatives, devices.
+"""The operators ``convgrad::…``: implementations, fake implementations and derivatives.
 
 They compute on `default_backend`, so that ``torch.compile``, which traces them as they are, holds
 no backend in its graphs.
@@ -6,14 +6,12 @@ no backend in its graphs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from convgrad.errors import DeviceUnavailable
 from convgrad.torch._backends import Backend, Geometry
 from convgrad.torch._local import Local
 from convgrad.torch._passes import (
@@ -23,7 +21,6 @@ from convgrad.torch._passes import (
     pool_backward,
     pool_forward,
 )
-from convgrad.torch._remote import Remote
 from convgrad.torch._use import backend_in_use
 
 __all__ = ["OPS", "default_backend"]
@@ -46,27 +43,19 @@ _ATEN = torch.ops.aten
 
 
 def default_backend() -> Backend:
-    """What `use` was given; else the server at ``CONVGRAD_URL``; else `Local`.
+    """What `use` was given; else `Local`.
 
     Raises
     ------
     convgrad.DeviceUnavailable
-        None of them is there.
+        Neither is there.
     """
-    return backend_in_use() or _found_backend()
+    return backend_in_use() or _local()
 
 
 @lru_cache(maxsize=1)
-def _found_backend() -> Backend:
-    url = os.environ.get("CONVGRAD_URL")
-    if url:
-        return Remote(url)
-    try:
-        return Local()
-    except DeviceUnavailable as error:
-        raise DeviceUnavailable(
-            f"{error.detail}. Set CONVGRAD_URL, or call convgrad.torch.use(Remote(url)) first"
-        ) from error
+def _local() -> Backend:
+    return Local()
 
 
 def _geometry(values: Sequence[Any]) -> Geometry:
@@ -121,8 +110,7 @@ def _convolution_backward_fake(
     channels = [grad_output.shape[1]]
     found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)
     return tuple(
-        each if asked else grad_output.new_empty(0)
-        for each, asked in zip(found, mask, strict=True)
+        each if asked else grad_output.new_empty(0) for each, asked in zip(found, mask, strict=True)
     )
 
 
@@ -136,9 +124,7 @@ def _max_pool_fake(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     return _with_indices(input)(input, *rest)[0]
 
 
-def _max_pool_backward(
-    grad_output: torch.Tensor, input: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def _max_pool_backward(grad_output: torch.Tensor, input: torch.Tensor, *rest: Any) -> torch.Tensor:
     if computable(grad_output, input) is None:
         return pool_backward(default_backend(), grad_output, input, _pool_geometry(rest))
     return torch.zeros_like(input)  # an empty batch
@@ -177,13 +163,10 @@ def _convolution_backward_derivative(ctx: Any, *gradients: torch.Tensor) -> tupl
     """The second derivative: compositions of forward and backward passes, as PyTorch has them."""
     grad_output, input, weight = ctx.saved_tensors
     given = (each if asked else None for each, asked in zip(gradients, ctx.mask, strict=True))
-    # ATen's order: of grad_output, of weight, of input; this operator's second is the input.
-    need_grad_output, need_input, need_weight = ctx.needs_input_grad[:3]
-    mask = [need_grad_output, need_weight, need_input]
-    of_grad_output, of_weight, of_input = _ATEN._convolution_double_backward(
-        *given, grad_output, weight, input, *ctx.rest, mask
+    found = _ATEN._convolution_double_backward(
+        *given, grad_output, weight, input, *ctx.rest, ctx.needs_input_grad[:3]
     )
-    return (of_grad_output, of_input, of_weight, *(None,) * (len(ctx.rest) + 1))
+    return (*found, *(None,) * (len(ctx.rest) + 1))
 
 
 def _save_max_pool(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

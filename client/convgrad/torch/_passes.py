@@ -1,4 +1,4 @@
-"""Forward and backward passes of a layer on a backend: what PyTorch's tensors need before and after."""
+"""A layer's forward and backward pass on a backend, from and to PyTorch's tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ __all__ = [
     "transposed_output_size",
 ]
 
-PoolGeometry = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], bool
-]
+PoolGeometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
 """kernel_size, stride, padding, dilation, ceil_mode."""
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

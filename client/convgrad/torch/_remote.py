@@ -36,6 +36,7 @@ class Remote:
     def __init__(
         self, url: str | None = None, *, client: Client | None = None, **options: Any
     ) -> None:
+        self._own = client is None
         if client is None:
             client = Client(url, **options) if url is not None else Client(**options)
         self._client = client
@@ -59,6 +60,11 @@ class Remote:
             for name, ours in operation.outputs.items()
         }
         return results, f"{answer.report.backend}: {answer.report.kernel}"
+
+    def close(self) -> None:
+        """Close the client's connections, unless the client was given."""
+        if self._own:
+            self._client.close()
 
     def __repr__(self) -> str:
         return f"Remote({self.name})"

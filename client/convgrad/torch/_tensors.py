@@ -92,7 +92,8 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor's elements on the host: a view where it lies there; bfloat16 is ml_dtypes' own."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        words: NDArray[Any] = host.view(torch.int16).numpy()
+        return words.view(ml_dtypes.bfloat16)
     array: NDArray[Any] = host.numpy()
     return array
 

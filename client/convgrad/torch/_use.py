@@ -1,7 +1,7 @@
 """`use`: the backward passes of every convolution and max pooling through a backend.
 
-ATen's operators are overridden for the CPU and CUDA, once; the override asks which backend is in use
-and calls PyTorch's own kernel where there is none. It sees what autograd runs, whichever thread
+ATen's operators are overridden for the CPU and CUDA, once; the override asks which backend is in
+use and calls PyTorch's own kernel where there is none. It sees what autograd runs, whichever thread
 runs it, and what ``torch.compile`` leaves to ATen.
 """
 
@@ -132,9 +132,7 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
                     _per_dimension(output_padding, ndim),
                 )
                 try:
-                    return conv_backward(
-                        backend, grad_output, input, weight, geometry, output_mask
-                    )
+                    return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
                 except ConvgradError as error:
                     if not (_CHOICE.fallback and _refused(error)):
                         raise

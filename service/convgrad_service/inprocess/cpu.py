@@ -60,5 +60,6 @@ class PreparedOnCpu:
 
 def _array_at(address: int, spec: TensorSpec) -> NDArray[Any]:
     """The memory at an address as an array; whoever owns it keeps it alive."""
-    memory = (ctypes.c_byte * spec.size_bytes).from_address(address)
-    return np.frombuffer(memory, spec.dtype.numpy).reshape(spec.shape)
+    memory = memoryview((ctypes.c_byte * spec.size_bytes).from_address(address))
+    array: NDArray[Any] = np.frombuffer(memory, spec.dtype.numpy)
+    return array.reshape(spec.shape)
