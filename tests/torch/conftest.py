@@ -25,11 +25,12 @@ def server_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", params=["local", "remote"])
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     from convgrad.torch import Local, Remote
 
     if request.param == "local":
-        return Local()
+        yield Local()
+        return
     remote = Remote(request.getfixturevalue("server_url"))
-    request.addfinalizer(remote.close)
-    return remote
+    yield remote
+    remote.close()

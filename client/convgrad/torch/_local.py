@@ -36,6 +36,12 @@ class Local:
     from its allocator, and calls may be captured in a CUDA graph. The first call with new
     shapes plans, and compiles kernels that are not cached; later ones only launch.
 
+    Parameters
+    ----------
+    wait : bool
+        Wait for kernels that have to be compiled first. Otherwise they are compiled in the
+        background, and until they are there `use` leaves their layers to PyTorch.
+
     Raises
     ------
     convgrad.DeviceUnavailable
@@ -45,7 +51,8 @@ class Local:
 
     name = "local"
 
-    def __init__(self) -> None:
+    def __init__(self, *, wait: bool = True) -> None:
+        self._wait = wait
         self._executor = _find_executor()
         self._launchables: dict[Any, _Launchable] = {}
 
@@ -88,7 +95,9 @@ class Local:
         }
         layout = contract_layout(any_tensor.dim(), channels_last)
         executor = self._executor(device.type, device.index or 0)
-        prepared = executor.prepare(operation.name, specs, {**operation.parameters, **layout})
+        prepared = executor.prepare(
+            operation.name, specs, {**operation.parameters, **layout}, wait=self._wait
+        )
         outputs = tuple(
             (operation.outputs[name], tuple(spec.shape), getattr(torch, spec.dtype.value))
             for name, spec in prepared.outputs.items()

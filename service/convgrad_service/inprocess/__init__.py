@@ -16,9 +16,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from convgrad.errors import UnsupportedProblem
-from convgrad_service.inprocess.base import Executor, Prepared, problem_of
+from convgrad_service.inprocess.base import Executor, NotCompiled, Prepared, problem_of
 
-__all__ = ["Executor", "Prepared", "executor", "problem_of"]
+__all__ = ["Executor", "NotCompiled", "Prepared", "executor", "problem_of"]
 
 
 @lru_cache(maxsize=64)

@@ -10,10 +10,15 @@ import numpy as np
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.dtypes import DType
+from convgrad.errors import UnsupportedProblem
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.base import Problem, TensorSpec
 
-__all__ = ["Executor", "Prepared", "problem_of"]
+__all__ = ["Executor", "NotCompiled", "Prepared", "problem_of"]
+
+
+class NotCompiled(UnsupportedProblem):
+    """The operation's kernels are being compiled in the background."""
 
 
 class Prepared(Protocol):
@@ -60,6 +65,8 @@ class Executor(Protocol):
         operation: str,
         tensors: Mapping[str, tuple[tuple[int, ...], str]],
         parameters: Mapping[str, Any],
+        *,
+        wait: bool = True,
     ) -> Prepared:
         """Plan an operation, and compile and load what it needs.
 
@@ -71,13 +78,16 @@ class Executor(Protocol):
             The tensors given, by the contract's names, shapes in the order of ``layout``.
         parameters : mapping
             The other fields of the request, e.g. ``stride``, ``layout``, ``outputs``.
+        wait : bool
+            Compile missing kernels now, side by side. Otherwise they are compiled in the
+            background, and `NotCompiled` is raised until they are there.
 
         Raises
         ------
         MalformedRequest, InvalidProblem
             The parameters are of the wrong kind, or the sizes contradict each other.
         UnsupportedProblem
-            No kernel takes it.
+            No kernel takes it; as `NotCompiled`, not yet.
         """
         ...
 

@@ -27,6 +27,8 @@ class CpuExecutor:
         operation: str,
         tensors: Mapping[str, tuple[tuple[int, ...], str]],
         parameters: Mapping[str, Any],
+        *,
+        wait: bool = True,
     ) -> PreparedOnCpu:
         """See `Executor.prepare`."""
         return PreparedOnCpu(self._backend, problem_of(operation, tensors, parameters))

@@ -20,7 +20,7 @@ from convgrad_service.backends.cuda.device import cuda_driver_major, describe, i
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
-from convgrad_service.inprocess.base import problem_of
+from convgrad_service.inprocess.base import NotCompiled, problem_of
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_program import (
     ALIGNMENT,
@@ -72,10 +72,17 @@ class CudaExecutor:
         operation: str,
         tensors: Mapping[str, tuple[tuple[int, ...], str]],
         parameters: Mapping[str, Any],
+        *,
+        wait: bool = True,
     ) -> PreparedOnCuda:
         """See `Executor.prepare`; compiling takes seconds where the kernels are not cached."""
         problem = problem_of(operation, tensors, parameters)
         plan = plan_for(problem, self._device, FAMILIES)
+        compiling = self._kernels.compile_ahead(plan.steps)
+        if compiling is not None:
+            if not wait and not compiling.done():
+                raise NotCompiled(f"the kernels of {plan.kernel} are being compiled")
+            compiling.result()
         with self._cuda.Device(self._index):
             self._kernels.prepare(plan.steps)
             return PreparedOnCuda(problem, plan, self._kernels, self._zeros)
