@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from convgrad_service.backends.cpu import CpuBackend
-from tests.support.http_server import serving
-
 if TYPE_CHECKING:
     from convgrad.torch import Backend
 
@@ -20,6 +17,10 @@ collect_ignore_glob = ["test_*.py"] if find_spec("torch") is None else []
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
+    # Here, so that tests of `Local` alone need none of the server's packages.
+    from convgrad_service.backends.cpu import CpuBackend
+    from tests.support.http_server import serving
+
     with serving(CpuBackend(), log_level="error") as server:
         yield server.url
 
