@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 
 __all__ = [
-    "CACHED",
     "Backend",
     "Geometry",
     "Operation",
+    "Runner",
     "convolution",
     "convolution_backward",
     "max_pool",
 ]
-
-
-# More layers than a process trains.
-CACHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,9 @@ class Geometry:
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One operation of the contract on a layer's tensors.
-
-    The functions below return the same object for the same arguments, so that it may stand in the
-    key of a cache.
 
     ``inputs`` and ``outputs`` map the contract's names to the layer's (``input``, ``weight``,
     ``grad_input`` …): for a transposed convolution they differ.
@@ -63,40 +55,61 @@ class Operation:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Runner(Protocol):
+    """One operation on tensors of one set of shapes, dtypes and one device."""
+
+    kernel: str
+    """What computed it last."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Compute.
+
+        Parameters
+        ----------
+        tensors : sequence of Tensor
+            Those of ``operation.inputs``, in its order, in PyTorch's order of dimensions;
+            contiguous, or all of them in a channels-last memory format.
+
+        Returns
+        -------
+        sequence of Tensor
+            Those of ``operation.outputs``, in its order, and in the same memory format.
+
+        Raises
+        ------
+        convgrad.ConvgradError
+            The backend failed, or the way to a server did.
+        """
+        ...
+
+
 class Backend(Protocol):
-    """Computes operations on tensors of one device. Safe to call from several threads."""
+    """Computes operations on tensors. Safe to call from several threads."""
 
     name: str
 
-    def run(
-        self, operation: Operation, tensors: Mapping[str, torch.Tensor], *, channels_last: bool
-    ) -> tuple[dict[str, torch.Tensor], str]:
-        """Compute one operation.
+    def prepare(
+        self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
+    ) -> Runner:
+        """Get ready to compute an operation on tensors like these.
 
         Parameters
         ----------
         operation : Operation
             What to compute.
-        tensors : mapping of str to Tensor
-            The tensors of ``operation.inputs``, by the layer's names, in PyTorch's order of
-            dimensions; contiguous, or in a channels-last memory format.
+        tensors : sequence of Tensor
+            As `Runner` takes them; only their shapes, dtype and device are looked at.
         channels_last : bool
-            Whether they are in a channels-last memory format; results are then too.
-
-        Returns
-        -------
-        (results, kernel)
-            The tensors of ``operation.outputs``, by the layer's names, and what computed them.
+            Whether they are in a channels-last memory format.
 
         Raises
         ------
         convgrad.ConvgradError
-            The operation is refused, or the way to a server failed.
+            The operation is refused.
         """
         ...
 
 
-@lru_cache(maxsize=CACHED)
 def convolution(geometry: Geometry, output_size: tuple[int, ...], *, bias: bool) -> Operation:
     """The forward pass: ``output`` from ``input``, ``weight`` and ``bias``.
 
@@ -116,7 +129,6 @@ def convolution(geometry: Geometry, output_size: tuple[int, ...], *, bias: bool)
     )
 
 
-@lru_cache(maxsize=CACHED)
 def convolution_backward(
     geometry: Geometry,
     wanted: tuple[str, ...],
@@ -169,7 +181,6 @@ def convolution_backward(
     return (Operation("conv_backward", every, outputs, {**parameters, "outputs": list(wanted)}),)
 
 
-@lru_cache(maxsize=CACHED)
 def max_pool(
     ndim: int,
     kernel_size: tuple[int, ...],

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from convgrad.errors import DeviceUnavailable
-from convgrad.torch._backends import Operation
+from convgrad.torch._backends import Operation, Runner
 from convgrad.torch._tensors import DTYPES, contract_layout, contract_order, torch_order
 
 __all__ = ["Local"]
 
-# What kernels may rely on; PyTorch's allocations start at multiples of more.
+# What GPU kernels may rely on; PyTorch's allocations start at multiples of more.
 _ALIGNMENT_BYTES = 256
-
-
-class _Launchable(NamedTuple):
-    """A prepared operation, and what to allocate for it."""
-
-    prepared: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    workspace_bytes: int
 
 
 class Local:
@@ -54,64 +45,69 @@ class Local:
     def __init__(self, *, wait: bool = True) -> None:
         self._wait = wait
         self._executor = _find_executor()
-        self._launchables: dict[Any, _Launchable] = {}
 
-    def run(
-        self, operation: Operation, tensors: Mapping[str, torch.Tensor], *, channels_last: bool
-    ) -> tuple[dict[str, torch.Tensor], str]:
-        """See `Backend.run`."""
-        given = [tensors[ours] for ours in operation.inputs.values()]
-        device = given[0].device
-        key = (operation, channels_last, device, *((t.shape, t.dtype) for t in given))
-        launchable = self._launchables.get(key)
-        if launchable is None:
-            launchable = self._launchables[key] = self._prepare(operation, tensors, channels_last)
-        prepared, inputs, outputs, workspace_bytes = launchable
-        results = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in outputs]
-        sources = [_aligned(tensors[ours]) for ours in inputs]
-        addresses = [tensor.data_ptr() for tensor in (*sources, *results)]
-        workspace, stream = 0, 0
-        if device.type == "cuda":
-            if workspace_bytes:
-                memory = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-                workspace = memory.data_ptr()
-            stream = torch.cuda.current_stream(device).cuda_stream
-        prepared.launch(addresses, workspace, stream)
-        named = zip(outputs, results, strict=True)
-        found = {ours: torch_order(result, channels_last) for (ours, _, _), result in named}
-        return found, prepared.kernel
-
-    def _prepare(
-        self, operation: Operation, tensors: Mapping[str, torch.Tensor], channels_last: bool
-    ) -> _Launchable:
-        any_tensor = next(iter(tensors.values()))
-        device = any_tensor.device
+    def prepare(
+        self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
+    ) -> Runner:
+        """See `Backend.prepare`."""
+        device = tensors[0].device
         specs = {
-            name: (
-                tuple(contract_order(tensors[ours], channels_last).shape),
-                DTYPES[tensors[ours].dtype],
-            )
-            for name, ours in operation.inputs.items()
+            name: (tuple(contract_order(tensor, channels_last).shape), DTYPES[tensor.dtype])
+            for name, tensor in zip(operation.inputs, tensors, strict=True)
         }
-        layout = contract_layout(any_tensor.dim(), channels_last)
+        layout = contract_layout(tensors[0].dim(), channels_last)
         executor = self._executor(device.type, device.index or 0)
         prepared = executor.prepare(
             operation.name, specs, {**operation.parameters, **layout}, wait=self._wait
         )
-        outputs = tuple(
-            (operation.outputs[name], tuple(spec.shape), getattr(torch, spec.dtype.value))
-            for name, spec in prepared.outputs.items()
-        )
-        inputs = tuple(operation.inputs[name] for name in prepared.inputs)
-        return _Launchable(prepared, inputs, outputs, prepared.workspace_bytes)
+        return _Launch(prepared, operation, device, channels_last)
 
     def __repr__(self) -> str:
         return "Local()"
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it is a view that starts at an odd address."""
-    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
+class _Launch:
+    """Launches a prepared operation on PyTorch's memory. See `Runner`."""
+
+    def __init__(
+        self, prepared: Any, operation: Operation, device: torch.device, channels_last: bool
+    ) -> None:
+        self._launch, self._device, self._last = prepared.launch, device, channels_last
+        self._prepared = prepared
+        # An operation need not read all that it was given: grad_bias no input, say.
+        names = list(operation.inputs)
+        self._inputs = [names.index(name) for name in prepared.inputs]
+        specs = [prepared.outputs[name] for name in operation.outputs]
+        self._outputs = [(tuple(spec.shape), getattr(torch, spec.dtype.value)) for spec in specs]
+        self._order = [list(operation.outputs).index(name) for name in prepared.outputs]
+        self._workspace_bytes = prepared.workspace_bytes
+        self._cuda = device.type == "cuda"
+
+    @property
+    def kernel(self) -> str:
+        return str(self._prepared.kernel)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        device = self._device
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        sources = [tensors[index] for index in self._inputs]
+        addresses = [source.data_ptr() for source in sources]
+        addresses += [results[index].data_ptr() for index in self._order]
+        if self._cuda:
+            for index, address in enumerate(addresses[: len(sources)]):
+                if address % _ALIGNMENT_BYTES:  # a view that starts anywhere
+                    sources[index] = sources[index].clone()
+                    addresses[index] = sources[index].data_ptr()
+            workspace = 0
+            if self._workspace_bytes:
+                memory = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
+                workspace = memory.data_ptr()
+            stream = torch.cuda.current_stream(device).cuda_stream
+            capturing = torch.cuda.is_current_stream_capturing()
+            self._launch(addresses, workspace, stream, capturing=capturing)
+        else:
+            self._launch(addresses, 0, 0)
+        return [torch_order(result, True) for result in results] if self._last else results
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ no backend in its graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
@@ -95,7 +96,9 @@ def _convolution_backward(
     *geometry, mask = rest
     if computable(grad_output, input, weight) is None:
         backend = default_backend()
-        found = conv_backward(backend, grad_output, input, weight, _geometry(geometry), mask)
+        found = conv_backward(
+            backend, grad_output, input, weight, astuple(_geometry(geometry)), tuple(mask)
+        )
     else:
         channels = [grad_output.shape[1]]
         found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)

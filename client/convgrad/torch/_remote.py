@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from convgrad import Client, calls
-from convgrad.torch._backends import Operation
+from convgrad.torch._backends import Operation, Runner
 from convgrad.torch._tensors import contract_layout, contract_order, to_numpy, to_torch, torch_order
 
 __all__ = ["Remote"]
@@ -42,24 +42,12 @@ class Remote:
         self._client = client
         self.name = f"remote {url}" if url else "remote"
 
-    def run(
-        self, operation: Operation, tensors: Mapping[str, torch.Tensor], *, channels_last: bool
-    ) -> tuple[dict[str, torch.Tensor], str]:
-        """See `Backend.run`."""
-        arrays = {
-            name: to_numpy(contract_order(tensors[ours], channels_last))
-            for name, ours in operation.inputs.items()
-        }
-        any_tensor = next(iter(tensors.values()))
-        layout = contract_layout(any_tensor.dim(), channels_last)
-        make = getattr(calls, operation.name)
-        call = replace(make(**arrays, **operation.parameters, **layout), read=dict)
-        answer = self._client.call(call)
-        results = {
-            ours: torch_order(to_torch(answer.outputs[name], any_tensor.device), channels_last)
-            for name, ours in operation.outputs.items()
-        }
-        return results, f"{answer.report.backend}: {answer.report.kernel}"
+    def prepare(
+        self, operation: Operation, tensors: Sequence[torch.Tensor], *, channels_last: bool
+    ) -> Runner:
+        """See `Backend.prepare`."""
+        layout = contract_layout(tensors[0].dim(), channels_last)
+        return _Request(self._client, operation, {**operation.parameters, **layout}, channels_last)
 
     def close(self) -> None:
         """Close the client's connections, unless the client was given."""
@@ -68,3 +56,28 @@ class Remote:
 
     def __repr__(self) -> str:
         return f"Remote({self.name})"
+
+
+class _Request:
+    """Asks a server. See `Runner`."""
+
+    def __init__(
+        self, client: Client, operation: Operation, parameters: dict[str, Any], channels_last: bool
+    ) -> None:
+        self.kernel = ""
+        self._client, self._operation = client, operation
+        self._parameters, self._last = parameters, channels_last
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        arrays = {
+            name: to_numpy(contract_order(tensor, self._last))
+            for name, tensor in zip(self._operation.inputs, tensors, strict=True)
+        }
+        make = getattr(calls, self._operation.name)
+        answer = self._client.call(replace(make(**arrays, **self._parameters), read=dict))
+        self.kernel = f"{answer.report.backend}: {answer.report.kernel}"
+        device = tensors[0].device
+        return [
+            torch_order(to_torch(answer.outputs[name], device), self._last)
+            for name in self._operation.outputs
+        ]

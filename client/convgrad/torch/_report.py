@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Report", "Row", "record", "report"]
+__all__ = ["Counter", "Report", "Row", "count_left", "report"]
 
 
 class Row(NamedTuple):
@@ -20,19 +18,35 @@ class Row(NamedTuple):
     calls: int
 
 
-@dataclass
-class _Log:
-    counts: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+class Counter:
+    """Counts one kind of call."""
+
+    __slots__ = ("calls", "computed_by", "layer", "operation", "runner")
+
+    def __init__(self, operation: str, layer: str, computed_by: str, runner: Any) -> None:
+        self.operation, self.layer = operation, layer
+        self.computed_by, self.runner = computed_by, runner
+        self.calls = 0
+        with _LOCK:
+            _COUNTERS.append(self)
+
+    def row(self) -> Row:
+        # A runner knows its kernel once it has run; what was left to PyTorch, the reason at once.
+        kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
+        return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
 
 
-_LOG = _Log()
+_COUNTERS: list[Counter] = []
+_LEFT: dict[tuple[str, str, str], Counter] = {}
+_LOCK = threading.Lock()
 
 
-def record(operation: str, layer: str, computed_by: str, kernel: str) -> None:
-    """Count one call."""
-    with _LOG.lock:
-        _LOG.counts[operation, layer, computed_by, kernel] += 1
+def count_left(operation: str, layer: str, reason: str) -> None:
+    """Count a call that is left to PyTorch."""
+    key = (operation, layer, reason)
+    if key not in _LEFT:
+        _LEFT[key] = Counter(operation, layer, "PyTorch", reason)
+    _LEFT[key].calls += 1
 
 
 class Report:
@@ -69,8 +83,14 @@ def report(*, reset: bool = False) -> Report:
     reset : bool
         Start counting anew afterwards.
     """
-    with _LOG.lock:
-        rows = tuple(Row(*key, calls) for key, calls in _LOG.counts.most_common())
-        if reset:
-            _LOG.counts.clear()
-    return Report(rows)
+    with _LOCK:
+        counters = list(_COUNTERS)
+    totals: dict[tuple[str, str, str, str], int] = {}
+    for counter in counters:
+        if counter.calls:
+            *what, calls = counter.row()
+            totals[tuple(what)] = totals.get(tuple(what), 0) + calls
+            if reset:
+                counter.calls = 0
+    rows = sorted((Row(*what, calls) for what, calls in totals.items()), key=lambda r: -r.calls)
+    return Report(tuple(rows))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from convgrad.torch._backends import CACHED, Operation
 
 __all__ = [
     "DTYPES",
@@ -22,7 +18,7 @@ __all__ = [
     "to_numpy",
     "to_torch",
     "torch_order",
-    "with_precision",
+    "uses_tf32",
 ]
 
 DTYPES = {
@@ -72,20 +68,13 @@ def torch_order(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
     return tensor.permute(_TO_FIRST[tensor.dim()]) if channels_last and tensor.dim() > 1 else tensor
 
 
-def with_precision(operation: Operation, tensor: torch.Tensor) -> Operation:
-    """A convolution by TF32 where PyTorch's own would use that for this tensor."""
-    if (
+def uses_tf32(tensor: torch.Tensor) -> bool:
+    """Whether PyTorch's own convolutions would use TF32 for such a tensor."""
+    return (
         tensor.dtype is torch.float32
         and tensor.device.type == "cuda"
-        and torch.backends.cudnn.allow_tf32
-    ):
-        return _with_tf32(operation)
-    return operation
-
-
-@lru_cache(maxsize=CACHED)
-def _with_tf32(operation: Operation) -> Operation:
-    return replace(operation, parameters={**operation.parameters, "precision": "high"})
+        and bool(torch.backends.cudnn.allow_tf32)
+    )
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:

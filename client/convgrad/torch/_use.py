@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from convgrad.errors import ConvgradError, ServiceError
-from convgrad.torch._backends import Backend, Geometry
-from convgrad.torch._passes import computable, conv_backward, pool_backward
-from convgrad.torch._report import record
+from convgrad.errors import ServiceError
+from convgrad.torch._backends import Backend
+from convgrad.torch._passes import conv_backward, pool_backward
+from convgrad.torch._report import count_left
 
 __all__ = ["backend_in_use", "use"]
 
@@ -98,9 +98,9 @@ def _override_once() -> None:
         _CHOICE.libraries.append(library)
 
 
-def _refused(error: ConvgradError) -> bool:
-    """Whether the backend declined the problem, rather than failed to reach or run it."""
-    return isinstance(error, ServiceError) and not error.retryable
+def _left_to_pytorch(error: ServiceError, input: torch.Tensor) -> bool:
+    """Whether the backend declined the problem, rather than failed to run it, and may."""
+    return not error.retryable and (_CHOICE.fallback or input.numel() == 0)
 
 
 def _convolution_backward(own: Any) -> Callable[..., Any]:
@@ -120,26 +120,21 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
     ) -> Any:
         backend = _CHOICE.backend
         if backend is not None and any(output_mask):
-            reason = computable(grad_output, input, weight)
-            if reason is None:
-                ndim = input.dim() - 2
-                geometry = Geometry(
-                    _per_dimension(stride, ndim),
-                    _per_dimension(padding, ndim),
-                    _per_dimension(dilation, ndim),
-                    int(groups),
-                    bool(transposed),
-                    _per_dimension(output_padding, ndim),
-                )
-                try:
-                    return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
-                except ConvgradError as error:
-                    if not (_CHOICE.fallback and _refused(error)):
-                        raise
-                    reason = str(error)
-            elif not _CHOICE.fallback and input.numel():
-                raise TypeError(f"{backend.name} does not take {reason}")
-            record("convolution_backward", _shapes(input, weight), "PyTorch", reason)
+            ndim = input.dim() - 2
+            geometry = (
+                _per_dimension(stride, ndim),
+                _per_dimension(padding, ndim),
+                _per_dimension(dilation, ndim),
+                groups,
+                transposed,
+                _per_dimension(output_padding, ndim),
+            )
+            try:
+                return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
+            except ServiceError as error:
+                if not _left_to_pytorch(error, input):
+                    raise
+                count_left("convolution_backward", _shapes(input, weight), error.detail)
         return own.call_boxed(
             keyset,
             grad_output,
@@ -171,29 +166,23 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
         indices: torch.Tensor,
     ) -> Any:
         backend = _CHOICE.backend
-        if backend is not None:
-            reason = computable(grad_output, input)
-            # An unbatched input has the rank of a batched one of a dimension less.
-            batched = input.dim() == len(kernel_size) + 2
-            if reason is None and batched:
-                ndim = input.dim() - 2
-                kernel = _per_dimension(kernel_size, ndim)
-                geometry = (
-                    kernel,
-                    _per_dimension(stride, ndim) if len(stride) else kernel,
-                    _per_dimension(padding, ndim),
-                    _per_dimension(dilation, ndim),
-                    bool(ceil_mode),
-                )
-                try:
-                    return pool_backward(backend, grad_output, input, geometry)
-                except ConvgradError as error:
-                    if not (_CHOICE.fallback and _refused(error)):
-                        raise
-                    reason = str(error)
-            elif not _CHOICE.fallback and input.numel() and batched:
-                raise TypeError(f"{backend.name} does not take {reason}")
-            record("max_pool_backward", _shapes(input), "PyTorch", reason or "unbatched")
+        # An unbatched input has the rank of a batched one of a dimension less.
+        if backend is not None and input.dim() == len(kernel_size) + 2:
+            ndim = input.dim() - 2
+            kernel = _per_dimension(kernel_size, ndim)
+            geometry = (
+                kernel,
+                _per_dimension(stride, ndim) if len(stride) else kernel,
+                _per_dimension(padding, ndim),
+                _per_dimension(dilation, ndim),
+                ceil_mode,
+            )
+            try:
+                return pool_backward(backend, grad_output, input, geometry)
+            except ServiceError as error:
+                if not _left_to_pytorch(error, input):
+                    raise
+                count_left("max_pool_backward", _shapes(input), error.detail)
         return own.call_boxed(
             keyset,
             grad_output,

@@ -41,7 +41,9 @@ class Prepared(Protocol):
     workspace_bytes: int
     kernel: str
 
-    def launch(self, addresses: Sequence[int], workspace: int, stream: int) -> None:
+    def launch(
+        self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
+    ) -> None:
         """Compute from and to these addresses.
 
         Parameters
@@ -51,8 +53,10 @@ class Prepared(Protocol):
         workspace : int
             The address of ``workspace_bytes`` of memory, 256-byte aligned.
         stream : int
-            The CUDA stream (``cudaStream_t``) to launch on, which may be capturing; 0 on the CPU,
-            where the results are there on return.
+            The CUDA stream (``cudaStream_t``) to launch on; 0 on the CPU, where the results are
+            there on return.
+        capturing : bool
+            Whether the stream may be capturing a graph. False saves asking the driver.
         """
         ...
 

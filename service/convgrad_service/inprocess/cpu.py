@@ -44,7 +44,9 @@ class PreparedOnCpu:
         self.inputs, self.outputs = problem.inputs, problem.outputs
         self.kernel = "cpu"
 
-    def launch(self, addresses: Sequence[int], workspace: int = 0, stream: int = 0) -> None:
+    def launch(
+        self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = False
+    ) -> None:
         """See `Prepared.launch`: the results are there on return."""
         specs = {**self.inputs, **self.outputs}
         arrays = {

@@ -110,9 +110,11 @@ class PreparedOnCuda:
         self._bound: OrderedDict[tuple[int, ...], tuple[Bound, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def launch(self, addresses: Sequence[int], workspace: int, stream: int) -> None:
+    def launch(
+        self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
+    ) -> None:
         """See `Prepared.launch`: returns before it has run."""
-        key = (stream, capture_id(stream), workspace, *addresses)
+        key = (stream, capture_id(stream) if capturing else 0, workspace, *addresses)
         with self._lock:
             bound = self._bound.get(key)
         if bound is None:
