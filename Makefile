@@ -82,9 +82,9 @@ test-slow: kernels ## the larger random sweeps, each time over other inputs
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
-test-torch: kernels $(PEER) ## PyTorch's answers next to ours, and the documents' snippets that use it
+test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, the documents' snippets that use it
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
-	    tests/contract/test_documentation.py
+	    tests/contract/test_documentation.py tests/torch
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
