@@ -10,7 +10,7 @@ from typing import Any
 
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.backends.cuda.overlap import launch_overlapping
+from convgrad_service.backends.cuda.overlap import launch_with_attributes
 from convgrad_service.plans.cuda_program import (
     ZEROS,
     ZEROS_BYTES,
@@ -79,8 +79,8 @@ class Kernels:
                 continue
             function = self._function(step)
             filled = step.arguments.fill(addresses)
-            if step.overlaps:
-                launch_overlapping(function.ptr, step, filled, on)
+            if step.overlaps or step.cluster > 1:
+                launch_with_attributes(function.ptr, step, filled, on)
                 continue
             # The driver copies the structure before it returns. CuPy's own way of calling a kernel
             # looks at the types of its arguments first, which takes as long again.

@@ -1,6 +1,5 @@
-"""Launches that may start while the kernel before them still runs, which CuPy cannot ask for.
-
-(CUDA calls it programmatic dependent launch; from compute capability 9.0 on.)
+"""Launches with attributes, which CuPy cannot ask for: that may start while the kernel before them
+still runs (programmatic dependent launch), or whose blocks form clusters. From sm_90 on.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from functools import lru_cache
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda_program import Launch
 
-__all__ = ["launch_overlapping"]
+__all__ = ["launch_with_attributes"]
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_SERIALIZATION = 6
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -23,8 +22,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int),
         ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("unused", ctypes.c_char * 60),
+        ("value", ctypes.c_uint * 16),
     )
 
 
@@ -41,17 +39,28 @@ class _Config(ctypes.Structure):
     )
 
 
-def launch_overlapping(function: int, step: Launch, filled: bytearray, stream: int) -> None:
-    """Put a launch on a stream; its kernel waits itself for what the one before it writes.
+def launch_with_attributes(function: int, step: Launch, filled: bytearray, stream: int) -> None:
+    """Put a launch on a stream. A kernel that overlaps waits itself for what the one before it
+    writes.
 
     Raises:
         DeviceUnavailable: the driver refused it.
     """
-    attribute = _Attribute(id=_SERIALIZATION, value=1)
+    wanted = []
+    if step.overlaps:
+        wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
+    if step.cluster > 1:
+        wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
+    attributes = (_Attribute * len(wanted))(*wanted)
     argument = (ctypes.c_char * len(filled)).from_buffer(filled)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     config = _Config(
-        step.grid, step.block, step.shared_bytes, stream, ctypes.addressof(attribute), 1
+        step.grid,
+        step.block,
+        step.shared_bytes,
+        stream,
+        ctypes.addressof(attributes),
+        len(wanted),
     )
     status = _driver().cuLaunchKernelEx(
         ctypes.byref(config), ctypes.c_void_p(function), arguments, None
