@@ -1,6 +1,5 @@
-"""Launches that may start while the kernel before them still runs, which CuPy cannot ask for.
-
-(CUDA calls it programmatic dependent launch; from compute capability 9.0 on.)
+"""Launches with attributes, which CuPy cannot ask for: that may start while the kernel before them
+still runs (programmatic dependent launch), or whose blocks form clusters. From sm_90 on.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from functools import lru_cache
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda_program import Launch
 
-__all__ = ["launch_overlapping"]
+__all__ = ["AttributedLaunch"]
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_SERIALIZATION = 6
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -23,8 +22,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int),
         ("padding", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("unused", ctypes.c_char * 60),
+        ("value", ctypes.c_uint * 16),
     )
 
 
@@ -41,23 +39,47 @@ class _Config(ctypes.Structure):
     )
 
 
-def launch_overlapping(function: int, step: Launch, filled: bytearray, stream: int) -> None:
-    """Put a launch on a stream; its kernel waits itself for what the one before it writes.
+class AttributedLaunch:
+    """A launch with its arguments filled that overlaps the one before it, or has clusters.
 
-    Raises:
-        DeviceUnavailable: the driver refused it.
+    Calling it puts it on a stream. A kernel that overlaps waits itself for what the one before it
+    writes.
+
+    Raises
+    ------
+    DeviceUnavailable
+        The driver refused it.
     """
-    attribute = _Attribute(id=_SERIALIZATION, value=1)
-    argument = (ctypes.c_char * len(filled)).from_buffer(filled)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    config = _Config(
-        step.grid, step.block, step.shared_bytes, stream, ctypes.addressof(attribute), 1
-    )
-    status = _driver().cuLaunchKernelEx(
-        ctypes.byref(config), ctypes.c_void_p(function), arguments, None
-    )
-    if status != 0:
-        raise DeviceUnavailable(f"launching {step.instance.name} failed: CUDA error {status}")
+
+    __slots__ = ("_arguments", "_attributes", "_function", "_kept", "_step")
+
+    def __init__(self, function: int, step: Launch, filled: bytearray) -> None:
+        self._function, self._step = ctypes.c_void_p(function), step
+        wanted = []
+        if step.overlaps:
+            wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
+        if step.cluster > 1:
+            wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
+        self._attributes = (_Attribute * len(wanted))(*wanted)
+        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        self._kept = structure  # the arguments point into it
+
+    def __call__(self, stream: int) -> None:
+        step = self._step
+        config = _Config(
+            step.grid,
+            step.block,
+            step.shared_bytes,
+            stream,
+            ctypes.addressof(self._attributes),
+            len(self._attributes),
+        )
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._function, self._arguments, None
+        )
+        if status != 0:
+            raise DeviceUnavailable(f"launching {step.instance.name} failed: CUDA error {status}")
 
 
 @lru_cache(maxsize=1)
