@@ -297,8 +297,17 @@ class Settings(BaseSettings):
         json_schema_extra={"unit": "s"},
         description="How long an idle connection is kept.",
     )
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})] = (
+        Field(
+            default=0.0,
+            description="How long the server goes on taking requests after SIGINT or SIGTERM while "
+            "it says that it is not ready, so that whoever distributes requests stops sending it "
+            "any first. Longer than a readiness probe takes to notice.",
+        )
+    )
     shutdown_grace_s: _Seconds = Field(
-        default=30.0, description="How long running requests may finish after SIGINT or SIGTERM."
+        default=30.0,
+        description="How long running requests may finish after SIGINT or SIGTERM and drain_s.",
     )
     malloc_tuning: bool = Field(
         default=True,
