@@ -45,11 +45,13 @@ from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointw
 from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool_separable import PoolSeparable
 from convgrad_service.backends.cuda.kernels.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
@@ -124,13 +126,21 @@ IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
 DENSE = (LeastExpected(LARGE, (IMPLICIT_GEMM,), OVERHEADS),)
 DENSE_WEIGHT = (LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), OVERHEADS),)
 # First layers: few channels of the input.
-FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
+FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
+FIRST_DATA = (
+    Patches(DENSE),
+    PatchProducts(DENSE),
+    HopperFirstData(),
+    FirstGroups(),
+    FirstData(),
+)
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
+    PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
     HopperFirstSplit(),
     FirstWeight(),
+    PatchProducts((WeightTile(),)),
 )
 
 # Two convolutions with the intermediate on the chip.
@@ -166,6 +176,8 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolStacks(), COPIES),
         PoolThroughChannelsLast(PoolLines(), COPIES),
         PoolLines(),
+        PoolSeparable(),
+        PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),
     ),
     copy=COPIES,

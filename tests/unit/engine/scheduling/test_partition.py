@@ -96,7 +96,7 @@ def test_parts_run_on_every_worker() -> None:
         first, second = Gated(), Gated()
         plane = Plane(first)
         hub = plane.hub
-        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule.finished))
+        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule))
         asking = asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied))
         for backend in (first, second):
             backend.gate.release()
