@@ -58,8 +58,10 @@ class Operation:
 class Runner(Protocol):
     """One operation on tensors of one set of shapes, dtypes and one device."""
 
-    kernel: str
-    """What computed it last."""
+    @property
+    def kernel(self) -> str:
+        """What computed it last."""
+        ...
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute.

@@ -64,9 +64,13 @@ class _Request:
     def __init__(
         self, client: Client, operation: Operation, parameters: dict[str, Any], channels_last: bool
     ) -> None:
-        self.kernel = ""
+        self._kernel = ""
         self._client, self._operation = client, operation
         self._parameters, self._last = parameters, channels_last
+
+    @property
+    def kernel(self) -> str:
+        return self._kernel
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         arrays = {
@@ -75,7 +79,7 @@ class _Request:
         }
         make = getattr(calls, self._operation.name)
         answer = self._client.call(replace(make(**arrays, **self._parameters), read=dict))
-        self.kernel = f"{answer.report.backend}: {answer.report.kernel}"
+        self._kernel = f"{answer.report.backend}: {answer.report.kernel}"
         device = tensors[0].device
         return [
             torch_order(to_torch(answer.outputs[name], device), self._last)
