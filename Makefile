@@ -33,7 +33,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,9 +82,9 @@ test-slow: kernels ## the larger random sweeps, each time over other inputs
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
-test-torch: kernels $(PEER) ## PyTorch's answers next to ours, and the documents' snippets that use it
+test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, the documents' snippets that use it
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
-	    tests/contract/test_documentation.py
+	    tests/contract/test_documentation.py tests/torch
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
@@ -156,8 +156,8 @@ $(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.rea
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
-fuzz: kernels ## 10,000 malformed bodies, and as many odd HTTP/2 conversations, against real servers
-	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py tests/contract/test_fuzz_http2.py \
+fuzz: kernels ## 10,000 malformed bodies against a real server
+	@$(PY) -m pytest tests/contract/test_fuzz_bodies.py \
 	    --fuzz-examples=10000 --timeout=1800 --fresh
 
 check: lint type ## lint and types
@@ -179,9 +179,16 @@ $(PEER):
 
 bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu
+	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu_networks
 
 bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
 	@$(PY) -m tests.perf.bench_gpu
+
+bench-cold: $(READY) ## how long a layer's first request waits for a compiler; needs no GPU, but free cores
+	@$(PY) -m tests.perf.bench_cold
+
+bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
+	@$(PY) -m tests.perf.bench_networks
 
 bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
 	@$(PY) -m tests.perf.bench_engine_gpu

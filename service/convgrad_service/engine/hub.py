@@ -47,6 +47,7 @@ class Status(NamedTuple):
 
     backend: str
     ready: bool = True
+    leaving: bool = False
     draining: bool = False
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
@@ -54,6 +55,8 @@ class Status(NamedTuple):
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless some device works and the server is to go on."""
         self.require_hope()
+        if self.leaving:
+            raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
         if not self.ready:
             raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
 
@@ -195,7 +198,10 @@ class Hub:
         self.schedule = schedule
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
+        self.leaving = False
+        """Soon no more requests will be taken, and whoever distributes them should send none."""
         self.draining = False
+        """No more requests are taken; those that were are finished."""
         self.counts: Counts | None = None
         self.inferences = Statistics()
         self.quotas = Quotas()
@@ -238,6 +244,7 @@ class Hub:
         return Status(
             self.backend,
             ready=self.schedule.workers > 0 and fault is None,
+            leaving=self.leaving,
             draining=self.draining,
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
@@ -255,7 +262,13 @@ class Hub:
     def publish(self) -> None:
         """Tell the front ends in other processes what has changed, if it concerns them."""
         # How long a full line takes does not matter to them, only whether it is full.
-        concern = (self.schedule.workers > 0, self.schedule.full, self.draining, self.fault())
+        concern = (
+            self.schedule.workers > 0,
+            self.schedule.full,
+            self.leaving,
+            self.draining,
+            self.fault(),
+        )
         if concern != self._published:
             self._published = concern
             status = self.status
@@ -342,7 +355,8 @@ class Hub:
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""
-        self.inferences.count(record)
+        if record.operation:
+            self.inferences.count(record)
         if self.counts is not None:
             self.counts.count(record)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from convgrad.errors import ServiceError
+from convgrad.errors import ServiceError, Unauthenticated
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
 from convgrad_service.engine.telemetry.tracing import Traces
@@ -114,9 +114,10 @@ class ExchangeMiddleware:
             await exchange.refuse(internal(context.request_id))
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
-        if context.operation is not None:
+        # Who has no key is refused before it is known what for.
+        if context.operation is not None or context.code == Unauthenticated.code:
             self.pipeline.observe(
-                context.operation,
+                context.operation or "",
                 "http",
                 context.code,
                 context.timings,
