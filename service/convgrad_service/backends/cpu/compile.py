@@ -19,7 +19,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE / "kernels"
 NATIVE = HERE / "_native"
-_CACHE = HERE.parents[3] / "build" / "zig-cache"
+# In a checkout beside what else is built; from a source distribution within its folder.
+_ROOT = HERE.parents[3] if (HERE.parents[3] / "client").is_dir() else HERE.parents[2]
+_CACHE = _ROOT / "build" / "zig-cache"
 # The compiler's settings for where it keeps what it compiled of its own.
 CACHES = {
     "ZIG_GLOBAL_CACHE_DIR": str(_CACHE / "global"),

@@ -1,0 +1,1 @@
+../client/hatch_metadata.py
