@@ -116,7 +116,7 @@ check-clients: kernels $(GENERATORS)/.ready ## a client generated from the OpenA
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*
-	@$(PY) -m pytest -s -m deploy tests/deploy/test_dist.py --dist build/dist
+	@$(PY) -m pytest -s -m deploy tests/deploy/test_dist.py --built-dist build/dist
 
 check-load: kernels $(LOAD)/.ready ## whether the load tests work: each wire answered, nothing failed, at whatever speed
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust --only smoke --seconds 8

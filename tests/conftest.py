@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--generators", default=None, help="the environment of deploy/locks/generators.txt"
     )
-    parser.addoption("--dist", default=None, help="what tests/deploy/build_dist.py has made")
+    parser.addoption("--built-dist", default=None, help="what tests/deploy/build_dist.py has made")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,7 @@ MACHINES = {"x86_64": 62, "aarch64": 183}
 
 @pytest.fixture(scope="module")
 def dist(request: pytest.FixtureRequest) -> Path:
-    folder = request.config.getoption("--dist")
+    folder = request.config.getoption("--built-dist")
     if folder is None:
         pytest.skip("needs --dist, the folder that build_dist was given")
     return Path(folder).resolve()
