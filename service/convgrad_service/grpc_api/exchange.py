@@ -102,7 +102,7 @@ class Exchanges:
             return None, error
         except (asyncio.CancelledError, StreamGone):
             # The client went away: nobody is left to be told.
-            context.code = "cancelled"
+            context.code = "client-gone"
             raise
         # Whatever went wrong, the caller gets an id and the log gets the rest.
         except Exception:  # noqa: BLE001

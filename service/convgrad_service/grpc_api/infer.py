@@ -14,6 +14,7 @@ from convgrad_service.engine.request import ComputeRequest as Job
 from convgrad_service.engine.request import Result
 from convgrad_service.engine.scheduling.quotas import entered
 from convgrad_service.engine.telemetry.request_context import RequestContext
+from convgrad_service.engine.telemetry.timing import Timings
 from convgrad_service.grpc_api.asked import Asked
 from convgrad_service.grpc_api.at_once import SmallInfers
 from convgrad_service.grpc_api.call import Call
@@ -45,7 +46,7 @@ _HEAD_BYTES = 64 * 1024
 _STREAM_AHEAD = 8
 
 Send = Callable[[list[Part]], Awaitable[None]]
-Reply = Callable[[InferRequest, Result, Send], Awaitable[None]]
+Reply = Callable[[InferRequest, Result, Timings, Send], Awaitable[None]]
 
 
 class InferMethods:
@@ -189,18 +190,22 @@ class InferMethods:
                 context.sent_bytes += sum(map(len, parts))
                 await send(parts)
 
-            await reply(request, result, sent)
+            await reply(request, result, context.timings, sent)
 
 
-async def _send_whole(request: InferRequest, result: Result, send: Send) -> None:
-    await send(encode_response(request, result.outputs, result.report))
+async def _send_whole(request: InferRequest, result: Result, timings: Timings, send: Send) -> None:
+    with timings.stage("encode"):
+        response = encode_response(request, result.outputs, result.report)
+    await send(response)
 
 
-async def _send_stream(request: InferRequest, result: Result, send: Send) -> None:
+async def _send_stream(request: InferRequest, result: Result, timings: Timings, send: Send) -> None:
     """One response, or, if that was asked for, one whenever more of the answer is final."""
     outputs, progress = result.outputs, result.progress
     if not request.in_parts:
-        await send(encode_stream_response(request, outputs, result.report))
+        with timings.stage("encode"):
+            response = encode_stream_response(request, outputs, result.report)
+        await send(response)
         return
 
     async def all_of(name: str, _: int) -> int:
