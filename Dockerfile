@@ -2,7 +2,7 @@
 #
 #   docker build -t convgrad .                                  CUDA 13; kernels for the H100 and H200
 #   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .  no CUDA in it
-#   docker build -t convgrad --build-arg ARCHITECTURES="sm_80 sm_89 sm_90a sm_100" .
+#   docker build -t convgrad --build-arg ARCHITECTURES="sm_80 sm_86 sm_89 sm_90a sm_100 sm_120" .
 #
 # ACCELERATOR picks a lock in deploy/locks: cpu, cuda12 or cuda13. ARCHITECTURES are compiled
 # ahead; kernels of others compile on first use, into the cache's volume. PYTHON_IMAGE may be any

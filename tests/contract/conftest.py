@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.fake_backends import Zeros
-from tests.support.http2_client import Http2Client, connected, served, wait_until_idle
 from tests.support.http_server import LiveServer, serving
-from tests.support.oip_server import OipServer, serving_oip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,30 +30,3 @@ def live() -> Iterator[LiveServer]:
         log_level="error",
     ) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http2_server() -> Iterator[OipServer]:
-    """A gRPC server with limits low enough to reach, and patience."""
-    with serving_oip(
-        Zeros(), max_body_bytes="8MiB", max_header_bytes="16KiB", max_connections=40
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def impatient() -> Iterator[OipServer]:
-    """One whose patience a test can wait out, though not with clients who are slow to greet."""
-    with serving_oip(
-        Zeros(), max_body_bytes="8MiB", body_idle_timeout_s=0.4, answer_idle_timeout_s=0.5
-    ) as running:
-        yield running
-
-
-@pytest.fixture
-def raw(http2_server: OipServer) -> Iterator[Http2Client]:
-    """A connection to the patient one, after which it serves as before."""
-    with connected(http2_server.grpc) as client:
-        yield client
-    assert served(http2_server)
-    wait_until_idle(http2_server)

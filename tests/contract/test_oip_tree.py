@@ -12,7 +12,7 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
 from convgrad_service.backends.cpu import CpuBackend
-from tests.support.http2_client import INFER, connected, grpc_message, pool_request
+from tests.support.h2_client import INFER, connected, grpc_message, pool_request
 from tests.support.tree_server import TreeServer, serving_tree, until
 
 
@@ -20,9 +20,9 @@ def cpu(_: int) -> CpuBackend:
     return CpuBackend()
 
 
-@pytest.fixture(scope="module")
-def tree() -> Iterator[TreeServer]:
-    with serving_tree(cpu) as server:
+@pytest.fixture(scope="module", params=[1, 2], ids=["in the hub", "in front ends"])
+def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
+    with serving_tree(cpu, http_workers=request.param) as server:
         yield server
 
 
@@ -68,11 +68,10 @@ def test_a_message_on_its_way_in_keeps_nobody_waiting(tree: TreeServer) -> None:
     """Half of a large gRPC message has come: HTTP and other calls are answered meanwhile."""
     message = grpc_message(pool_request(2**22))
     with connected(tree.grpc) as slow, grpc_client.InferenceServerClient(tree.grpc) as grpc:
-        slow.open(1, INFER)
-        for at in range(0, 2**18, 2**14):
-            slow.data(1, message[at : at + 2**14])
-        until(lambda: tree.held_bytes > 2**24)
+        stream = slow.open(INFER)
+        slow.data(stream, message[: len(message) // 2])
         assert httpx.get(f"{tree.url}/v2/health/ready", timeout=60).status_code == 200
         array = np.zeros((1, 1, 4, 4), np.float32)
         assert pooled(grpc_client, grpc, array).shape == (1, 1, 2, 2)
-    until(lambda: tree.held_bytes < 2**24)
+        slow.data(stream, message[len(message) // 2 :], last=True)
+        assert slow.answer(stream).status == "0"

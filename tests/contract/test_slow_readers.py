@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 
-from convgrad_service.grpc_api.http2.frames import window_update
 from tests.support.fake_backends import Zeros
-from tests.support.http2_client import (
-    INFER,
-    connected,
-    grpc_message,
-    pool_request,
-    wait_until_idle,
-)
 from tests.support.http_server import SAFETENSORS, serving
-from tests.support.oip_server import serving_oip
 
 DRIP_S = 0.05
 # A tiny body that asks for 23 MB of answer, more than any socket's buffers take.
@@ -51,28 +41,3 @@ def drip(connection: socket.socket) -> bool:
         return bool(connection.recv(1024))
     except ConnectionResetError:
         return False
-
-
-def test_an_answer_that_is_read_in_drips_is_let_go_over_grpc() -> None:
-    message = grpc_message(pool_request(2**20))
-    with (
-        serving_oip(Zeros(), max_body_bytes="8MiB", answer_idle_timeout_s=0.5) as server,
-        connected(server.grpc) as raw,
-    ):
-        raw.open(1, INFER)
-        for at in range(0, len(message), 2**14):
-            raw.data(1, message[at : at + 2**14], last=at + 2**14 >= len(message))
-        stop = threading.Event()
-
-        def grant() -> None:
-            while not stop.wait(DRIP_S):
-                raw.send(window_update(1, 100) + window_update(0, 100))
-
-        dripping = threading.Thread(target=grant)
-        dripping.start()
-        try:
-            assert raw.closed()
-        finally:
-            stop.set()
-            dripping.join()
-        wait_until_idle(server)

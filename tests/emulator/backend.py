@@ -22,8 +22,8 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.backends.cpu import compile as cpu_compile
 from convgrad_service.backends.cpu import library
-from convgrad_service.backends.cuda.compile import KERNELS, included
 from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
+from convgrad_service.backends.cuda.sources import KERNELS, included
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_families import Families

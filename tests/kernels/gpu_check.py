@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +24,7 @@ from xml.etree import ElementTree
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 from convgrad_service.plans.cuda_program import Instance
 
 ROOT = Path(__file__).parents[2]
@@ -45,17 +43,8 @@ def compile_all(
     refused."""
     compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture)
     chosen = FAMILIES.instances() if instances is None else instances
-    wanted = [one for one in chosen if architecture in one.architectures]
-
-    def refused(instance: Instance) -> str | None:
-        try:
-            compiler.cubin(instance)
-        except CompileError as error:
-            return f"{instance.name}: {str(error)[:200]}"
-        return None
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return len(wanted), [said for said in pool.map(refused, wanted) if said is not None]
+    wanted = [one for one in chosen if one.is_for(architecture)]
+    return len(wanted), [said[:300] for said in compiler.compile_all(wanted)]
 
 
 def driver() -> str:

@@ -274,7 +274,7 @@ def main() -> int:
             for tool in asked.tools
         ]
         outcomes = list(pool.map(lambda tool: swept(tool, cases, asked.shards), tools))
-    instances = {one for one in FAMILIES.instances() if device.architecture in one.architectures}
+    instances = {one for one in FAMILIES.instances() if one.is_for(device.architecture)}
     for outcome in outcomes:
         line = {
             "bench": "gpu_sanitize",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from convgrad_service.backends.cuda import compile as cuda_compile
+from convgrad_service.backends.cuda import sources
 from convgrad_service.plans.cuda_program import Instance
 from tests.emulator import backend
 from tests.emulator.backend import Launching, launch_of, works_here
@@ -109,9 +109,9 @@ Probe = Callable[[int], "tuple[str | None, NDArray[np.uint32]]"]
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     """Runs one mode: what the emulator says, and what the threads wrote."""
     for header in ("tensor_core.cuh", "elements.cuh"):
-        shutil.copy(cuda_compile.KERNELS / header, tmp_path)
+        shutil.copy(sources.KERNELS / header, tmp_path)
     (tmp_path / "probe.cu").write_text(SOURCE, encoding="utf-8")
-    monkeypatch.setattr(cuda_compile, "KERNELS", tmp_path)
+    monkeypatch.setattr(sources, "KERNELS", tmp_path)
     monkeypatch.setattr(backend, "KERNELS", tmp_path)
     launch = launch_of(Instance("probe.cu", "probe", ()))
 

@@ -24,7 +24,6 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,8 +71,8 @@ class Bench:
         instances = {
             step.instance: None for plan in plans for step in plan.steps if isinstance(step, Launch)
         }
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(self.compiler.cubin, instances))
+        for refusal in self.compiler.compile_all(instances):
+            raise SystemExit(refusal)
 
     def ours(self, plan: CudaPlan, tensors: Tensors) -> Callable[[], None]:
         """What runs the plan's steps on the current stream; its workspace is part of it."""

@@ -140,7 +140,7 @@ def main(given: Sequence[str] | None = None) -> int:
         (compilers[architecture], instance)
         for architecture in asked.arch
         for instance in FAMILIES.instances()
-        if architecture in instance.architectures and asked.match in instance.name
+        if instance.is_for(architecture) and asked.match in instance.name
     ]
     version = ".".join(map(str, nvrtc.version))
     print(f"NVRTC {version}, {len(work)} instances", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, dict[str, An
     made = object.__new__(CudaBackend)
     made._fault, made.device, made._families = None, H200, FAMILIES
     made._prepared = made._prepare  # type: ignore[assignment]
+    made._kernels = SimpleNamespace(compile_ahead=lambda steps: None)  # type: ignore[assignment]
     monkeypatch.setattr(made, "_lane", lambda: contextlib.nullcontext(None))
     monkeypatch.setattr(made, "_parts", lambda problem: 1)
     monkeypatch.setattr(made, "_parts_by_free_memory", lambda problem: PARTS)

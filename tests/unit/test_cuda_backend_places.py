@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +17,17 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad.contract import OPERATIONS, validate
+from convgrad.errors import DeadlineExceeded
 from convgrad_service.backends.cuda import backend as module
 from convgrad_service.backends.cuda import memory, on_device, pinned
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.memory import Lane, arena_of
+from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Mirrored, Residents
 from convgrad_service.plans.cuda_program import CudaPlan
 from convgrad_service.problems import Problem, problem_from
+from tests.contract.tree_server import until
 
 IMAGES = np.random.default_rng(0).standard_normal((4, 3, 16, 16), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((5, 3, 1, 1), np.float32)
@@ -113,7 +117,9 @@ def backend(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> Iterator[C
     plan = CudaPlan("fake", 0, 1, (), (), (), ())
     made._prepared = lambda problem: (plan, arena_of(problem, plan))  # type: ignore[assignment]
     made._parts = lambda problem: 1  # type: ignore[method-assign]
-    made._kernels = SimpleNamespace(prepare=lambda steps: None)  # type: ignore[assignment]
+    made._kernels = SimpleNamespace(  # type: ignore[assignment]
+        prepare=lambda steps: None, compile_ahead=lambda steps: None
+    )
     made._graphs = SimpleNamespace(run=filled(lambda: made._now))  # type: ignore[assignment, attr-defined]
     made._residents = Residents(made._uploaded, made._room_for)
     made._pinned = Pinned()
@@ -200,3 +206,36 @@ def test_what_lies_scattered_is_computed_elsewhere_and_put_there(backend: CudaBa
     backend.resident_place(3, 0, host).device.read(back)
     assert (back[rows] == wanted(TENSORS, (4, 5, 16, 16))).all()
     assert (back == host).all()
+
+
+def test_a_request_that_waits_for_a_compiler_takes_no_lane(backend: CudaBackend) -> None:
+    compiled: Future[None] = Future()
+    ahead: list[Future[None] | None] = [compiled, None]
+    backend._kernels.compile_ahead = lambda steps: ahead.pop(0)  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as other:
+        cold = other.submit(run, backend, TENSORS)
+        until(lambda: len(ahead) == 1)
+        _, warm = run(backend, TENSORS)
+        assert not cold.done()
+        compiled.set_result(None)
+        assert (cold.result()[1] == warm).all()
+
+
+def test_one_that_nobody_wants_any_more_stops_waiting_for_a_compiler(backend: CudaBackend) -> None:
+    compiled: Future[None] = Future()
+    backend._kernels.compile_ahead = lambda steps: compiled  # type: ignore[method-assign]
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(DeadlineExceeded):
+        run(backend, TENSORS, cancelled=cancelled)
+    assert compiled.cancelled()
+
+
+def test_one_whose_kernels_do_not_compile_fails_and_no_other(backend: CudaBackend) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(CompileError("refused"))
+    ahead: list[Future[None] | None] = [failed, None]
+    backend._kernels.compile_ahead = lambda steps: ahead.pop(0)  # type: ignore[method-assign]
+    with pytest.raises(CompileError):
+        run(backend, TENSORS)
+    run(backend, TENSORS)

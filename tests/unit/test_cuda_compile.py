@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from convgrad_service.backends.cuda import compile as cuda_compile
-from convgrad_service.backends.cuda.compile import Compiler, Resources, included
+from convgrad_service.backends.cuda.compile import Compiler, Resources
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
+from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
 from convgrad_service.plans.cuda_device import ARCHITECTURES
 from convgrad_service.plans.cuda_program import Instance
 
@@ -46,7 +46,7 @@ def _prefers(one: Instance, other: Instance) -> bool:
 @cache
 def begins_at(source: str) -> frozenset[int]:
     """The architectures from which on a source, or what it includes, has other lines."""
-    texts = [(cuda_compile.KERNELS / name).read_text() for name in included(source)]
+    texts = [(KERNELS / name).read_text() for name in included(source)]
     return frozenset(int(found) // 10 for text in texts for found in ARCHITECTURE.findall(text))
 
 
@@ -115,7 +115,7 @@ def test_the_sample_is_small(architecture: str) -> None:
 def test_every_kernel_source_is_used() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "*.cu", "*.cuh"],
-        cwd=cuda_compile.KERNELS,
+        cwd=KERNELS,
         capture_output=True,
         text=True,
         check=False,
@@ -125,7 +125,7 @@ def test_every_kernel_source_is_used() -> None:
 
 
 def test_element_types_are_those_of_the_headers() -> None:
-    text = (cuda_compile.KERNELS / "elements.cuh").read_text()
+    text = (KERNELS / "elements.cuh").read_text()
     for name in ("f16", "bf16"):
         assert name in CUDA_TYPES.values()
         assert f"struct {name} " in text
@@ -141,18 +141,25 @@ def test_a_cubin_is_named_after_all_it_depends_on(nvrtc: Nvrtc, tmp_path: Path) 
     assert len(names) == 2 * len(ARCHITECTURES)
 
 
-def test_a_changed_header_is_a_new_cubin(
-    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in cuda_compile.KERNELS.glob("*.cu*"):
+def test_a_changed_header_is_another_hash(tmp_path: Path) -> None:
+    for path in KERNELS.glob("*.cu*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(cuda_compile, "KERNELS", tmp_path)
-    compiler = Compiler(nvrtc, "sm_80", cache=None)
-    instance = next(one for one in FAMILIES.instances() if one.source == "strided_copy.cu")
-    before = compiler.file_name(instance)
+    before = source_hash("strided_copy.cu", tmp_path)
+    assert before == source_hash("strided_copy.cu")
     header = tmp_path / "elements.cuh"
-    header.write_text(header.read_text() + "// changed\n")
-    assert compiler.file_name(instance) != before
+    text = header.read_text()
+    header.write_text("// A comment.\n" + text.replace(";\n", ";  /* and\nanother */\n\n", 1))
+    assert source_hash("strided_copy.cu", tmp_path) == before
+    header.write_text(text + "struct Added {};\n")
+    assert source_hash("strided_copy.cu", tmp_path) != before
+
+
+def test_what_looks_like_a_comment_in_a_string_counts(tmp_path: Path) -> None:
+    hashes = set()
+    for line in ('f("a//b");', 'f("a//c");', 'f("a/*b*/");', 'f("a/*c*/");', 'f("a");  // b'):
+        (tmp_path / "one.cu").write_text(line)
+        hashes.add(source_hash("one.cu", tmp_path))
+    assert len(hashes) == 5
 
 
 def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,6 +134,17 @@ class ServingBackend(Backend, Protocol):
     pins: bool
     """Whether it keeps hold of pages of the memory that it adopts."""
 
+    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+        """Begin what takes seconds before `run` can compute a problem like this for the first time;
+        None where there is nothing of the kind.
+
+        Once the future is done, `run` begins at once; it has the error where there was one. To
+        cancel it is to say that the problem need not be computed any more.
+
+        Raises what `run` does for a problem that no kernel computes.
+        """
+        ...
+
     def adopt(self, address: int, size_bytes: int) -> None:
         """Know that tensors will lie in this memory, which stays mapped until `disown`."""
         ...
@@ -182,6 +194,10 @@ class OnHost:
         """See `Backend.vitals`: the machine's memory; kernels came with the package."""
         used, total = _host_memory_bytes()
         return Vitals(used, total)
+
+    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+        """Kernels came compiled."""
+        return None
 
     def adopt(self, address: int, size_bytes: int) -> None:
         """There is nothing to prepare."""

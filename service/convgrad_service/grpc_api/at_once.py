@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from convgrad.contract import Operation, Report
-from convgrad_service.engine.admitted import Known, ResponseTemplate
+from convgrad_service.engine.admitted import SMALL_BYTES, Known, ResponseTemplate
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.pipeline import Pipeline, blank
 from convgrad_service.engine.prepared_request import MARK_S, Span, place_of, words_around
 from convgrad_service.engine.request import ComputeRequest as Job
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS
-from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.infer_wire import Part, encode_response, raw_output_prefix
 from convgrad_service.oip.answer import answer_names
@@ -42,21 +41,20 @@ _MOST_LENGTHS, _MOST_EACH = 256, 4
 class SmallInfers:
     """Answers small requests like those that it was told to `remember`."""
 
-    def __init__(self, pipeline: Pipeline, longest_s: float) -> None:
-        self._plane, self._longest_s = pipeline, longest_s
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._plane = pipeline
         self._seen: OrderedDict[int, list[tuple[Operation, Spans]]] = OrderedDict()
 
-    async def answer(self, call: Call, context: RequestContext) -> list[Part] | None:
+    async def answer(self, call: Call, body: bytes, deadline: Deadline) -> bytes | None:
         """The answer to one of them; None if it is none, and then nothing has been done.
 
         Raises a ServiceError if it was one, and failed.
         """
-        whole = call.whole_message()
-        if whole is None or context.caller.limits != NO_LIMITS:
+        context = call.context
+        if len(body) > SMALL_BYTES or context.caller.limits != NO_LIMITS:
             return None
         timings = context.timings
-        text, request_id = _without_id(whole)
-        deadline = Deadline.after(min(max(call.remaining_s, 0.0), self._longest_s))
+        text, request_id = _without_id(body)
         for operation, spans in self._seen.get(len(text), ()):
             context.operation = operation.name
             key = _key(text, spans, context.owner)
@@ -70,12 +68,10 @@ class SmallInfers:
         if request.timeout_s is not None and request.timeout_s < deadline.allowed_s:
             job.deadline = Deadline(timings.started_s + request.timeout_s, request.timeout_s)
         try:
-            self._plane.admit()
             with memoryview(text) as view:
                 work.fill(view, _spans)
-            timings.add("receive", 0.0)  # it has come, with its head
             timings.add("decode", timings.total_s)
-            context.received_bytes = len(whole)
+            context.received_bytes = len(body)
             finished = work.computed_here()
             if finished is None:
                 with CancelScope(job.deadline):
@@ -86,10 +82,11 @@ class SmallInfers:
                 if request_id:
                     parts.append(bytes((_ID, len(request_id))) + request_id)
                 parts += work.outputs(words)
+                answer = b"".join(parts)
         finally:
             work.lease.release()
-        context.sent_bytes = sum(map(len, parts))
-        return [b"".join(parts)]
+        context.sent_bytes = len(answer)
+        return answer
 
     def remember(self, job: Job, whole: bytes, request: InferRequest) -> None:
         """Have requests like this one, which came in these bytes, known from it."""
@@ -122,13 +119,18 @@ def _without_id(message: bytes) -> tuple[bytes, bytes]:
     """A request without its id, and the id; together with it where that is not plain to see."""
     at = 0
     for tag in (_NAME, _VERSION):
-        if message[at : at + 1] == bytes((tag,)) and message[at + 1] <= _MAX_SHORT:
-            at += 2 + message[at + 1]
-    if message[at : at + 1] == bytes((_ID,)) and message[at + 1] <= _MAX_SHORT:
-        end = at + 2 + message[at + 1]
-        if (found := message[at + 2 : end]).isascii():
-            return message[:at] + message[end:], found
+        end = _end_of_text(message, at, tag)
+        at = end or at
+    end = _end_of_text(message, at, _ID)
+    if end and (found := message[at + 2 : end]).isascii():
+        return message[:at] + message[end:], found
     return message, b""
+
+
+def _end_of_text(message: bytes, at: int, tag: int) -> int:
+    """Where the short text ends that is the field with this tag at this place; 0 if none is."""
+    head = message[at : at + 2]
+    return at + 2 + head[1] if len(head) == 2 and head[0] == tag and head[1] <= _MAX_SHORT else 0
 
 
 def _key(text: bytes, spans: Spans, owner: str) -> tuple[str, bytes, int, str]:

@@ -1,4 +1,4 @@
-"""Around every call: its id and timings in the trailers, errors as status and code, log, metrics.
+"""Around every call: its key, its id and timings in the trailers, errors, log and metrics.
 
 A failed call has the gRPC status of the error table, its sentence as details, and the trailers
 ``convgrad-code`` and, where it makes sense to come again, ``retry-after`` in seconds.
@@ -8,101 +8,119 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from convgrad.errors import Internal, ServiceError
+import grpc
+
+from convgrad.errors import DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.grpc_api.call import OK, Call
-from convgrad_service.grpc_api.http2.stream import StreamGone
+from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.security.keys import KeyRing
+from convgrad_service.server.settings import Settings
 
-__all__ = ["Exchanges", "status_of"]
+__all__ = ["Exchanges"]
 
 _log = logging.getLogger("convgrad.grpc")
 _access = logging.getLogger("convgrad.access")
 
-# Asked every few seconds, by machines.
 # What a platform asks has no key.
 _OPEN = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
+# Asked every few seconds, by machines.
 _QUIET = frozenset({"ServerLive", "ServerReady", "ModelReady"})
-_REQUEST_ID, _SERVER_TIMING = "x-request-id", "server-timing"
-_CODE, _RETRY_AFTER = "convgrad-code", "retry-after"
 
 T = TypeVar("T")
-
-
-def status_of(error: ServiceError) -> str:
-    """The status of the error's row; an error that HTTP alone can make would be a fault of ours."""
-    return error.row.grpc_status or "INTERNAL"
-
-
-def _ending(
-    context: RequestContext, error: ServiceError | None
-) -> tuple[str, str, list[tuple[str, str]]]:
-    """Status, details and trailers of a call."""
-    trailers = [(_REQUEST_ID, context.request_id), (_SERVER_TIMING, context.server_timing())]
-    if error is None:
-        return OK, "", trailers
-    trailers.append((_CODE, error.code))
-    if error.retry_after_s is not None:
-        trailers.append((_RETRY_AFTER, str(max(1, math.ceil(error.retry_after_s)))))
-    return status_of(error), error.detail, trailers
+Unary = Callable[[Call], Awaitable[bytes]]
+Streaming = Callable[[Call], Awaitable[None]]
 
 
 class Exchanges:
-    """Runs the calls of one server."""
+    """Makes grpcio's handlers of methods, and runs their calls.
+
+    Every method gets its messages by reading them itself, so that what its caller may have is
+    decided before there is a message in memory.
+    """
 
     def __init__(
-        self, engine: Engine, keys: KeyRing | None = None, traces: Traces | None = None
+        self, engine: Engine, settings: Settings, keys: KeyRing | None, traces: Traces | None
     ) -> None:
-        self._engine = engine
-        self._keys = keys
-        self._traces = traces
+        self._engine, self._keys, self._traces = engine, keys, traces
+        self.arrivals = Arrivals(settings)
+        self.open_arrivals = Arrivals(settings, needs_key=False)
+        self.answers = Answers(settings)
 
-    async def run(
-        self, method: str, call: Call, work: Callable[[RequestContext], Awaitable[None]]
-    ) -> None:
-        """Do ``work``, which sends its answer; end the call with its status."""
-        context = self.begin(call)
+    def unary(self, method: str, work: Unary) -> grpc.RpcMethodHandler:
+        """The handler of a method that ``work`` answers with one message."""
 
-        async def allowed(context: RequestContext) -> None:
-            if self._keys is not None and method not in _OPEN:
-                call.caller = context.caller = self._keys.caller(call.first("authorization"))
-            await work(context)
+        async def serve(_: object, rpc: Any) -> bytes:
+            return await self._run(method, Call(rpc), work)
+
+        return grpc.stream_unary_rpc_method_handler(serve)
+
+    def streaming(self, method: str, work: Streaming) -> grpc.RpcMethodHandler:
+        """The handler of a method whose ``work`` writes its answers."""
+
+        async def serve(_: object, rpc: Any) -> None:
+            await self._run(method, Call(rpc), work)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    async def _run(self, method: str, call: Call, work: Callable[[Call], Awaitable[T]]) -> T:
+        context = call.context
+        self.trace(call, context)
+
+        async def allowed() -> T:
+            if method not in _OPEN:
+                self.authenticate(call)
+            return await work(call)
 
         # Recorded once the answer has left: the caller need not wait for that.
         try:
-            _, error = await self.attempt(method, context, allowed)
-            await call.finish(*_ending(context, error))
+            answer, error = await self.attempt(method, call, context, allowed())
+            if error is not None:
+                await call.fail(error)
+            call.rpc.set_trailing_metadata(call.trailers())
+            return answer  # type: ignore[return-value]
         finally:
-            self.record(method, context)
+            asyncio.get_running_loop().call_soon(self.record, method, context)
 
-    def begin(self, call: Call) -> RequestContext:
-        """The context of a call, under the id that its metadata gives, and of whose it is."""
-        context = RequestContext.begin(call.metadata(_REQUEST_ID))
-        context.caller = call.caller
+    def trace(self, call: Call, context: RequestContext) -> None:
+        """Have a context name the trace that its caller is in, where traces are kept."""
         if self._traces is not None:
             named = {name: call.first(name) for name in TRACE_HEADERS}
             context.trace = {name: value for name, value in named.items() if value}
-        return context
+
+    def authenticate(self, call: Call) -> None:
+        """Find whose key the call has; for a stream again and again, as keys may be revoked.
+
+        Raises
+        ------
+        Unauthenticated
+            A key is needed and there is none that this server knows.
+        """
+        if self._keys is not None:
+            call.caller = call.context.caller = self._keys.caller(call.first("authorization"))
 
     async def attempt(
-        self, method: str, context: RequestContext, work: Callable[[RequestContext], Awaitable[T]]
+        self, method: str, call: Call, context: RequestContext, work: Awaitable[T]
     ) -> tuple[T | None, ServiceError | None]:
         """The result of ``work``, or what it failed with as the caller may know it."""
         try:
-            return await work(context), None
+            return await work, None
         except ServiceError as error:
             context.code = error.code
             return None, error
-        except (asyncio.CancelledError, StreamGone):
-            # The client went away: nobody is left to be told.
-            context.code = "client-gone"
+        except grpc.aio.AbortError:
+            # The call has been ended already, by `Call.cut` or by another request of its stream.
+            context.code = Internal.code if call.cut_by is None else call.cut_by.code
+            raise
+        except (asyncio.CancelledError, grpc.aio.InternalError):
+            # The client has gone, or its deadline has passed, of which grpcio itself tells it.
+            context.code = "client-gone" if call.remaining_s > 0 else DeadlineExceeded.code
             raise
         # Whatever went wrong, the caller gets an id and the log gets the rest.
         except Exception:  # noqa: BLE001

@@ -1,24 +1,31 @@
-"""gRPC's health checking: whether the server takes work, asked once or watched."""
+"""gRPC's health checking: whether the server takes work, asked once or watched.
+
+grpcio-health-checking brings the messages. Of its servicer a watcher that leaves takes the
+notifications of all others with it (1.81), and it has no limit on watchers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from convgrad.errors import DeviceUnavailable, NotFound
+import grpc
+from grpc_health.v1 import health_pb2
+
+from convgrad.errors import DeviceUnavailable, NotFound, Overloaded
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.messages import HEALTH, SERVICE, message
-from convgrad_service.grpc_api.receiving import received
+from convgrad_service.grpc_api.messages import SERVICE, parsed
 
-__all__ = ["HealthMethods"]
+__all__ = ["HEALTH", "HealthMethods"]
+
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _INTERVAL_S = 0.5
-_Request, _Response = message("HealthCheckRequest", HEALTH), message("HealthCheckResponse", HEALTH)
+_MAX_WATCHES = 1024
+_Request, _Response = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
 
 
 class HealthMethods:
@@ -26,35 +33,64 @@ class HealthMethods:
 
     def __init__(self, pipeline: Pipeline, exchanges: Exchanges) -> None:
         self._pipeline, self._exchanges = pipeline, exchanges
-        self.handlers: Mapping[str, Callable[[Call], Awaitable[None]]] = {
-            f"/{HEALTH.full_name}/Check": self._check,
-            f"/{HEALTH.full_name}/Watch": self._watch,
+        self._watches = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        self.handlers: Mapping[str, grpc.RpcMethodHandler] = {
+            f"/{HEALTH}/Check": exchanges.unary("Check", self._check),
+            f"/{HEALTH}/Watch": exchanges.streaming("Watch", self._watch),
         }
 
-    async def _check(self, call: Call) -> None:
-        async def work(_: RequestContext) -> None:
-            request = await received(call, _Request)
-            status = self._status(request.service)
-            if status == _Response.SERVICE_UNKNOWN:
-                raise NotFound(f"there is no service {shown(request.service)}")
-            await call.send([_answer(status)])
-
-        await self._exchanges.run("Check", call, work)
+    async def _check(self, call: Call) -> bytes:
+        request = parsed(await self._exchanges.open_arrivals.message(call), _Request)
+        status = self._status(request.service)
+        if status == _Response.SERVICE_UNKNOWN:
+            raise NotFound(f"there is no service {shown(request.service)}")
+        return _answer(status)
 
     async def _watch(self, call: Call) -> None:
-        async def work(_: RequestContext) -> None:
-            request = await received(call, _Request)
+        if self._watches >= _MAX_WATCHES:
+            raise Overloaded(
+                f"{self._watches} clients watch this server's health, and no more may",
+                retry_after_s=60.0,
+            )
+        request = parsed(await self._exchanges.open_arrivals.message(call), _Request)
+        self._watches += 1
+        if self._following is None:
+            self._following = asyncio.ensure_future(self._follow())
+        try:
             told = None
             # For as long as the client listens: then this task is cancelled.
             while True:
+                changed = self._changed
                 status = self._status(request.service)
                 if status != told:
-                    await call.send([_answer(status)])
-                    await call.flush()
+                    await call.rpc.write(_answer(status))
                     told = status
-                await asyncio.sleep(_INTERVAL_S)
+                if self._closed:
+                    return
+                await changed.wait()
+        finally:
+            self._watches -= 1
+            if not self._watches and self._following is not None:
+                self._following.cancel()
+                self._following = None
 
-        await self._exchanges.run("Watch", call, work)
+    def close(self) -> None:
+        """End the watches: the server is about to stop."""
+        self._closed = True
+        self._changed.set()
+
+    async def _follow(self) -> None:
+        """Wake the watchers when the status has changed: one look for all of them."""
+        seen = self._status("")
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            if (status := self._status("")) != seen:
+                seen = status
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()
 
     def _status(self, service: str) -> int:
         if service not in ("", SERVICE.full_name):
@@ -67,6 +103,5 @@ class HealthMethods:
 
 
 def _answer(status: int) -> bytes:
-    answer: Any = _Response(status=status)
-    encoded: bytes = answer.SerializeToString()
+    encoded: bytes = _Response(status=status).SerializeToString()
     return encoded

@@ -7,30 +7,33 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from convgrad.errors import MalformedRequest, ProblemTooLarge
+import numpy as np
+
+from convgrad.errors import ProblemTooLarge, ServiceError
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.pipeline import SMALL_BYTES, Pipeline, Work
 from convgrad_service.engine.request import ComputeRequest as Job
 from convgrad_service.engine.request import Result
-from convgrad_service.engine.scheduling.quotas import entered
+from convgrad_service.engine.scheduling.quotas import Ticket, entered
 from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.engine.telemetry.timing import Timings
-from convgrad_service.grpc_api.asked import Asked
 from convgrad_service.grpc_api.at_once import SmallInfers
-from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.http2.stream import StreamGone
 from convgrad_service.grpc_api.infer_wire import (
     Part,
     encode_response,
     encode_stream_error,
     encode_stream_part,
     encode_stream_response,
+    read_infer_request,
+    request_names,
 )
+from convgrad_service.grpc_api.limits import SMALL_ANSWER_BYTES
 from convgrad_service.oip.answer import answer_names, answer_outputs
 from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
-from convgrad_service.oip.fields import described, request_fields
-from convgrad_service.oip.request import InferRequest
+from convgrad_service.oip.fields import described, request_fields, tensor_in
+from convgrad_service.oip.request import InferRequest, Span
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
@@ -40,6 +43,9 @@ __all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
 MAX_MESSAGE_BYTES = 2**31 - 1
 """What protobuf and gRPC put into one message at most."""
 
+UNKNOWN = "unknown"
+"""The operation of a request that was refused before its message was read."""
+
 # Names, shapes and the report beside an answer's tensors.
 _HEAD_BYTES = 64 * 1024
 # Requests of one stream that are in work at once; the next is not read before.
@@ -47,6 +53,40 @@ _STREAM_AHEAD = 8
 
 Send = Callable[[list[Part]], Awaitable[None]]
 Reply = Callable[[InferRequest, Result, Timings, Send], Awaitable[None]]
+
+
+class _Asked:
+    """One request in its message, which is let go of once the tensors are in their places."""
+
+    def __init__(self, body: bytes) -> None:
+        self.size_bytes = len(body)
+        self.body = body
+        self.model = self.id = ""
+        self.filled = asyncio.Event()
+
+    def read(self) -> InferRequest:
+        """What is asked; ``model`` and ``id`` are set as far as they can be read."""
+        try:
+            request = read_infer_request(self.body)
+        except ServiceError:
+            self.model, self.id = request_names(self.body)
+            raise
+        self.model, self.id = request.operation.name, request.id
+        return request
+
+    async def fill(self, request: InferRequest, work: Work) -> None:
+        """Copy the tensors into the places that ``work`` has for them."""
+        body, self.body = self.body, b""
+        await work.fill(
+            {
+                tensor.name: tensor.source
+                if isinstance(tensor.source, np.ndarray)
+                else tensor_in(body, tensor)
+                for tensor in request.inputs
+                if isinstance(tensor.source, np.ndarray | Span)
+            }
+        )
+        self.filled.set()
 
 
 class InferMethods:
@@ -63,24 +103,37 @@ class InferMethods:
         self._memory = shared_memory
         self._settings = settings
         self._exchanges = exchanges
-        self._small = SmallInfers(pipeline, settings.max_timeout_s)
+        self._small = SmallInfers(pipeline)
 
-    async def infer(self, call: Call) -> None:
+    async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
+        context = call.context
+        deadline = Deadline.after(self._allowed_s(call))
+        # What it may have is decided before there is a message of it.
+        context.operation = UNKNOWN
+        async with entered(self._pipeline.engine, call.caller) as ticket:
+            self._pipeline.admit()
+            context.operation = None
+            with context.timings.stage("receive"):
+                body = await self._exchanges.arrivals.message(call, deadline)
+            answer = await self._small.answer(call, body, deadline)
+            if answer is not None:
+                return answer
+            asked = _Asked(body)
+            del body
+            sent = b""
 
-        async def work(context: RequestContext) -> None:
-            at_once = await self._small.answer(call, context)
-            if at_once is not None:
-                await call.send(at_once)
-                return
-            deadline = Deadline.after(self._allowed_s(call))
+            async def send(parts: list[Part]) -> None:
+                nonlocal sent
+                size_bytes = sum(map(len, parts))
+                if size_bytes > SMALL_ANSWER_BYTES:
+                    counted = await self._exchanges.answers.counted(call, size_bytes)
+                    call.rpc.add_done_callback(counted.left)
+                sent = b"".join(parts)
+
             async with deadline.enforced():
-                message = await call.message()
-                if message is None:
-                    raise MalformedRequest("the call ended without its message")
-                await self._answer(Asked(message), context, deadline, _send_whole, call.send)
-
-        await self._exchanges.run("ModelInfer", call, work)
+                await self._answer(asked, context, deadline, ticket, _send_whole, send)
+            return sent
 
     async def stream(self, call: Call) -> None:
         """ModelStreamInfer: answers in the order of the requests.
@@ -88,27 +141,32 @@ class InferMethods:
         While one is computed, the next is received. A request that fails gets an answer with
         ``error_message``, and the stream goes on.
         """
-
-        async def work(_: RequestContext) -> None:
-            slots = asyncio.Semaphore(_STREAM_AHEAD)
-            previous: asyncio.Task[None] | None = None
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    while (message := await call.message(patiently=True)) is not None:
-                        await slots.acquire()
-                        asked = Asked(message)
-                        previous = tasks.create_task(self._one_of_stream(call, asked, previous))
-                        previous.add_done_callback(lambda _: slots.release())
-                        await asked.received.wait()
-            except* StreamGone:
-                raise StreamGone from None
-
-        await self._exchanges.run("ModelStreamInfer", call, work)
+        slots = asyncio.Semaphore(_STREAM_AHEAD)
+        running: set[asyncio.Task[None]] = set()
+        previous: asyncio.Task[None] | None = None
+        try:
+            while (body := await call.rpc.read()) is not EOF:
+                self._exchanges.authenticate(call)
+                await slots.acquire()
+                asked = _Asked(bytes(body))
+                del body
+                previous = asyncio.ensure_future(self._one_of_stream(call, asked, previous))
+                running.add(previous)
+                previous.add_done_callback(running.discard)
+                previous.add_done_callback(lambda _: slots.release())
+                await asked.filled.wait()
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _one_of_stream(
-        self, call: Call, asked: Asked, previous: asyncio.Task[None] | None
+        self, call: Call, asked: _Asked, previous: asyncio.Task[None] | None
     ) -> None:
-        context = self._exchanges.begin(call)
+        context = call.begin()
+        self._exchanges.trace(call, context)
+        deadline = Deadline.after(self._allowed_s(call))
         began = False
 
         async def send(parts: list[Part]) -> None:
@@ -116,26 +174,28 @@ class InferMethods:
             if previous is not None:
                 await asyncio.wait([previous])
             began = True
-            await call.send(parts)
-            await call.flush()
+            counted = await self._exchanges.answers.counted(call, sum(map(len, parts)))
+            try:
+                # Cancelled, a write would leave its message in grpcio's memory for good.
+                await asyncio.shield(call.rpc.write(b"".join(parts)))
+            finally:
+                counted.left()
 
-        async def work(context: RequestContext) -> None:
-            deadline = Deadline.after(self._allowed_s(call))
-            async with deadline.enforced():
-                await self._answer(asked, context, deadline, _send_stream, send)
+        async def work() -> None:
+            async with deadline.enforced(), entered(self._pipeline.engine, call.caller) as ticket:
+                await self._answer(asked, context, deadline, ticket, _send_stream, send)
 
         try:
-            _, error = await self._exchanges.attempt("ModelStreamInfer", context, work)
-            if error is not None:
-                if began:
-                    call.abort()
-                    raise StreamGone
-                await asked.skip()
-                asked.received.set()
+            _, error = await self._exchanges.attempt("ModelStreamInfer", call, context, work())
+            if error is not None and began:
+                # Part of the answer has left: only the end of the stream can say so.
+                call.cut(error)
+            elif error is not None:
+                asked.filled.set()
                 detail = f"{error.detail} ({error.code})"
                 await send([encode_stream_error(asked.model, asked.id, detail)])
         finally:
-            asked.received.set()
+            asked.filled.set()
             self._exchanges.record("ModelStreamInfer", context)
 
     def _allowed_s(self, call: Call) -> float:
@@ -143,19 +203,18 @@ class InferMethods:
 
     async def _answer(
         self,
-        asked: Asked,
+        asked: _Asked,
         context: RequestContext,
         deadline: Deadline,
+        ticket: Ticket | None,
         reply: Reply,
         send: Send,
     ) -> None:
         """Compute one request within ``deadline``, which the caller enforces."""
-        with context.timings.stage("receive"):
-            request = await asked.head()
+        request = asked.read()
         if reply is _send_whole:
             request.refuse_parts()
         context.operation = request.operation.name
-        # Before the tensors are received, and after it is known what was refused.
         self._pipeline.admit()
         regions = self._memory.parts(context.owner, request)
         own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
@@ -166,31 +225,32 @@ class InferMethods:
             deadline,
             context.timings,
             refuse=lambda _, problem: _refuse_above_message(request, problem),
-            small=True,  # shapes and parameters; the tensors are received below
+            small=True,  # shapes and parameters; the tensors are copied below
             owner=context.owner,
+            ticket=ticket,
         )
-        if reply is _send_whole and asked.whole is not None:
-            self._small.remember(job, asked.whole, request)
+        if reply is _send_whole and asked.size_bytes <= SMALL_BYTES:
+            self._small.remember(job, asked.body, request)
 
         def decode() -> Mapping[str, Any]:
             return request_fields(request, described)
 
-        async with (
-            deadline.enforced() if own else contextlib.nullcontext(),
-            entered(self._pipeline.engine, context.caller) as job.ticket,
-            self._pipeline.begin(job, decode, regions=regions) as work,
-        ):
-            with context.timings.stage("receive"):
-                await asked.fill(request, work)
-            asked.received.set()
-            context.received_bytes = asked.size
-            result = await work.compute(streamed=request.in_parts)
+        with self._exchanges.arrivals.held(asked.size_bytes) as held:
+            async with (
+                deadline.enforced() if own else contextlib.nullcontext(),
+                self._pipeline.begin(job, decode, regions=regions) as work,
+            ):
+                with context.timings.stage("decode"):
+                    await asked.fill(request, work)
+                held.release()
+                context.received_bytes = asked.size_bytes
+                result = await work.compute(streamed=request.in_parts)
 
-            async def sent(parts: list[Part]) -> None:
-                context.sent_bytes += sum(map(len, parts))
-                await send(parts)
+                async def sent(parts: list[Part]) -> None:
+                    context.sent_bytes += sum(map(len, parts))
+                    await send(parts)
 
-            await reply(request, result, context.timings, sent)
+                await reply(request, result, context.timings, sent)
 
 
 async def _send_whole(request: InferRequest, result: Result, timings: Timings, send: Send) -> None:

@@ -8,8 +8,7 @@ tensors, followed by the tensors' own fields: on the wire, a message may end wit
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -32,18 +31,14 @@ from convgrad_service.oip.regions import region_of
 from convgrad_service.oip.request import InferInput, InferOutput, InferRequest, Span
 
 __all__ = [
-    "MAX_FIELDS",
     "Part",
     "cut_raw_contents",
     "encode_response",
     "encode_stream_error",
     "encode_stream_part",
     "encode_stream_response",
-    "field_at",
     "raw_output_prefix",
-    "read_infer_head",
     "read_infer_request",
-    "refuse_long_head",
     "request_names",
 ]
 
@@ -53,8 +48,8 @@ _StreamResponseMessage = message("ModelStreamInferResponse")
 _FINAL = "triton_final_response"
 _RAW_INPUT_CONTENTS, _RAW_OUTPUT_CONTENTS, _INFER_RESPONSE = 7, 6, 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-MAX_FIELDS = 4096
-"""More than a request has by far; each costs a microsecond."""
+# More than a request has by far; each costs a microsecond.
+_MAX_FIELDS = 4096
 # Numbers in `contents` take protobuf up to eight bytes for each that was sent.
 _MAX_PARSED_BYTES = 16 * 2**20
 
@@ -67,7 +62,6 @@ _CONTENTS = {
 _INT64 = 2**63
 
 Part = bytes | memoryview
-NextSpan = Callable[[int], Span | None]
 
 
 def read_infer_request(body: bytes) -> InferRequest:
@@ -81,48 +75,27 @@ def read_infer_request(body: bytes) -> InferRequest:
         There is no such model.
     """
     rest, raw = cut_raw_contents(body)
-    spans = iter(raw)
-    request = _request(rest, (lambda _: next(spans, None)) if raw else None)
-    if left := len(list(spans)):
-        raise MalformedRequest(
-            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
-        )
-    return request
-
-
-def read_infer_head(rest: bytes, *, raw_follows: bool) -> InferRequest:
-    """The request that a message makes whose raw_input_contents are still to come, if any do.
-
-    Each span has the size that its tensor's shape needs; they follow one another in the order of
-    their inputs. Raises as `read_infer_request`.
-    """
-    start = 0
-
-    def following(size_bytes: int) -> Span:
-        nonlocal start
-        span = Span(start, size_bytes)
-        start += size_bytes
-        return span
-
-    return _request(rest, following if raw_follows else None)
-
-
-def _request(rest: bytes, next_span: NextSpan | None) -> InferRequest:
     try:
         parsed = _RequestMessage.FromString(rest)
     except DecodeError:
         raise MalformedRequest("the message is no ModelInferRequest") from None
     operation = operation_named(parsed.model_name, parsed.model_version)
     reserved = separated(_parameters(parsed.parameters))
-    return InferRequest(
+    spans = iter(raw) if raw else None
+    request = InferRequest(
         operation,
         parsed.id,
-        tuple(_input(tensor, next_span) for tensor in parsed.inputs),
+        tuple(_input(tensor, spans) for tensor in parsed.inputs),
         tuple(_output(tensor) for tensor in parsed.outputs),
         reserved.operation,
         timeout_s=reserved.timeout_s,
         in_parts=reserved.in_parts,
     )
+    if left := len(list(spans or ())):
+        raise MalformedRequest(
+            f"raw_input_contents holds {len(raw)} tensors, {left} more than there are inputs for"
+        )
+    return request
 
 
 def request_names(body: bytes) -> tuple[str, str]:
@@ -145,11 +118,11 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
     kept: list[bytes] = []
     spans: list[Span] = []
     at = keep_from = kept_bytes = 0
-    for _ in range(MAX_FIELDS):
+    for _ in range(_MAX_FIELDS):
         if at >= len(body):
             break
         start = at
-        is_raw, at, size = field_at(body, at)
+        is_raw, at, size = _field_at(body, at)
         if at + size > len(body):
             raise MalformedRequest(
                 f"the message ends within a field: {len(body) - at:,} of {size:,} bytes"
@@ -160,15 +133,15 @@ def cut_raw_contents(body: bytes) -> tuple[bytes, list[Span]]:
             spans.append(Span(at, size))
         else:
             kept_bytes += at + size - start
-            refuse_long_head(kept_bytes)
+            _refuse_long_head(kept_bytes)
         at += size
     else:
-        raise MalformedRequest(f"the message has more than {MAX_FIELDS} fields")
+        raise MalformedRequest(f"the message has more than {_MAX_FIELDS} fields")
     kept.append(body[keep_from:])
     return b"".join(kept), spans
 
 
-def field_at(body: bytes, at: int) -> tuple[bool, int, int]:
+def _field_at(body: bytes, at: int) -> tuple[bool, int, int]:
     """Of the field that begins at ``at``: whether it is of raw_input_contents, where its value
     begins, and how many bytes that has."""
     tag, value_at = _varint(body, at)
@@ -183,7 +156,7 @@ def field_at(body: bytes, at: int) -> tuple[bool, int, int]:
     raise MalformedRequest(f"the message has a field of wire type {kind} at byte {at}")
 
 
-def refuse_long_head(size: int) -> None:
+def _refuse_long_head(size: int) -> None:
     """Raise MalformedRequest if so many bytes beside raw_input_contents are too many."""
     if size > _MAX_PARSED_BYTES:
         raise MalformedRequest(
@@ -282,7 +255,7 @@ def _set_parameter(parameter: Any, value: Any) -> None:
         parameter.double_param = float(value)
 
 
-def _input(tensor: Any, next_span: NextSpan | None) -> InferInput:
+def _input(tensor: Any, spans: Iterator[Span] | None) -> InferInput:
     name = tensor.name
     dtype = dtype_named(tensor.datatype, tensor=name)
     shape = checked_shape(list(tensor.shape), name=name)
@@ -293,14 +266,13 @@ def _input(tensor: Any, next_span: NextSpan | None) -> InferInput:
             raise MalformedRequest(f"{name}: expected contents or a shared-memory region, got both")
         return InferInput(name, dtype, shape, region)
     if has_contents:
-        if next_span is not None:
+        if spans is not None:
             raise MalformedRequest(
                 f"{name}: contents must not be used beside raw_input_contents; expected all "
                 "inputs in one of the two"
             )
         return InferInput(name, dtype, shape, _contents(tensor.contents, dtype, shape, name))
-    size_bytes = math.prod(shape) * dtype.itemsize
-    span = None if next_span is None else next_span(size_bytes)
+    span = None if spans is None else next(spans, None)
     if span is None:
         raise MalformedRequest(
             f"{name}: no data; expected it in raw_input_contents, contents or shared memory"

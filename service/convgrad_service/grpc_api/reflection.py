@@ -1,86 +1,78 @@
-"""gRPC's server reflection: which services there are, and the files that describe them.
+"""gRPC's server reflection, by grpcio-reflection, under the names of both of its versions.
 
-Answered under the names of both of its versions, whose messages are the same.
+The messages of the two are the same; the package knows the earlier name alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from google.protobuf import descriptor_pb2
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import aio
 
-from convgrad_service.engine.telemetry.request_context import RequestContext
-from convgrad_service.grpc_api.call import Call
+from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.messages import (
-    HEALTH,
-    POOL,
-    REFLECTION,
-    REFLECTION_V1,
-    SERVICE,
-    message,
-)
-from convgrad_service.grpc_api.receiving import parsed
+from convgrad_service.grpc_api.health import HEALTH
+from convgrad_service.grpc_api.messages import SERVICE, parsed
 
-__all__ = ["ReflectionMethods"]
+__all__ = ["reflection_handlers"]
 
-_SERVICES = (REFLECTION.full_name, f"{REFLECTION_V1}.ServerReflection")
-_LISTED = (SERVICE.full_name, HEALTH.full_name, *_SERVICES)
-_Request = message("ServerReflectionRequest", REFLECTION)
-_Response = message("ServerReflectionResponse", REFLECTION)
-_NOT_FOUND, _UNIMPLEMENTED = 5, 12
+_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+_SERVICES = tuple(f"{package}.ServerReflection" for package in (_V1ALPHA, _V1))
 
 
-class ReflectionMethods:
-    """``ServerReflectionInfo``: a stream of questions, each answered in turn."""
+def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHandler]:
+    """The handlers of ``ServerReflectionInfo``: a stream of questions, each answered in turn."""
+    servicer = aio.ReflectionServicer((SERVICE.full_name, HEALTH, *_SERVICES), pool=_Pool())
 
-    def __init__(self, exchanges: Exchanges) -> None:
-        self._exchanges = exchanges
-        self.handlers: Mapping[str, Callable[[Call], Awaitable[None]]] = {
-            f"/{service}/ServerReflectionInfo": self._info for service in _SERVICES
-        }
+    async def questions(call: Call) -> AsyncIterator[Any]:
+        while (body := await call.rpc.read()) is not EOF:
+            exchanges.authenticate(call)
+            yield parsed(body, reflection_pb2.ServerReflectionRequest)
 
-    async def _info(self, call: Call) -> None:
-        async def work(_: RequestContext) -> None:
-            while (incoming := await call.message(patiently=True)) is not None:
-                asked = await parsed(incoming, _Request)
-                await call.send([_answer(asked).SerializeToString()])
-                await call.flush()
+    async def info(call: Call) -> None:
+        async for answer in servicer.ServerReflectionInfo(questions(call), call.rpc):
+            await call.rpc.write(answer.SerializeToString())
 
-        await self._exchanges.run("ServerReflectionInfo", call, work)
+    handler = exchanges.streaming("ServerReflectionInfo", info)
+    return {f"/{service}/ServerReflectionInfo": handler for service in _SERVICES}
 
 
-def _file_containing(symbol: str) -> Any:
-    """Of a message, an enumeration, a service, one of its methods, or a field; raises KeyError."""
-    try:
-        return POOL.FindFileContainingSymbol(symbol)
-    except KeyError:
-        return POOL.FindMethodByName(symbol).containing_service.file
+class _Pool:
+    """Describes every service, by the names of methods too, which protobuf's own does not find."""
+
+    def __init__(self) -> None:
+        self._pool = DescriptorPool()
+        for file in (SERVICE.file, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+            self._pool.AddSerializedFile(file.serialized_pb)
+        self._pool.Add(_under_v1(FileDescriptorProto.FromString(file.serialized_pb)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802
+        """See `DescriptorPool.FindFileContainingSymbol`."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
 
 
-def _answer(asked: Any) -> Any:
-    answer = _Response(original_request=asked)
-    kind = asked.WhichOneof("message_request")
-    if kind == "list_services":
-        for name in sorted(_LISTED):
-            answer.list_services_response.service.add(name=name)
-        return answer
-    find = {
-        "file_by_filename": POOL.FindFileByName,
-        "file_containing_symbol": _file_containing,
-    }.get(kind or "")
-    if find is None:
-        answer.error_response.error_code = _UNIMPLEMENTED
-        answer.error_response.error_message = "there are no extensions here"
-        return answer
-    try:
-        file = find(getattr(asked, kind))
-    except KeyError:
-        answer.error_response.error_code = _NOT_FOUND
-        answer.error_response.error_message = "there is no such file or symbol"
-        return answer
-    described = descriptor_pb2.FileDescriptorProto()
-    file.CopyToProto(described)
-    answer.file_descriptor_response.file_descriptor_proto.append(described.SerializeToString())
-    return answer
+def _under_v1(file: FileDescriptorProto) -> FileDescriptorProto:
+    """Reflection's description under its later name."""
+    file.name, file.package = f"v1/{file.name}", _V1
+    for described in file.message_type:
+        for field in described.field:
+            if field.type_name:  # numbers and strings have none
+                field.type_name = field.type_name.replace(_V1ALPHA, _V1)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(_V1ALPHA, _V1)
+            method.output_type = method.output_type.replace(_V1ALPHA, _V1)
+    return file

@@ -1,58 +1,46 @@
-"""The gRPC server: the protocol's service, health checking and reflection on one port.
-
-In production it has a process of its own, so that a large message on its way in keeps nobody else
-waiting.
-"""
+"""The gRPC server, by grpcio: the protocol's service, health checking, reflection, on one port."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import grpc
+
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.engine.telemetry.request_context import RequestContext
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.exchange import Exchanges
 from convgrad_service.grpc_api.health import HealthMethods
-from convgrad_service.grpc_api.http2.connection import Http2Connection
-from convgrad_service.grpc_api.http2.limits import Limits, Patience
-from convgrad_service.grpc_api.http2.stream import Stream, StreamGone
-from convgrad_service.grpc_api.infer import InferMethods
-from convgrad_service.grpc_api.messages import SERVICE, message
-from convgrad_service.grpc_api.receiving import received
-from convgrad_service.grpc_api.reflection import ReflectionMethods
+from convgrad_service.grpc_api.infer import MAX_MESSAGE_BYTES, InferMethods
+from convgrad_service.grpc_api.messages import SERVICE, message, parsed
+from convgrad_service.grpc_api.reflection import reflection_handlers
 from convgrad_service.grpc_api.service import DescribingMethods
 from convgrad_service.oip.registered_memory import shared_memory_of
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.settings import Settings
-from convgrad_service.server.tls import server_context
+from convgrad_service.server.tls import Pem, newest_pem
 
 __all__ = ["GrpcServer"]
 
-_log = logging.getLogger("convgrad.grpc")
-
 # Calls that one connection may have open; gRPC's clients wait with more.
 _MAX_STREAMS = 256
-_READ_BYTES = 256 * 1024
-_BACKLOG = 1024
-_CLOSING_S, _LAST_S = 0.02, 1.0
-
-Handler = Callable[[Call], Awaitable[None]]
+# The largest frames that HTTP/2 has: fewer of them for a large tensor.
+_FRAME_BYTES = 2**24 - 1
+_READ_BYTES = 2**20
+_NO_KEY = frozenset({"ServerLive", "ServerReady"})
+_LAST_S = 1.0
 
 
 class GrpcServer:
-    """Serves a dataplane over gRPC on the running event loop, from `start` to `stop`."""
+    """Serves a pipeline over gRPC on the running event loop, from `start` to `stop`."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self._settings = settings
         keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
         self._traces = traces_to(settings.otlp_endpoint) if settings.otlp_endpoint else None
-        self._exchanges = Exchanges(pipeline.engine, keys, self._traces)
+        self._exchanges = Exchanges(pipeline.engine, settings, keys, self._traces)
         memory = shared_memory_of(
             pipeline.engine,
             system=settings.system_shared_memory,
@@ -60,20 +48,20 @@ class GrpcServer:
         )
         infer = InferMethods(pipeline, settings, self._exchanges, memory)
         describing = DescribingMethods(pipeline, memory)
-        health = HealthMethods(pipeline, self._exchanges)
-        reflection = ReflectionMethods(self._exchanges)
-        self._handlers: Mapping[str, Handler] = {
+        self._health = HealthMethods(pipeline, self._exchanges)
+        self._handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{
-                f"/{SERVICE.full_name}/{name}": self._unary(name, method)
+                f"/{SERVICE.full_name}/{name}": self._describing(name, method)
                 for name, method in describing.methods.items()
             },
-            f"/{SERVICE.full_name}/ModelInfer": infer.infer,
-            f"/{SERVICE.full_name}/ModelStreamInfer": infer.stream,
-            **health.handlers,
-            **reflection.handlers,
+            f"/{SERVICE.full_name}/ModelInfer": self._exchanges.unary("ModelInfer", infer.infer),
+            f"/{SERVICE.full_name}/ModelStreamInfer": self._exchanges.streaming(
+                "ModelStreamInfer", infer.stream
+            ),
+            **self._health.handlers,
+            **reflection_handlers(self._exchanges),
         }
-        self._connections: set[Http2Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._server: Any = None
 
     async def start(self) -> int:
         """Listen on the settings' host and gRPC port; the real port.
@@ -84,90 +72,99 @@ class GrpcServer:
             It cannot listen there.
         """
         settings = self._settings
-        limits = Limits(
-            Patience(
-                settings.body_idle_timeout_s,
-                settings.min_body_bytes_per_s,
-                settings.answer_idle_timeout_s,
-            ),
-            max_header_bytes=settings.max_header_bytes,
-            max_connections=settings.max_connections,
-            max_streams=_MAX_STREAMS,
-            header_timeout_s=settings.header_timeout_s,
-            ping_interval_s=settings.body_idle_timeout_s,
+        self._server = grpc.aio.server(
+            handlers=[_Methods(self._handlers, self._exchanges.unary("unknown", _no_such_method))],
+            options=_options(settings),
         )
-        loop = asyncio.get_running_loop()
-        scratch = memoryview(bytearray(_READ_BYTES))
-        tls = server_context(settings, "h2")
-        self._server = await loop.create_server(
-            lambda: Http2Connection(self._serve, limits, self._connections, scratch),
-            settings.http_host,
-            settings.grpc_port,
-            family=socket.AF_UNSPEC,
-            ssl=tls,
-            ssl_handshake_timeout=settings.header_timeout_s if tls else None,
-            backlog=_BACKLOG,
-        )
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        host = settings.http_host
+        address = f"{f'[{host}]' if ':' in host else host}:{settings.grpc_port}"
+        pem = newest_pem(settings)
+        try:
+            if pem is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(pem))
+        except RuntimeError as error:
+            raise OSError(f"gRPC cannot listen on {address}: {error}") from None
+        await self._server.start()
+        return int(port)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and end those that are still in work after ``grace_s``."""
-        if self._server is None:
-            return
-        self._server.close()
-        for connection in list(self._connections):
-            connection.drain()
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + grace_s
-        while any(not connection.idle for connection in self._connections):
-            if loop.time() > until_s:
-                break
-            await asyncio.sleep(_CLOSING_S)
-        for connection in list(self._connections):
-            connection.close()
+        if self._server is not None:
+            self._health.close()
+            await self._server.stop(grace_s)
         if self._traces is not None:
             self._traces.close()
-        # Their transports end in their own time.
-        while self._connections and loop.time() < until_s + _LAST_S:  # noqa: ASYNC110
-            await asyncio.sleep(_CLOSING_S)
-        for connection in list(self._connections):
-            connection.abort()
-        await asyncio.sleep(0)
 
-    async def _serve(self, stream: Stream) -> None:
-        """Answer one stream."""
-        call = Call(stream, int(self._settings.max_body_bytes))
-        try:
-            if not call.is_grpc:
-                await call.refuse_http(405 if call.first(":method") != "POST" else 415)
-                return
-            handler = self._handlers.get(call.path)
-            if handler is None:
-                await self._exchanges.run("unknown", call, _no_such_method)
-                return
-            await handler(call)
-        except StreamGone:
-            pass
-        # A stream's failure is its own; what can be told its caller has been.
-        except Exception:  # noqa: BLE001
-            _log.exception("the answer to %.200r could not be sent", call.path)
-            call.abort()
+    def _describing(
+        self, name: str, method: Callable[[Any, str], Awaitable[Any]]
+    ) -> grpc.RpcMethodHandler:
+        request_class = message(SERVICE.methods_by_name[name].input_type.name)
 
-    def _unary(self, name: str, method: Callable[[Any, str], Awaitable[Any]]) -> Handler:
-        request_type = message(SERVICE.methods_by_name[name].input_type.name)
+        async def work(call: Call) -> bytes:
+            # What a platform asks without a key is answered without its message, which is empty.
+            body = b"" if name in _NO_KEY else await self._exchanges.arrivals.message(call)
+            answer = await method(parsed(body, request_class), call.context.owner)
+            encoded: bytes = answer.SerializeToString()
+            call.context.sent_bytes = len(encoded)
+            return encoded
 
-        async def handle(call: Call) -> None:
-            async def work(context: RequestContext) -> None:
-                request = await received(call, request_type)
-                answer: bytes = (await method(request, context.owner)).SerializeToString()
-                context.sent_bytes = len(answer)
-                await call.send([answer])
-
-            await self._exchanges.run(name, call, work)
-
-        return handle
+        return self._exchanges.unary(name, work)
 
 
-async def _no_such_method(_: RequestContext) -> None:
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Handlers by the names of their methods, and one for all other names."""
+
+    def __init__(
+        self, handlers: Mapping[str, grpc.RpcMethodHandler], other: grpc.RpcMethodHandler
+    ) -> None:
+        self._handlers, self._other = handlers, other
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """See `grpc.GenericRpcHandler`."""
+        return self._handlers.get(details.method, self._other)
+
+
+async def _no_such_method(_: Call) -> bytes:
     raise UnsupportedProblem("this server has no such method")
+
+
+def _options(settings: Settings) -> list[tuple[str, int]]:
+    """What grpcio is to hold its clients to."""
+
+    def ms(seconds: float) -> int:
+        return max(1, round(1e3 * seconds))
+
+    return [
+        ("grpc.so_reuseport", 0),  # a port that is taken is an error
+        ("grpc.max_receive_message_length", int(settings.grpc_max_message_bytes)),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", int(settings.max_header_bytes)),
+        ("grpc.absolute_max_metadata_size", int(settings.max_header_bytes)),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server_handshake_timeout_ms", ms(settings.header_timeout_s)),
+        # Connections that are silent are asked, and cut off without an answer.
+        ("grpc.keepalive_time_ms", ms(settings.body_idle_timeout_s)),
+        ("grpc.keepalive_timeout_ms", ms(settings.body_idle_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_age_ms", ms(settings.grpc_connection_age_s)),
+        ("grpc.max_connection_age_grace_ms", ms(settings.max_timeout_s)),
+        ("grpc.http2.max_frame_size", _FRAME_BYTES),
+        ("grpc.experimental.tcp_read_chunk_size", _READ_BYTES),
+    ]
+
+
+def _credentials(pem: Callable[[], Pem]) -> grpc.ServerCredentials:
+    """Credentials that follow their files: a new connection gets what those hold then."""
+
+    def configuration() -> Any:
+        certificate, key, authority = pem()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        configuration,
+        require_client_authentication=pem().authority is not None,
+    )

@@ -14,15 +14,26 @@ __all__ = [
     "SHARED_BYTES",
     "CudaDevice",
     "architecture_of",
+    "architectures_before",
+    "architectures_since",
+    "listed_architecture",
     "sum_dtype",
+    "with_shared_bytes",
 ]
-__all__ += ["with_shared_bytes"]
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
-"""What kernels are compiled for where no device says otherwise: Ampere to Blackwell."""
+SHARED_BYTES = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90a": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+}
+"""Of shared memory, that one block may have, by architecture."""
 
-SHARED_BYTES = {"sm_80": 166_912, "sm_89": 101_376, "sm_90a": 232_448, "sm_100": 232_448}
-"""Of shared memory, that one block may have."""
+ARCHITECTURES = tuple(SHARED_BYTES)
+"""What kernels are compiled for where no device says otherwise, the oldest first: Ampere to
+Blackwell."""
 
 HOPPER = ("sm_90a",)
 """The one architecture of wgmma and its kin."""
@@ -49,6 +60,7 @@ class CudaDevice:
 
     @property
     def architecture(self) -> str:
+        """What its kernels are compiled for."""
         return architecture_of(self.capability)
 
     def why_not_shared(self, needed_bytes: int) -> str | None:
@@ -61,9 +73,47 @@ class CudaDevice:
         )
 
 
+# Beside a chip of their own kind they run no other's code, though their capability says so.
+_SYSTEMS_ON_CHIP = {(8, 7), (10, 1), (11, 0)}
+
+
 def architecture_of(capability: tuple[int, int]) -> str:
-    """The name that the compiler takes: ``sm_90a`` for Hopper, whose own instructions need it."""
-    return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+    """What the kernels of a device are compiled for, as the compiler takes it.
+
+    The newest of `ARCHITECTURES` whose code the device runs: one of the same major version, and no
+    later minor one; ``sm_90a`` for Hopper, whose own instructions need it. Where none is, the
+    device's own.
+    """
+    if capability not in _SYSTEMS_ON_CHIP:
+        for name in reversed(ARCHITECTURES):
+            major, minor = _capability_of(name)
+            if major == capability[0] and minor <= capability[1]:
+                return name
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def listed_architecture(architecture: str) -> str:
+    """The one of `ARCHITECTURES` whose instances are compiled for this one: itself, or the newest
+    before it that has no instructions of its own."""
+    if architecture in ARCHITECTURES:
+        return architecture
+    capability = _capability_of(architecture)
+    before = (name for name in architectures_before(capability) if name not in HOPPER)
+    return max(before, key=_capability_of, default=ARCHITECTURES[0])
+
+
+def architectures_before(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Those of `ARCHITECTURES` that are older."""
+    return tuple(name for name in ARCHITECTURES if _capability_of(name) < capability)
+
+
+def architectures_since(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The others of `ARCHITECTURES`."""
+    return tuple(name for name in ARCHITECTURES if _capability_of(name) >= capability)
+
+
+def _capability_of(architecture: str) -> tuple[int, int]:
+    return divmod(int("".join(filter(str.isdigit, architecture))), 10)
 
 
 H200 = CudaDevice("NVIDIA H200", (9, 0), 132, 232448, 233472, 60 * 2**20, 150_000_000_000)

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from convgrad_service.plans.base import Plan
-from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
+from convgrad_service.plans.cuda_device import (
+    ARCHITECTURES,
+    CudaDevice,
+    listed_architecture,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -64,6 +68,10 @@ class Instance:
     def name(self) -> str:
         values = ",".join(value for _, value in self.defines)
         return f"{self.entry}<{values}>" if values else self.entry
+
+    def is_for(self, architecture: str) -> bool:
+        """Whether plans for devices of this architecture may name it."""
+        return listed_architecture(architecture) in self.architectures
 
     def runs_on(self, device: CudaDevice) -> bool:
         """Whether ``architectures`` leaves this device in: those of before it without a suffix."""

@@ -1,4 +1,4 @@
-"""The front ends' own processes: HTTP and gRPC, each a dataplane on the hub's engine."""
+"""The front ends' own processes: HTTP and gRPC, each a pipeline on the hub's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.server.composition import pipeline_on, prepare_process
 from convgrad_service.server.settings import Settings
 
-__all__ = ["FrontStart", "grpc_main", "http_main", "serve_http"]
+__all__ = ["FrontStart", "grpc_main", "http_main", "serve_grpc", "serve_http"]
 
 
 class FrontStart(NamedTuple):
@@ -86,22 +86,37 @@ async def _serve_http(start: FrontStart) -> None:
     )
 
 
-async def _serve_grpc(start: FrontStart) -> None:
+async def serve_grpc(
+    engine: Engine,
+    settings: Settings,
+    announce: Callable[[int], None],
+    ended: asyncio.Event,
+) -> None:
+    """Serve gRPC in this process until ``ended`` is set; then what runs may finish.
+
+    Raises
+    ------
+    OSError
+        It cannot listen where it should.
+    """
     from convgrad_service.grpc_api.server import GrpcServer
 
-    ended = asyncio.Event()
-    engine = await _engine(start, ended)
-    pipeline = pipeline_on(engine, start.settings)
-    server = GrpcServer(pipeline, start.settings)
-    try:
-        port = await server.start()
-    except OSError as error:
-        engine.tell(Listens(0, str(error)))
-    else:
-        engine.tell(Listens(port))
+    pipeline = pipeline_on(engine, settings)
+    server = GrpcServer(pipeline, settings)
+    announce(await server.start())
     await ended.wait()
     pipeline.draining = True
-    await server.stop(start.settings.shutdown_grace_s)
+    await server.stop(settings.shutdown_grace_s)
+
+
+async def _serve_grpc(start: FrontStart) -> None:
+    ended = asyncio.Event()
+    engine = await _engine(start, ended)
+    try:
+        await serve_grpc(engine, start.settings, lambda port: engine.tell(Listens(port)), ended)
+    except OSError as error:
+        engine.tell(Listens(0, str(error)))
+        await ended.wait()
 
 
 async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:

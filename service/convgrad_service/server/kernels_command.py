@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from convgrad.errors import DeviceUnavailable
@@ -14,8 +12,8 @@ from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrtc
+from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda_device import ARCHITECTURES
-from convgrad_service.plans.cuda_program import Instance
 
 __all__ = ["kernels"]
 
@@ -31,22 +29,22 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         return 1
     refused = 0
     for architecture in architectures:
-        compiler = Compiler(nvrtc, architecture, options.cache)
+        compiler = Compiler(nvrtc, architecture, options.cache, jobs=options.jobs)
         wanted = [
             one
             for one in FAMILIES.instances()
-            if architecture in one.architectures and options.match in one.name
+            if one.is_for(architecture) and options.match in one.name
         ]
+        if not wanted:
+            # One that nobody compiled for would be found out from the time of its first requests.
+            print(
+                f"convgrad kernels: no kernel for {architecture} has {options.match!r} in its name",
+                file=sys.stderr,
+            )
+            refused += 1
+            continue
 
-        def said(instance: Instance, compiler: Compiler = compiler) -> str | None:
-            try:
-                compiler.cubin(instance)
-            except CompileError as error:
-                return f"{instance.name}: {error}"
-            return None
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            failures = [one for one in pool.map(said, wanted) if one is not None]
+        failures = compiler.compile_all(wanted)
         print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
         done = len(wanted) - len(failures)
         print(f"{architecture}: {done} of {len(wanted)} kernels in {options.cache}", flush=True)
@@ -87,6 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         help="where to (by default the folder inside the package)",
     )
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compile so many at once"
+        "--jobs", type=int, default=usable_cores(), metavar="N", help="compile so many at once"
     )
     return parser

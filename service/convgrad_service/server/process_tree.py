@@ -3,10 +3,10 @@
     clients ── HTTP front ends (2..N) ──┐             ┌── worker (a device each)
     clients ── gRPC front end ──────────┴── hub ──────┴── worker
 
-Messages go along the lines; bodies lie in the arena, which all of them map. A single HTTP front end
-has no process of its own but the hub's: a small request is answered sooner without another process
-on its way, and a body stops the loop for no longer than a part of it takes to be copied. A small
-problem on the CPU goes no further than the process that was asked, see `engine.inline_executor`.
+Messages go along the lines; bodies lie in the arena, which all of them map. With a single HTTP
+front end, it and gRPC's have no processes of their own but the hub's: a small request is answered
+sooner without another process on its way. A small problem on the CPU goes no further than the
+process that was asked, see `engine.workers.inline_executor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import logging
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from convgrad_service.engine.hub import Hub
@@ -30,7 +31,13 @@ from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
 from convgrad_service.server.composition import count_in, engine_options, worker_recipe
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
-from convgrad_service.server.front_ends import FrontStart, grpc_main, http_main, serve_http
+from convgrad_service.server.front_ends import (
+    FrontStart,
+    grpc_main,
+    http_main,
+    serve_grpc,
+    serve_http,
+)
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -40,6 +47,9 @@ _log = logging.getLogger("convgrad.serve")
 _RESTART_PAUSE_S = 0.5
 # What a front end may take beyond its grace before it is ended.
 _PATIENCE_S = 5.0
+
+
+_Serve = Callable[[Hub, Settings, Callable[[int], None], asyncio.Event], Coroutine[Any, Any, None]]
 
 
 class CannotListen(Exception):
@@ -68,7 +78,7 @@ class Tree:
         self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
-        self._here: asyncio.Task[None] | None = None
+        self._here: list[asyncio.Task[None]] = []
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
@@ -87,17 +97,18 @@ class Tree:
         """
         # All at once: what each process imports takes longer than anything else here.
         working = asyncio.ensure_future(self.supervisor.start())
-        grpc = self._front("convgrad-grpc", grpc_main, None)
         workers = self._settings.http_workers
+        if workers == 1:
+            await working
+            count_in(self.hub)
+            grpc_port = await self._serve_here(serve_grpc)
+            await self._serve_here(partial(serve_http, listening=self._listening))
+            return grpc_port
+        grpc = self._front("convgrad-grpc", grpc_main, None)
         dealer = ConnectionDispatcher(self._listening)
-        others = [
-            self._front("convgrad-http", http_main, dealer)
-            for _ in range(workers if workers > 1 else 0)
-        ]
+        others = [self._front("convgrad-http", http_main, dealer) for _ in range(workers)]
         await asyncio.gather(working, grpc, *others)
         count_in(self.hub)
-        if workers == 1:
-            await self._serve_here()
         return grpc.result()
 
     async def stop(self) -> None:
@@ -114,32 +125,31 @@ class Tree:
     async def kill(self) -> None:
         """End every process now."""
         self.hub.draining = True
-        if self._here is not None:
-            self._here.cancel()
+        for serving in self._here:
+            serving.cancel()
         for process in self._fronts.values():
             process.kill()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
 
-    async def _serve_here(self) -> None:
-        """Serve HTTP in this process; return once it listens."""
+    async def _serve_here(self, serve: _Serve) -> int:
+        """Serve in this process; return the port once it listens."""
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._here = asyncio.ensure_future(
-            serve_http(
-                self.hub,
-                self._settings,
-                listens.set_result,
-                self._ended,
-                listening=self._listening,
-            )
+        serving = asyncio.ensure_future(
+            serve(self.hub, self._settings, listens.set_result, self._ended)
         )
-        self._keeping.append(self._here)
-        either: set[asyncio.Future[Any]] = {listens, self._here}
+        self._here.append(serving)
+        self._keeping.append(serving)
+        either: set[asyncio.Future[Any]] = {listens, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not listens.done():
-            await self._here
-            raise CannotListen("HTTP ended as it started")
+            try:
+                await serving
+            except OSError as error:
+                raise CannotListen(str(error)) from None
+            raise CannotListen("a front end ended as it started")
+        return listens.result()
 
     def _front(
         self, name: str, target: Callable[[FrontStart], None], dealer: ConnectionDispatcher | None

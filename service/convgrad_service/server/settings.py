@@ -175,8 +175,32 @@ class Settings(BaseSettings):
     )
     max_body_bytes: _Bytes = Field(
         default=ByteSize(4 * _GiB),
-        description="Largest binary body accepted: safetensors, or the Open Inference Protocol's, "
-        "where a gRPC message holds at most 2 GiB.",
+        description="Largest binary HTTP body accepted: safetensors, or the Open Inference "
+        "Protocol's.",
+    )
+    grpc_max_message_bytes: Annotated[
+        ByteSize, Field(gt=0, lt=2**31, json_schema_extra={"unit": "bytes"})
+    ] = Field(
+        default=ByteSize(512 * _MiB),
+        description="Largest gRPC message accepted, once decompressed; protobuf allows 2 GiB. "
+        "Larger tensors have HTTP and shared memory.",
+    )
+    grpc_message_permits: _Count = Field(
+        default=8,
+        description="gRPC messages that may take longer than 0.1 s to come in at the same time; "
+        "so many times grpc_max_message_bytes is what they may hold of each gRPC process's "
+        "memory.",
+    )
+    grpc_max_unread_bytes: _Bytes = Field(
+        default=ByteSize(_GiB),
+        description="Most memory that answers over gRPC may hold until they have been sent, in "
+        "each process; those of one connection a quarter of it. More wait for max_memory_wait_s "
+        "and are refused with UNAVAILABLE then.",
+    )
+    grpc_connection_age_s: _Seconds = Field(
+        default=3600.0,
+        description="How long a gRPC connection is used; then its client is told to open another, "
+        "and after max_timeout_s it is closed.",
     )
     max_problem_bytes: _Bytes = Field(
         default=ByteSize(16 * _GiB),

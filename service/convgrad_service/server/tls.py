@@ -5,20 +5,35 @@ Certificates are renewed while a server runs: a new connection gets what the fil
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 from convgrad_service.server.settings import Settings
 
-__all__ = ["TlsError", "server_context"]
+__all__ = ["Pem", "TlsError", "newest_pem", "server_context"]
 
 # How often the files are looked at, at most.
 _LOOK_S = 5.0
 
+T = TypeVar("T")
+# Of the certificate, of its key, and of the authorities of clients' certificates.
+_Files = tuple[Path, Path, Path | None]
+
 
 class TlsError(Exception):
     """The settings name no certificate that can be served; the sentence says why."""
+
+
+class Pem(NamedTuple):
+    """What the files of a certificate hold; ``authority`` is None where clients need none."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes | None
 
 
 def server_context(settings: Settings, protocol: str) -> ssl.SSLContext | None:
@@ -29,32 +44,66 @@ def server_context(settings: Settings, protocol: str) -> ssl.SSLContext | None:
     TlsError
         A file cannot be read, holds no such thing, or one of certificate and key is missing.
     """
-    certificate, key, authority = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
-    if certificate is None or key is None:
-        if certificate or key or authority:
-            raise TlsError(
-                "tls_certificate and tls_key belong together, and tls_client_ca to both; expected "
-                "all that are needed, or none for plain text"
-            )
+    files = _files(settings)
+    if files is None:
         return None
-    files = [certificate, key, *([authority] if authority else [])]
-    current = _made(certificate, key, authority, protocol)
-    made_of, looked_s = _stamps(files), time.monotonic()
+    renewed = _Renewed(files, lambda: _made(*files, protocol))
 
     def newest(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        nonlocal current, made_of, looked_s
-        if time.monotonic() - looked_s > _LOOK_S:
-            looked_s = time.monotonic()
-            if (stamps := _stamps(files)) != made_of:
-                try:
-                    current, made_of = _made(certificate, key, authority, protocol), stamps
-                except TlsError:
-                    return  # half written, perhaps: the old one serves until it is whole
-        handshake.context = current
+        handshake.context = renewed.current()
 
-    listening = _made(certificate, key, authority, protocol)
+    listening = _made(*files, protocol)
     listening.sni_callback = newest  # called whether or not the client names one
     return listening
+
+
+def newest_pem(settings: Settings) -> Callable[[], Pem] | None:
+    """What gives the contents of the files, each time anew; None where TLS is off.
+
+    Raises as `server_context`, at once and never later.
+    """
+    files = _files(settings)
+    if files is None:
+        return None
+
+    def read() -> Pem:
+        _made(*files, "h2")  # a TlsError where they do not belong together
+        certificate, key, authority = files
+        found = None if authority is None else authority.read_bytes()
+        return Pem(certificate.read_bytes(), key.read_bytes(), found)
+
+    return _Renewed(files, read).current
+
+
+class _Renewed(Generic[T]):
+    """What is made of some files, again whenever they have changed. For any thread."""
+
+    def __init__(self, files: _Files, make: Callable[[], T]) -> None:
+        self._files, self._make = [file for file in files if file is not None], make
+        self._current = make()
+        self._made_of, self._looked_s = _stamps(self._files), time.monotonic()
+
+    def current(self) -> T:
+        """What the files hold now; while they hold nothing whole, what they held before."""
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._looked_s = time.monotonic()
+            if (stamps := _stamps(self._files)) != self._made_of:
+                # Half written, perhaps: then it is tried again.
+                with contextlib.suppress(TlsError, OSError):
+                    self._current, self._made_of = self._make(), stamps
+        return self._current
+
+
+def _files(settings: Settings) -> _Files | None:
+    certificate, key, authority = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
+    if certificate is not None and key is not None:
+        return certificate, key, authority
+    if certificate or key or authority:
+        raise TlsError(
+            "tls_certificate and tls_key belong together, and tls_client_ca to both; expected "
+            "all that are needed, or none for plain text"
+        )
+    return None
 
 
 def _made(certificate: Path, key: Path, authority: Path | None, protocol: str) -> ssl.SSLContext:

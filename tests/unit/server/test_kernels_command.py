@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from convgrad_service import kernels_command
 from convgrad_service.backends.cuda import compile as compiling
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import device_count
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.plans.cuda_device import H200
 from convgrad_service.server.kernels_command import kernels
 
 
@@ -57,3 +60,26 @@ def test_without_a_gpu_an_architecture_must_be_named(capsys: pytest.CaptureFixtu
     if device_count() == 0:
         assert kernels([]) == 1
         assert "0 GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (10, 3), (12, 0)], ids=str)
+def test_without_an_architecture_that_of_the_gpu_is_compiled_for(
+    capability: tuple[int, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "DEFAULT_CACHE", tmp_path / "package")
+    device = replace(H200, capability=capability)
+    monkeypatch.setattr(kernels_command, "describe", lambda index: device)
+    assert kernels(["--match", "flat_sum", "--cache", str(tmp_path / "cache")]) == 0
+    expected = sum("flat_sum" in one.name for one in FAMILIES.instances())
+    assert f"{device.architecture}: {expected} of {expected} kernels" in capsys.readouterr().out
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == expected > 0
+
+
+def test_what_matches_no_kernel_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kernels(["--arch", "sm_80", "--match", "no such", "--cache", str(tmp_path)]) == 1
+    assert "'no such'" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad.errors import (
-    DeadlineExceeded,
     DeviceOutOfMemory,
     DeviceUnavailable,
     InvalidProblem,
     ServiceError,
 )
 from convgrad_service.backends.base import Outcome, Plan, Vitals
-from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
+from convgrad_service.backends.cuda.cancelling import stop_if, wait_for
+from convgrad_service.backends.cuda.compile import BOUNDED_WAITS, DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import (
     cuda_driver_major,
     describe,
@@ -33,7 +33,7 @@ from convgrad_service.backends.cuda.device import (
     import_cupy,
 )
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.faults import fatal_fault, is_out_of_memory
+from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
 from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import COPIERS, Arena, Lane, Turns, arena_of
@@ -79,7 +79,8 @@ class CudaBackend:
 
     Requests run side by side on ``lanes`` streams. A problem larger than the GPU's memory runs in
     pieces; ``memory_limit_bytes`` makes the GPU seem smaller. ``cache`` is the folder of compiled
-    kernels. ``poison`` fills outputs and workspace with NaNs first, for tests.
+    kernels. For tests, ``poison`` fills outputs and workspace with NaNs first, and in ``debug``
+    kernels a wait without an end becomes a fault.
 
     Raises:
         DeviceUnavailable: no CuPy, no NVRTC, no such GPU, or one too old.
@@ -99,6 +100,7 @@ class CudaBackend:
         cache: Path | None = DEFAULT_CACHE,
         families: Families = FAMILIES,
         poison: bool = False,
+        debug: bool = False,
     ) -> None:
         self._cuda: Any = import_cupy().cuda
         self.devices = device_count()
@@ -106,7 +108,12 @@ class CudaBackend:
         self._index, self._poison = device, poison
         self._limited = memory_limit_bytes is not None
         try:
-            compiler = Compiler(find_nvrtc(cuda_driver_major()), self.device.architecture, cache)
+            compiler = Compiler(
+                find_nvrtc(cuda_driver_major()),
+                self.device.architecture,
+                cache,
+                options=(BOUNDED_WAITS,) if debug else (),
+            )
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
         self._families = families
@@ -178,6 +185,8 @@ class CudaBackend:
 
         def one(part: Problem, inputs: Tensors) -> dict[str, NDArray[Any]]:
             wanted = out if part is problem else None
+            # While kernels are compiled, lanes are for requests that have theirs.
+            wait_for(self._kernels.compile_ahead(self._prepared(part)[0].steps), cancelled)
             with self._translated(part), self._lane() as lane:
                 return self._compute(part, inputs, wanted or {}, lane, spent, cancelled)
 
@@ -207,6 +216,12 @@ class CudaBackend:
             spent.download_s,
         )
 
+    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+        """See `ServingBackend.compile_ahead`."""
+        pieces = problem.split(self._parts(problem))
+        plans = (self._prepared(piece.problem)[0] for piece in pieces)
+        return self._kernels.compile_ahead(step for plan in plans for step in plan.steps)
+
     def explain(self, problem: Problem) -> Plan:
         """See `Backend.explain`."""
         plan, _ = self._prepared(problem)
@@ -214,7 +229,8 @@ class CudaBackend:
         return Plan(plan.kernel, plan.workspace_bytes, pieces, plan.passed_over)
 
     def close(self) -> None:
-        """End the threads, and give memory kept for later requests back to the device."""
+        """End compilations and threads, and give memory kept for later requests to the device."""
+        self._compiler.close()
         self._copiers.shutdown()
         if self._fault is None:
             self._free_cached()
@@ -279,7 +295,7 @@ class CudaBackend:
         spent: _Spent,
         cancelled: threading.Event | None,
     ) -> dict[str, NDArray[Any]]:
-        _stop_if(cancelled)
+        stop_if(cancelled)
         plan, arena = self._prepared(problem)
         self._kernels.prepare(plan.steps)
         memory = self._allocate(arena.size_bytes, problem)
@@ -311,10 +327,10 @@ class CudaBackend:
             )
             begin.synchronize()
             uploaded = time.perf_counter()
-            _stop_if(cancelled)
+            stop_if(cancelled)
             end.synchronize()
             computed = time.perf_counter()
-            _stop_if(cancelled)
+            stop_if(cancelled)
             # What stays lies elsewhere on the device than what is downloaded in one go.
             near = [each for each in rest if 0 <= each[0] < arena.size_bytes]
             far = [[each] for each in rest if not 0 <= each[0] < arena.size_bytes]
@@ -349,12 +365,9 @@ class CudaBackend:
     def _room_for(self, array: NDArray[Any]) -> OnDevice | None:
         """An empty tensor on the device, like an array; None where there is no room for it."""
         with self._cuda.Device(self._index):
-            try:
-                memory = self._cuda.alloc(array.nbytes)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                return None
+            memory = alloc_or_none(self._cuda.alloc, array.nbytes)
+        if memory is None:
+            return None
         spec = TensorSpec(array.shape, DType(array.dtype.name))
         return OnDevice.whole(memory.ptr, spec, memory)
 
@@ -364,31 +377,21 @@ class CudaBackend:
         Raises:
             DeviceOutOfMemory: even then there is too little.
         """
-        try:
-            return self._cuda.alloc(size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        self._residents.clear()
-        self._free_cached()
-        try:
-            return self._cuda.alloc(size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        memory = alloc_or_none(self._cuda.alloc, size)
+        if memory is None:
+            self._residents.clear()
+            self._free_cached()
+            memory = alloc_or_none(self._cuda.alloc, size)
+        if memory is None:
             raise DeviceOutOfMemory(
                 f"{problem.operation} needs {size} bytes on {self.device.name}, which has fewer "
                 "free; expected a smaller problem, or a device with nothing else on it"
-            ) from error
+            )
+        return memory
 
     def _free_cached(self) -> None:
         with self._cuda.Device(self._index):
             import_cupy().get_default_memory_pool().free_all_blocks()
-
-
-def _stop_if(cancelled: threading.Event | None) -> None:
-    if cancelled is not None and cancelled.is_set():
-        raise DeadlineExceeded("the request was cancelled before it was computed")
 
 
 def _is_summed(problem: Problem) -> bool:

@@ -1,7 +1,8 @@
-"""From an instance to a cubin: NVRTC, and a cache on disk.
+"""From an instance to a cubin: NVRTC in processes side by side, and a cache on disk.
 
 A cubin's name is a hash of everything that it depends on: the source with every header that it
-includes, the options, the architecture and the compiler's version. Needs no GPU, driver or CuPy.
+includes, the options, the architecture and the compiler's version. Processes that share a cache
+compile each cubin once. Needs no GPU, driver or CuPy.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import re
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from convgrad_service.backends.cuda.nvrtc import Nvrtc
+from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
+from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc
+from convgrad_service.backends.cuda.sources import KERNELS, source_hash
+from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda_program import Instance
 
-__all__ = ["DEFAULT_CACHE", "KERNELS", "Compiler", "Cubin", "Resources"]
+__all__ = ["BOUNDED_WAITS", "DEFAULT_CACHE", "Compiler", "Cubin", "Resources"]
 
-KERNELS = Path(__file__).resolve().parent / "kernels"
 DEFAULT_CACHE = Path(__file__).resolve().parent / "_cubins"
 
 OPTIONS = (
@@ -34,7 +38,9 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--device-as-default-execution-space",
 )
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+BOUNDED_WAITS = "--define-macro=BOUNDED_WAITS=1"
+"""An option of debug builds: a wait without an end becomes a fault (``hopper.cuh``: wait_for)."""
+
 # As ptxas -v writes them, of one entry each.
 _FIELDS = {
     "registers": re.compile(r"Used (\d+) registers"),
@@ -82,86 +88,197 @@ class Compiler:
 
     ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
     What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
-    ``found`` and ``compiled`` count what `cubin` was asked for, ``compile_s`` what the latter took.
+    ``jobs`` are compiled at a time, by default as many as there are cores. ``options`` are the
+    compiler's, beside its usual ones. ``found`` and ``compiled`` count the cubins that were asked
+    for, ``compile_s`` is what the latter took, one after another.
     """
 
-    def __init__(self, nvrtc: Nvrtc, architecture: str, cache: Path | None = DEFAULT_CACHE) -> None:
+    def __init__(
+        self,
+        nvrtc: Nvrtc,
+        architecture: str,
+        cache: Path | None = DEFAULT_CACHE,
+        *,
+        jobs: int | None = None,
+        options: Iterable[str] = (),
+    ) -> None:
         self.architecture = architecture
         self._nvrtc = nvrtc
         self._cache = cache
-        self._locks: defaultdict[Instance, threading.Lock] = defaultdict(threading.Lock)
-        self._counting = threading.Lock()
+        self._more_options = tuple(options)
+        self._processes = CompileProcesses()
+        self._jobs = jobs or usable_cores()
+        self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
+        self._wanted: dict[Instance, _Wanted] = {}
+        self._lock = threading.Lock()
         self.found = self.compiled = 0
         self.compile_s = 0.0
 
     def cubin(self, instance: Instance) -> Cubin:
-        """From the cache, or compiled and put there.
+        """From the cache, or compiled and put there; waits as long as that takes.
 
         Raises:
-            CompileError: the source was refused.
+            CompileError: the source was refused, or its compilation was ended.
         """
-        with self._locks[instance]:
-            if self._cache is None:
-                return self._compile_counted(instance)
-            name = self.file_name(instance)
-            for folder in (self._cache, DEFAULT_CACHE):
-                with contextlib.suppress(OSError):  # not there, or not to be read
-                    code = (folder / name).read_bytes()
-                    with self._counting:
-                        self.found += 1
-                    return Cubin(code, None)
-            compiled = self._compile_counted(instance)
-            _store(self._cache / name, compiled.code)
-            return compiled
+        wanted = self._want(instance)
+        try:
+            return wanted.cubin.result()
+        finally:
+            # It is loaded now and, if it is ever wanted again, in the cache.
+            with self._lock:
+                if self._wanted.get(instance) is wanted:
+                    del self._wanted[instance]
 
-    def _compile_counted(self, instance: Instance) -> Cubin:
-        started_s = time.monotonic()
-        compiled = self.compile(instance)
-        with self._counting:
-            self.compiled += 1
-            self.compile_s += time.monotonic() - started_s
-        return compiled
+    def compile_ahead(self, instances: Iterable[Instance]) -> Future[None] | None:
+        """Compile what the cache does not hold, side by side; None where it holds everything.
+
+        Once the future is done, `cubin` does not wait; it has the first error, if there was one.
+        Cancelled, what has not begun is not compiled, unless others want it too.
+        """
+        waited = [wanted for wanted in map(self._want, instances) if not wanted.cubin.done()]
+        if not waited:
+            return None
+        done: Future[None] = Future()
+        counting, left = threading.Lock(), len(waited)
+
+        def one_less(_: Future[Cubin]) -> None:
+            nonlocal left
+            with counting:
+                left -= 1
+                if left > 0:
+                    return
+            if not done.set_running_or_notify_cancel():
+                return
+            errors = [wanted.cubin.exception() for wanted in waited]
+            error = next(filter(None, errors), None)
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        done.add_done_callback(lambda done: self._give_up(waited) if done.cancelled() else None)
+        for wanted in waited:
+            wanted.cubin.add_done_callback(one_less)
+        return done
+
+    def compile_all(self, instances: Iterable[Instance]) -> list[str]:
+        """Have these in the cache; says which were refused, and why."""
+
+        def refusal(instance: Instance) -> str | None:
+            try:
+                self.cubin(instance)
+            except CompileError as error:
+                return f"{instance.name}: {error}"
+            return None
+
+        with ThreadPoolExecutor(self._jobs) as waiting:
+            return [said for said in waiting.map(refusal, instances) if said is not None]
 
     def compile(self, instance: Instance) -> Cubin:
-        """Compiled now, whatever the cache holds."""
+        """Compiled now, whatever the cache holds; raises as `cubin`."""
         source = (KERNELS / instance.source).read_text(encoding="utf-8")
         options = [*self._options(instance), f"--include-path={KERNELS}"]
-        code, log = self._nvrtc.compile(source, instance.source, options)
+        request = Request(self._nvrtc.path, source, instance.source, options)
+        code, log = self._processes.compile(request)
         return Cubin(code, Resources.of(log))
 
-    def _options(self, instance: Instance) -> list[str]:
-        defines = [f"--define-macro={name}={value}" for name, value in instance.defines]
-        return [*OPTIONS, f"--gpu-architecture={self.architecture}", *defines]
+    def close(self) -> None:
+        """End every compilation; whoever waits for one gets a CompileError."""
+        self._processes.close()
+        self._pool.shutdown(cancel_futures=True)
 
     def file_name(self, instance: Instance) -> str:
         """Of the cubin: equal where everything that it depends on is equal."""
         key = hashlib.sha256()
-        for part in (*self._options(instance), str(self._nvrtc.version)):
+        version = str(self._nvrtc.version)
+        for part in (*self._options(instance), version, source_hash(instance.source)):
             key.update(part.encode() + b"\0")
-        for name in included(instance.source):
-            key.update(name.encode() + b"\0" + (KERNELS / name).read_bytes() + b"\0")
         return f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
 
+    def _options(self, instance: Instance) -> list[str]:
+        defines = [f"--define-macro={name}={value}" for name, value in instance.defines]
+        return [
+            *OPTIONS,
+            *self._more_options,
+            f"--gpu-architecture={self.architecture}",
+            *defines,
+        ]
 
-def included(source: str) -> list[str]:
-    """A kernel source and every header that it includes, directly or not, in order of meeting."""
-    found: dict[str, None] = {source: None}
-    waiting = [source]
-    while waiting:
-        text = (KERNELS / waiting.pop()).read_text(encoding="utf-8")
-        for name in _INCLUDE.findall(text):
-            if name not in found:
-                found[name] = None
-                waiting.append(name)
-    return list(found)
+    def _want(self, instance: Instance) -> _Wanted:
+        """What is or will be an instance's cubin, with one more that waits for it."""
+        with self._lock:
+            wanted = self._wanted.get(instance)
+            if wanted is None:
+                found = self._cached(instance)
+                if found is None:
+                    cubin = self._pool.submit(self._found_or_compiled, instance)
+                else:
+                    cubin = Future()
+                    cubin.set_result(found)
+                wanted = self._wanted[instance] = _Wanted(instance, cubin)
+            wanted.waiting += 1
+            return wanted
+
+    def _give_up(self, waited: Iterable[_Wanted]) -> None:
+        """One less waits for each of these; what nobody waits for any more does not begin."""
+        for wanted in waited:
+            with self._lock:
+                wanted.waiting -= 1
+                if wanted.waiting > 0 or not wanted.cubin.cancel():
+                    continue
+                del self._wanted[wanted.instance]
+
+    def _cached(self, instance: Instance) -> Cubin | None:
+        """From the cache; counted as found. The lock is held."""
+        if self._cache is None:
+            return None
+        name = self.file_name(instance)
+        for folder in (self._cache, DEFAULT_CACHE):
+            with contextlib.suppress(OSError):  # not there, or not to be read
+                code = (folder / name).read_bytes()
+                self.found += 1
+                return Cubin(code, None)
+        return None
+
+    def _found_or_compiled(self, instance: Instance) -> Cubin:
+        """Compiled and put into the cache, unless another process of this host just does so."""
+        try:
+            if self._cache is None:
+                return self._compile_counted(instance)
+            path = self._cache / self.file_name(instance)
+            with exclusive(path.with_suffix(".lock"), self._processes.closed):
+                with self._lock:
+                    found = self._cached(instance)
+                if found is None:
+                    found = self._compile_counted(instance)
+                    _store(path, found.code)
+            return found
+        except BaseException:
+            # Whoever asks again has it tried again.
+            with self._lock:
+                self._wanted.pop(instance, None)
+            raise
+
+    def _compile_counted(self, instance: Instance) -> Cubin:
+        started_s = time.monotonic()
+        compiled = self.compile(instance)
+        with self._lock:
+            self.compiled += 1
+            self.compile_s += time.monotonic() - started_s
+        return compiled
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """An instance's cubin, and how many wait for it."""
+
+    instance: Instance
+    cubin: Future[Cubin]
+    waiting: int = 0
 
 
 def _store(path: Path, code: bytes) -> None:
     """Under a name of its own first: a process that reads meanwhile sees a whole file or none."""
     try:
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-            (path.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / ".gitignore").write_text("*\n", encoding="utf-8")
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     except OSError:
         return  # a read-only installation: compiled again in the next process

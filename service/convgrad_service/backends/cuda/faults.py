@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from convgrad_service.backends.cuda.device import import_cupy
 
-__all__ = ["FATAL", "fatal_fault", "is_out_of_memory"]
+__all__ = ["FATAL", "alloc_or_none", "fatal_fault", "is_out_of_memory"]
 
 # Sticky errors: after one of these nothing works in the process any more (CUDA's cudaError_t and
 # CUresult share these numbers).
@@ -47,3 +50,13 @@ def _status(error: BaseException) -> int:
     if isinstance(error, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
         return int(error.status)
     return 0
+
+
+def alloc_or_none(alloc: Callable[[int], Any], size_bytes: int) -> Any:
+    """Memory of a device; None where there is too little."""
+    try:
+        return alloc(size_bytes)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None

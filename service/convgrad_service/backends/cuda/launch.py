@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from convgrad_service.backends.cuda.compile import Compiler
@@ -51,6 +52,16 @@ class Kernels:
         self._shared: dict[Instance, int] = {}
         self._zeros: dict[int, Any] = {}
         self._lock = threading.Lock()
+
+    def compile_ahead(self, steps: Iterable[Step]) -> Future[None] | None:
+        """Begin to compile what these steps need and neither is loaded nor lies in the cache; see
+        `Compiler.compile_ahead`. Needs no current device."""
+        instances = {
+            step.instance: None
+            for step in steps
+            if isinstance(step, Launch) and step.instance not in self._loaded
+        }
+        return self._compiler.compile_ahead(instances) if instances else None
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Compile and load what these steps need, so that running them does not wait for it."""

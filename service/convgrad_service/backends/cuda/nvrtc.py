@@ -1,13 +1,18 @@
 """NVRTC, NVIDIA's run-time compiler, through its C interface: from source to cubin, no GPU needed.
 
 The library comes from the ``nvidia-cuda-nvrtc`` wheel, or from a CUDA toolkit that the system's
-loader finds. ctypes releases the interpreter while it compiles.
+loader finds. Run as a program, this file compiles one source and ends (see `compile_process`), so
+it imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,10 +28,21 @@ class CompileError(RuntimeError):
 
 
 class Nvrtc:
-    """One loaded NVRTC library. Safe to call from several threads."""
+    """The NVRTC library at ``path``, loaded. Safe to call from several threads, which then wait for
+    one another: it compiles one source at a time.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    Raises:
+        OSError: it cannot be loaded.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # NVRTC opens its builtins by name alone, which the loader knows once they are open.
+        beside = Path(path)
+        if beside.is_absolute():
+            for builtins in beside.parent.glob(f"libnvrtc-builtins.so{beside.suffix}.*"):
+                ctypes.CDLL(str(builtins))
+        self._library = ctypes.CDLL(path)
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version: tuple[int, int] = (major.value, minor.value)
@@ -83,10 +99,7 @@ def find_nvrtc(newest_major: int = MAJORS[0]) -> Nvrtc:
     for major in majors:
         for place in _places(major):
             try:
-                # NVRTC opens its builtins by name alone, which the loader knows once they are open.
-                for builtins in Path(place).parent.glob(f"libnvrtc-builtins.so.{major}.*"):
-                    ctypes.CDLL(str(builtins))
-                return Nvrtc(ctypes.CDLL(place))
+                return Nvrtc(place)
             except OSError:
                 continue
     wanted = " or ".join(map(str, majors))
@@ -102,3 +115,35 @@ def _places(major: int) -> Iterator[str]:
         for found in sorted(Path(package).glob(f"*/lib/libnvrtc.so.{major}")):
             yield str(found)
     yield f"libnvrtc.so.{major}"
+
+
+# Below that of the threads that compute (`convgrad_service.priority`): compiling gives way to all.
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+
+
+def _main() -> None:
+    """Compile what standard input says, and write what was found to standard output.
+
+    The first line is JSON: the log, or the error; the cubin follows. The argument is the parent's
+    process, with which this one ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):
+            return  # it ended before it could be watched
+    # A terminal's Ctrl-C reaches every process; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    library, source, name, options = json.load(sys.stdin)
+    code = b""
+    try:
+        code, log = Nvrtc(library).compile(source, name, options)
+        answer = {"log": log}
+    except CompileError as error:
+        answer = {"error": str(error)}
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + code)
+
+
+if __name__ == "__main__":
+    _main()

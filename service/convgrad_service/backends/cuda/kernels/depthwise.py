@@ -20,7 +20,12 @@ from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.gather_args import gather_sides
-from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
+from convgrad_service.plans.cuda_device import (
+    ARCHITECTURES,
+    CudaDevice,
+    architectures_before,
+    architectures_since,
+)
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import ConvWork
 
@@ -52,6 +57,8 @@ class Tile:
     architectures: tuple[str, ...] = ARCHITECTURES
 
 
+# Before this capability the compiler finds fewer registers.
+NARROW_BEFORE = (8, 9)
 # By kernel rows, kernel columns and stride.
 TILES = {
     (3, 3, 1): Tile(2, 7, 4),
@@ -61,7 +68,7 @@ TILES = {
     (5, 5, 2): Tile(2, 2, 4),
     (7, 7, 1): Tile(1, 7, 4),
     (7, 7, 2): Tile(2, 2, 3),
-    (13, 13, 1): Tile(1, 3, 2, architectures=ARCHITECTURES[1:]),
+    (13, 13, 1): Tile(1, 3, 2, architectures=architectures_since(NARROW_BEFORE)),
     (3, 1, 1): Tile(2, 1, 5),
     (4, 1, 1): Tile(2, 1, 5),
     (5, 1, 1): Tile(2, 1, 5),
@@ -76,9 +83,7 @@ TILES = {
 NARROWER = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
 # What a strip takes beside its columns, in columns.
 STRIP_COLUMNS = 2.5
-# Where the compiler finds fewer registers: before sm_89.
-NARROW_TILES = {(13, 13, 1): Tile(1, 1, 2, architectures=ARCHITECTURES[:1])}
-NARROW_BEFORE = (8, 9)
+NARROW_TILES = {(13, 13, 1): Tile(1, 1, 2, architectures=architectures_before(NARROW_BEFORE))}
 
 
 class DepthwiseArgs(ctypes.Structure):

@@ -9,7 +9,7 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES, COPIES, Prepared
 from convgrad_service.backends.cuda.kernels.dense_limits import why_not_reach
-from convgrad_service.plans.cuda_device import ARCHITECTURES, CudaDevice
+from convgrad_service.plans.cuda_device import CudaDevice, architectures_before
 from convgrad_service.plans.cuda_families import choose
 from convgrad_service.plans.cuda_program import Workspace, ceil_div
 from convgrad_service.plans.cuda_works import (
@@ -41,7 +41,7 @@ MOST_CHANNELS = 4
 
 MOST_WARPS = 12
 BLACKWELL = (10, 0)
-BEFORE_BLACKWELL = tuple(name for name in ARCHITECTURES if name != "sm_100")
+BEFORE_BLACKWELL = architectures_before(BLACKWELL)
 """Where the compiler finds registers enough for the instances that need the most."""
 
 STAGES = 4

@@ -11,7 +11,11 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool_cells import image_elements
 from convgrad_service.backends.cuda.kernels.pool_strips import DTYPES, in_words, per_word
-from convgrad_service.plans.cuda_device import CudaDevice, with_shared_bytes
+from convgrad_service.plans.cuda_device import (
+    CudaDevice,
+    architectures_before,
+    with_shared_bytes,
+)
 from convgrad_service.plans.cuda_program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda_works import PoolWork
 
@@ -34,8 +38,8 @@ class Stack:
         return 2 * (warps + 2 * (KERNEL - 1)) * windows * LANES * 8
 
 
-# Those before sm_90 compare the halves of a word one by one, which takes registers.
-OLDER = ("sm_80", "sm_89")
+# Devices before this capability compare the halves of a word one by one, which takes registers.
+IN_PAIRS = (9, 0)
 STACK, OLDER_STACK = Stack(), Stack(rows=4)
 
 
@@ -108,7 +112,7 @@ class PoolStacks:
         args.strips = ceil_div(work.input[2], args.strip)
         warps = args.planes + 2 * args.halo
         launch = Launch(
-            _instance(work.dtype, stack, device.architecture in OLDER),
+            _instance(work.dtype, stack, device.capability < IN_PAIRS),
             (self._blocks(work, device), 1, 1),
             (LANES * warps, 1, 1),
             pack(args, x=work.source, grad=work.y, grad_x=work.x),
@@ -125,7 +129,7 @@ class PoolStacks:
         ]
 
     def _stack(self, device: CudaDevice) -> Stack:
-        return self._older if device.architecture in OLDER else self._newer
+        return self._older if device.capability < IN_PAIRS else self._newer
 
     def _lines(self, work: PoolWork, device: CudaDevice) -> int:
         """Blocks of one strip."""
@@ -169,6 +173,7 @@ def _instance(dtype: DType, stack: Stack, older: bool) -> Instance:
         "MOST_PLANES": MOST_PLANES,
         "BLOCKS": stack.blocks,
     }
+    before = architectures_before(IN_PAIRS)
     fitting = with_shared_bytes(stack.shared_bytes(MOST_PLANES))
-    architectures = tuple(name for name in fitting if (name in OLDER) == older)
+    architectures = tuple(name for name in fitting if (name in before) == older)
     return Instance.of("pool_stacks.cu", defines, architectures)

@@ -1,0 +1,30 @@
+"""Waits that end when nobody wants the answer any more."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from convgrad.errors import DeadlineExceeded
+
+__all__ = ["stop_if", "wait_for"]
+
+_POLL_S = 0.05
+
+
+def stop_if(cancelled: threading.Event | None) -> None:
+    """Raise DeadlineExceeded once ``cancelled`` is set."""
+    if cancelled is not None and cancelled.is_set():
+        raise DeadlineExceeded("the request was cancelled before it was computed")
+
+
+def wait_for(compiled: Future[None] | None, cancelled: threading.Event | None) -> None:
+    """Wait until kernels are compiled; raises why they cannot be, or as `stop_if`."""
+    while compiled is not None:
+        try:
+            compiled.result(_POLL_S)
+            break
+        except TimeoutError:
+            if cancelled is not None and cancelled.is_set():
+                compiled.cancel()
+            stop_if(cancelled)

@@ -1,0 +1,44 @@
+"""A kernel's sources: where they lie, what they include, and a hash of what the compiler sees."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+__all__ = ["KERNELS", "included", "source_hash"]
+
+KERNELS = Path(__file__).resolve().parent / "kernels"
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+# Strings first, so that two slashes in one begin no comment.
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def included(source: str, folder: Path | None = None) -> list[str]:
+    """A kernel source and every header that it includes, directly or not, in order of meeting.
+
+    Names are relative to ``folder``, `KERNELS` by default.
+    """
+    found: dict[str, None] = {source: None}
+    waiting = [source]
+    while waiting:
+        text = ((folder or KERNELS) / waiting.pop()).read_text(encoding="utf-8")
+        for name in _INCLUDE.findall(text):
+            if name not in found:
+                found[name] = None
+                waiting.append(name)
+    return list(found)
+
+
+def source_hash(source: str, folder: Path | None = None) -> str:
+    """Of a kernel source and every header that it includes, comments and blank space aside.
+
+    Equal hashes compile to the same code; what was measured or checked of one holds for the other.
+    """
+    key = hashlib.sha256()
+    for name in included(source, folder):
+        text = ((folder or KERNELS) / name).read_text(encoding="utf-8")
+        code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", text)
+        lines = (" ".join(line.split()) for line in code.splitlines())
+        key.update(f"{name}\0{chr(10).join(filter(None, lines))}\0".encode())
+    return key.hexdigest()[:16]

@@ -1,0 +1,88 @@
+"""What this process may use of its host: memory and cores, as its control groups limit them.
+
+A container's limits are those of its cgroup, or of one above it: version 2 (``memory.max``,
+``cpu.max``), version 1 (``memory.limit_in_bytes``, ``cpu.cfs_quota_us``), or both, each for some
+controllers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["memory_bytes", "usable_cores"]
+
+PROCESS = Path("/proc/self")
+
+
+def memory_bytes(process: Path = PROCESS) -> int | None:
+    """The memory that this process and those beside it in its cgroup may use: the limit that is
+    met first, or all of the host's. None where the system does not say."""
+    limits = [_host_bytes()]
+    for group in _groups(process, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits += _numbers(group / name)[:1]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def usable_cores(process: Path = PROCESS) -> int:
+    """The cores that this process may run on, no more than the CPU time that its cgroups grant it,
+    rounded up."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for group in _groups(process, "cpu"):
+        granted = _numbers(group / "cpu.max")
+        if not granted:
+            granted = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
+        if len(granted) == 2 and granted[0] > 0 and granted[1] > 0:
+            cores = min(cores, math.ceil(granted[0] / granted[1]))
+    return max(cores, 1)
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _numbers(file: Path) -> list[int]:
+    """The numbers in a file; none where it is not there, or says ``max``."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(word) for word in file.read_text(encoding="ascii").split()]
+    return []
+
+
+def _groups(process: Path, controller: str) -> Iterator[Path]:
+    """The folders of the cgroups of this process that may limit it, from its own upwards."""
+    try:
+        memberships = (process / "cgroup").read_text().splitlines()
+        mounts = [_mount(line) for line in (process / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        for kind, root, point, options in mounts:
+            if controllers:
+                if kind != "cgroup" or controller not in {*controllers.split(",")} & {*options}:
+                    continue
+            elif kind != "cgroup2":
+                continue
+            # Inside a container the mount's root may be the container's own group.
+            own = Path(path)
+            group = point / own.relative_to(root) if own.is_relative_to(root) else point
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(point))
+            break
+
+
+def _mount(line: str) -> tuple[str, str, Path, list[str]]:
+    """Of a line of mountinfo: the type, the root within the file system, where it is mounted, and
+    the file system's options."""
+    left, _, right = line.partition(" - ")
+    fields, (kind, _, options) = left.split(), right.split(" ", 2)
+    return kind, fields[3], Path(fields[4]), options.split(",")
