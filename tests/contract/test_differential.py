@@ -21,12 +21,11 @@ from tests.support.differential import (
     BREAK,
     HANG,
     TOPOLOGIES,
-    TRANSPORTS,
-    Asked,
     Running,
     Seen,
     running,
 )
+from tests.support.senders import TRANSPORTS, Asked
 
 # Of each, the first two meet two front ends cold, the rest find the same request known. What is
 # refused is remembered nowhere.
