@@ -10,6 +10,8 @@ CPU    := service/convgrad_service/backends/cpu
 # PyTorch is measured against, never depended on, so it stays outside the environment.
 PEER   := build/peer
 DEPLOY := build/deploy-tools
+DIST   := build/dist-tools
+SITE   := build/site-tools
 LOAD   := build/load-tools
 RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
@@ -20,8 +22,7 @@ TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
-# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md; of
-# `make compile-all`, a line of what it found.
+# Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
 STORE ?=
 
 # Of `make test`: FRESH=1 draws other random inputs than last time.
@@ -31,7 +32,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        dist docs check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,15 +81,16 @@ test-slow: kernels ## the larger random sweeps, each time over other inputs
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
-test-torch: kernels $(PEER) ## PyTorch's answers beside ours
-	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py
+test-torch: kernels $(PEER) ## PyTorch's answers next to ours, and the documents' snippets that use it
+	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
+	    tests/contract/test_documentation.py
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
 
-compile-all: $(READY) ## compile every GPU kernel for every architecture; needs no GPU, takes an hour or two
-	@$(PY) -m tests.perf.compile_kernels $(if $(STORE),--store)
+compile-all: $(READY) ## compile the GPU kernels that changed, for every architecture; needs no GPU; all take two hours
+	@$(PY) -m tests.perf.compile_kernels
 
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
@@ -101,6 +103,16 @@ check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the 
 	@if command -v docker-compose >/dev/null; then \
 	    docker-compose --profile cpu --profile gpu --profile monitoring -f deploy/compose/compose.yaml config -q; \
 	else echo "LEFT OUT: docker-compose, which is not here, did not read the compose file"; fi
+
+docs: $(READY) $(SITE)/.ready ## build the documentation in build/site; every internal link and anchor must lead somewhere
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict
+	@! grep -rnoE --include='*.html' '<(script|img|link)[^>]* (src|href)="?https?:[^ >]*' build/site \
+	    || { echo "the site fetches these from elsewhere, and would not work offline"; exit 1; }
+
+dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
+	@$(PY) -m tests.deploy.build_dist build/dist
+	@$(DIST)/bin/twine check --strict build/dist/*
+	@$(PY) -m pytest -s -m deploy tests/deploy/test_dist.py --dist build/dist
 
 check-load: kernels $(LOAD)/.ready ## whether the load tests work: each wire answered, nothing failed, at whatever speed
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust --only smoke --seconds 8
@@ -130,9 +142,11 @@ ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a loca
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run $(if $(STORE),--store)
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
+$(DIST)/.ready: deploy/locks/dist.txt
+$(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(LOAD)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -173,6 +187,9 @@ bench-devices: kernels ## one GPU and several: side by side, a problem split, a 
 bench-wire: kernels ## decoding and encoding, stage by stage
 	@$(PY) -m tests.perf.bench_wire
 
+bench-nonfinite: kernels ## NaN, infinities and subnormals beside finite data, on the GPU or else the CPU
+	@$(PY) -m tests.perf.bench_nonfinite
+
 bench-sums: kernels ## how fast the shares of a split sum are added up
 	@$(PY) -m tests.perf.bench_sums
 
@@ -199,9 +216,10 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 	@$(PY) -m tests.perf.bench_front_ends
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
+	@$(PY) -m tests.perf.plot_load
+	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py
-	@$(PY) -m tests.perf.plot_load
 
 COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade --quiet
 
@@ -213,6 +231,8 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
+	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
+    from convgrad._events import EventHooks, RequestEvent, ResponseEvent, RetryEvent
     from convgrad._parts import Part
     from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
     from convgrad.contract import Report
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         DeadlineExceeded,
         DeviceOutOfMemory,
         DeviceUnavailable,
+        GatewayError,
         Internal,
         InvalidAnswer,
         InvalidProblem,
@@ -67,6 +69,8 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceOutOfMemory",
     "DeviceUnavailable",
+    "EventHooks",
+    "GatewayError",
     "Internal",
     "InvalidAnswer",
     "InvalidProblem",
@@ -80,7 +84,10 @@ __all__ = [
     "PayloadTooLarge",
     "ProblemTooLarge",
     "Report",
+    "RequestEvent",
     "RequestTimeout",
+    "ResponseEvent",
+    "RetryEvent",
     "ServiceError",
     "Stored",
     "Unauthenticated",
@@ -99,9 +106,13 @@ _HOMES = {
     "ConvBackwardResult": "convgrad._results",
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
+    "EventHooks": "convgrad._events",
     "MaxPoolResult": "convgrad._results",
     "Part": "convgrad._parts",
     "Report": "convgrad.contract",
+    "RequestEvent": "convgrad._events",
+    "ResponseEvent": "convgrad._events",
+    "RetryEvent": "convgrad._events",
     "Stored": "convgrad._call",
 }
 _MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}

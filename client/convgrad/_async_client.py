@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 import httpx
-from numpy.typing import ArrayLike, NDArray
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call, Stored
-from convgrad._exchange import Exchange, OptionChanges, Options, Target
-from convgrad._http_errors import ROOTS
+from convgrad._call import Answer, Call, Stored, as_tensor, check_call
+from convgrad._client import check_open, shared_memory
+from convgrad._direct import AsyncDirectTransport, is_direct
+from convgrad._events import EventHooks
+from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import async_method
+from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
-from convgrad._reply import Receiver, Reply, async_raw_chunks
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
+from convgrad._transport import AsyncHttpxTransport, AsyncTransport
+from convgrad.dtypes import DType
 from convgrad.errors import ConvgradError
 
 __all__ = ["AsyncClient"]
@@ -30,33 +35,62 @@ R = TypeVar("R")
 
 
 class AsyncClient:
-    """`Client` for asynchronous programs; parameters and methods are the same.
+    """`Client` for asynchronous programs, with the same parameters and methods.
 
-    ::
+    Tensors are copied to shared memory, and with ``wire="json"`` become text, on the event loop;
+    safetensors bodies are views, and hold it up for no time.
 
-        async with convgrad.AsyncClient() as client:
-            grad_input = await client.conv_bwd_data(grad_output, weight, stride=2)
+    Parameters
+    ----------
+    http_client
+        An `httpx.AsyncClient`. Without one, plain HTTP under asyncio goes over sockets of the
+        client's own.
+    sleep
+        Is awaited between attempts: under trio, pass ``trio.sleep``, and an ``http_client``.
+    base_url, api_key, timeout, connect_timeout, read_timeout, max_retries, wire, headers
+        As for `Client`; so are ``event_hooks``, which are plain functions, and ``transport``.
 
-    ``http_client`` is an `httpx.AsyncClient`, and ``sleep`` is awaited: under trio,
-    pass trio's. With ``wire="json"`` large tensors hold up the event loop while they become text;
-    safetensors bodies are views, and do not.
+    Examples
+    --------
+    >>> async with convgrad.AsyncClient() as client:
+    ...     grad_input = await client.conv_bwd_data(grad_output, weight, stride=2)
     """
 
     def __init__(
         self,
-        base_url: str = "http://127.0.0.1:8000",
+        base_url: str | None = None,
         *,
+        api_key: str | None = None,
         timeout: float | None = 60.0,
-        retries: int = 2,
-        wire: str = "safetensors",
+        connect_timeout: float = 10.0,
+        read_timeout: float | None = None,
+        max_retries: int = 2,
+        wire: Literal["safetensors", "json"] = "safetensors",
         headers: Mapping[str, str] | None = None,
+        event_hooks: EventHooks | None = None,
+        transport: Literal["http", "shm"] = "http",
         http_client: httpx.AsyncClient | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._options = Options(base_url, timeout, retries, wire, dict(headers or {}))
-        self._owns_http = http_client is None
-        self._http = http_client or httpx.AsyncClient()
+        self._options = Options.of(
+            base_url,
+            api_key,
+            headers,
+            event_hooks,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            max_retries=max_retries,
+            wire=wire,
+        )
+        self._owns_transport = True
+        self._transport: AsyncTransport
+        if http_client is None and is_direct(self._options.base_url):
+            self._transport = AsyncDirectTransport(self._options.base_url)
+        else:
+            self._transport = AsyncHttpxTransport(http_client)
         self._sleep = sleep
+        self._shared = shared_memory(transport)
 
     conv_bwd_data = async_method(_calls.conv_bwd_data)
     grouped_conv_bwd_weight = async_method(_calls.grouped_conv_bwd_weight)
@@ -71,67 +105,62 @@ class AsyncClient:
     conv_backward = async_method(_calls.conv_backward)
 
     async def call(self, call: Call[T]) -> Answer[T]:
-        """Send a Call, and return its outputs together with the server's report and timings.
-
-        Raises
-            As `conv_bwd_data`.
-        """
-        call = call.storing(self._options.store)
-        return await self._complete(call_target(call, self._options.wire), self._options)
+        """Send a Call, and return its outputs with the server's report; see `Client.call`."""
+        call = check_call(call).storing(self._options.store)
+        if self._shared is not None:
+            return await self._send_all(self._shared.call(call))
+        return await self._complete(call_target(call, self._options.wire))
 
     async def iterate(self, call: Call[Any]) -> AsyncIterator[Part]:
         """Send a Call, and yield the rows of its outputs as they come; see `Client.iterate`."""
-        exchange = Exchange(
-            call_target(call.storing(self._options.store), PARTS_WIRE), self._options
-        )
+        call = check_call(call).storing(self._options.store)
+        exchange = self._exchange(call_target(call, PARTS_WIRE))
         while True:
             reader = PartReader()
             begun = False
             try:
-                async for receiver in self._stream(exchange):
-                    for part in reader.read(receiver):
-                        begun = True
-                        yield part
+                arriving = self._transport.stream(exchange)
+                async with aclosing(arriving):  # type: ignore[type-var]
+                    async for receiver in arriving:
+                        for part in reader.read(receiver):
+                            begun = True
+                            yield part
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
                 if begun:
                     raise
-                pause_s = exchange.pause_s(error)
-            await self._sleep(pause_s)
+                delay_s = exchange.retry_delay_s(error)
+            await self._sleep(delay_s)
+
+    async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
+        """An array of any content to be filled and sent; see `Client.empty`."""
+        array = as_tensor("empty", np.empty((0,), dtype))
+        if self._shared is None:
+            return np.empty(tuple(shape), array.dtype)
+        return await self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
     async def put(
         self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None
     ) -> Stored:
-        """Keep a tensor on the server under a name, which then stands for it in requests.
-
-        It stays for ``time_to_live_s`` since it was last used, at most as long as the server lets
-        it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
-
-        Raises
-            As `conv_bwd_data`; Overloaded while the server keeps as much as it may.
-        """
-        return await self._complete(put_target(name, tensor, time_to_live_s), self._options)
+        """Keep a tensor on the server under a name; see `Client.put`."""
+        return await self._complete(put_target(name, tensor, time_to_live_s))
 
     async def fetch(self, name: str) -> NDArray[Any]:
         """A stored tensor's elements; raises NotFound where there is none of that name."""
-        return await self._complete(fetch_target(name), self._options)
+        return await self._complete(fetch_target(name))
 
     async def drop(self, name: str) -> None:
         """Have the server forget a tensor; raises NotFound where there is none of that name."""
-        await self._complete(drop_target(name), self._options)
+        await self._complete(drop_target(name))
 
     async def stored(self) -> Mapping[str, Stored]:
         """The tensors that the server keeps, by name."""
-        return await self._complete(list_target(), self._options)
+        return await self._complete(list_target())
 
     async def operations(self) -> OperationsInfo:
-        """What the server says of its operations, by name: tensors, dtypes, layouts.
-
-        Raises
-            ConnectionFailed, ClientTimeout and InvalidAnswer from the way there and back.
-        """
-        return await self._complete(OPERATIONS_LIST, self._options)
+        """What the server says of its operations; see `Client.operations`."""
+        return await self._complete(OPERATIONS_LIST)
 
     async def is_live(self) -> bool:
         """Whether a server runs there."""
@@ -145,13 +174,15 @@ class AsyncClient:
         """This client with other options; see `Client.with_options`."""
         other = copy.copy(self)
         other._options = self._options.changed(changes)
-        other._owns_http = False
+        other._owns_transport = False
         return other
 
     async def close(self) -> None:
         """Close the connections, unless they are an injected client's."""
-        if self._owns_http:
-            await self._http.aclose()
+        if self._owns_transport and not self._transport.closed:
+            if self._shared is not None:
+                await self._send_all(self._shared.close())
+            await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -164,42 +195,39 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._options.base_url!r})"
+
+    def _exchange(self, target: Target[R]) -> Exchange[R]:
+        check_open(self._transport.closed)
+        return Exchange(target, self._options)
+
     async def _succeeds(self, target: Target[Any]) -> bool:
         try:
-            await self._complete(target, replace(self._options, retries=0))
+            await self.with_options(max_retries=0)._complete(target)
         except ConvgradError:
             return False
         return True
 
-    async def _complete(self, target: Target[R], options: Options) -> R:
-        exchange = Exchange(target, options)
+    async def _complete(self, target: Target[R]) -> R:
+        exchange = self._exchange(target)
         while True:
             try:
-                return exchange.read(await self._send(exchange))
+                return exchange.read(await self._transport.send(exchange))
             except ConvgradError as error:
-                pause_s = exchange.pause_s(error)
-            await self._sleep(pause_s)
+                delay_s = exchange.retry_delay_s(error)
+            await self._sleep(delay_s)
 
-    async def _send(self, exchange: Exchange[Any]) -> Reply:
-        async for receiver in self._stream(exchange):
-            last = receiver
-        return last.finish()
-
-    async def _stream(self, exchange: Exchange[Any]) -> AsyncIterator[Receiver]:
-        """One attempt, whenever more of its answer has come; the last time with all of it."""
+    async def _send_all(self, requests: Requests[R]) -> R:
         try:
-            request = exchange.request(self._http)
-            response = await self._http.send(request, stream=True, follow_redirects=False)
-            try:
-                receiver = Receiver(response.status_code, response.headers, exchange.request_id)
-                async for chunk in async_raw_chunks(response):
-                    exchange.check_deadline()
-                    receiver.add(chunk)
-                    yield receiver
-                    if receiver.has_enough:
-                        break
-                yield receiver
-            finally:
-                await response.aclose()
-        except ROOTS as error:
-            raise exchange.failed(error) from error
+            target = next(requests)
+            while True:
+                try:
+                    result = await self._complete(target)
+                except BaseException as error:  # noqa: BLE001 - thrown on, to where it belongs
+                    target = requests.throw(error)
+                else:
+                    target = requests.send(result)
+        except StopIteration as done:
+            returned: R = done.value
+            return returned

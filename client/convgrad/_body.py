@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad._call import Call
+from convgrad._call import Call, Stored
 from convgrad.contract import Report
 from convgrad.errors import InvalidAnswer, MalformedRequest
 from convgrad.wire import json_tensors, safetensors
@@ -163,11 +163,9 @@ def _decode_json(content: NDArray[np.uint8]) -> Decoded:
     return {**tensors, **_stored(stored)}, report
 
 
-def _stored(told: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(descriptions: Mapping[str, Any]) -> dict[str, Stored]:
     """What stands in the place of the arrays of outputs that the server kept."""
-    from convgrad._stored import stored_from
-
-    return {name: stored_from(each, each["stored"]) for name, each in told.items()}
+    return {name: Stored.described(each, each["stored"]) for name, each in descriptions.items()}
 
 
 def writable(array: NDArray[Any]) -> NDArray[Any]:

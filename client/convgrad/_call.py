@@ -7,6 +7,7 @@ function of its arguments, so a Call may be sent again, or to another server, wi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from convgrad._display import described, fields_text, html_table
 from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, MalformedRequest
 
@@ -27,6 +29,7 @@ __all__ = [
     "Stored",
     "TensorLike",
     "as_tensor",
+    "check_call",
     "make_call",
     "one_output",
     "required",
@@ -48,9 +51,17 @@ class Stored:
     shape: tuple[int, ...]
     dtype: DType
 
+    @classmethod
+    def described(cls, description: Mapping[str, Any], name: str) -> Stored:
+        """From what a server says of it: a JSON object with ``shape`` and ``dtype``."""
+        return cls(name, tuple(description["shape"]), DType(description["dtype"]))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"Stored({self.name!r}, {described(self)})"
 
     def blank(self) -> NDArray[Any]:
         """An array of the same shape and dtype that takes no memory, to validate a request with."""
@@ -73,6 +84,10 @@ class Call(Generic[T]):
     parameters: Mapping[str, Any]
     read: Callable[[Outputs], T] = field(repr=False)
 
+    def __repr__(self) -> str:
+        fields = [*self.tensors.items(), *self.parameters.items()]
+        return fields_text(f"Call.{self.operation}", fields)
+
     def storing(self, outputs: Mapping[str, str]) -> Call[T]:
         """The same with these outputs kept on the server under these names, and not sent."""
         if not outputs:
@@ -93,6 +108,30 @@ class Answer(Generic[T]):
     request_id: str
     server_timing_s: Mapping[str, float]
     attempts: int
+
+    def __repr__(self) -> str:
+        return fields_text("Answer", self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table("Answer", self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, Any]]:
+        yield "outputs", self.outputs
+        report = self.report
+        yield "kernel", f"{report.kernel} on {report.backend}"
+        yield "compute_s", report.compute_s
+        yield "attempts", self.attempts
+        yield "request_id", self.request_id
+
+
+def check_call(call: Any) -> Call[Any]:
+    """``call`` itself; raises TypeError where it is no Call."""
+    if not isinstance(call, Call):
+        raise TypeError(
+            "call: expected what a function of convgrad.calls makes, such as "
+            f"convgrad.calls.conv_bwd_data(grad_output, weight); got {call!r:.80}"
+        )
+    return call
 
 
 def make_call(
@@ -125,10 +164,17 @@ def make_call(
 def as_tensor(name: str, value: Any) -> NDArray[Any]:
     """What NumPy makes of ``value``, C-contiguous and of native byte order.
 
-    A contiguous array is taken as it is, without a copy.
+    A contiguous array is taken as it is, without a copy; so is a tensor of PyTorch on the CPU.
+
+    Raises
+    ------
+    MalformedRequest
+        NumPy makes no array of it, or one of a dtype that no operation takes.
     """
     try:
-        array: NDArray[Any] = np.asarray(value, order="C")
+        array: NDArray[Any] = np.asarray(_without_bfloat16(value), order="C")
+        if array is not value and str(getattr(value, "dtype", "")) == "torch.bfloat16":
+            array = array.view(DType.BFLOAT16.numpy)
     # RuntimeError: what torch raises for a tensor that requires grad or is not on the CPU.
     except (TypeError, ValueError, RuntimeError) as refused:
         raise MalformedRequest(
@@ -140,6 +186,13 @@ def as_tensor(name: str, value: Any) -> NDArray[Any]:
         names = ", ".join(DType)
         raise MalformedRequest(f"{name}: expected a dtype of {names}; got {array.dtype}")
     return array
+
+
+def _without_bfloat16(value: Any) -> Any:
+    """A bfloat16 tensor of PyTorch, of which NumPy makes no array, as the integers of its bits."""
+    if str(getattr(value, "dtype", "")) != "torch.bfloat16":
+        return value
+    return value.contiguous().view(sys.modules["torch"].int16)
 
 
 def one_output(name: str) -> Callable[[Outputs], NDArray[Any]]:

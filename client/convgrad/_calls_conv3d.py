@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
-
-from numpy.typing import NDArray
+from typing import Literal, TypeAlias
 
 from convgrad._call import Call, TensorLike, make_call, one_output
-from convgrad._calls_conv import Padding, Precision, Sizes
+from convgrad._calls_conv import ConvLayout3d, Padding, Precision, Sizes
+from convgrad._results import Array
 
 __all__ = ["conv3d_backprop_input", "conv3d_transpose"]
 
@@ -33,28 +32,73 @@ def conv3d_backprop_input(
     region: Mapping[str, Sequence[int]] | None = None,
     precision: Precision = "highest",
     deterministic: bool = True,
-) -> Call[NDArray[Any]]:
+) -> Call[Array]:
     """Gradient of a 3D convolution with respect to its input, in Ascend's formats or plain ones.
 
-    The formula is that of `conv_bwd_data`. ``region={"d": [start, stop], "h": [start, stop]}``
-    computes that part of grad_input alone; either may be left out.
+    The formula is that of `conv_bwd_data`.
 
-    Shapes
-        In NCDHW: grad_output (N, K, Do, Ho, Wo), weight (K, C/groups, Dk, Hk, Wk); returns
-        grad_input (N, C, D, H, W), or (N, C, region D, region H, W). ``input_size`` is [D, H, W]
-        or [N, C, D, H, W]. In NDC1HWC0 an activation is (N, D, ceil(C/C0), H, W, C0); in
-        FRACTAL_Z_3D a weight is (D*C1*H*W, N1, 16, C0), groups one after another along the first
-        axis, and ``weight_size`` [K, C/groups, D, H, W] must be given. C0 is 16 for 16-bit types
-        and 8 for float32; padded channels are zero. Formats rather than ``layout`` name the order
-        of dimensions here, one per tensor.
-    Dtypes
-        float16, bfloat16, float32 or float64, one for all; sums in float32 (float64 for float64).
-    Layout
-        ``grad_output_format``, ``weight_format`` and ``output_format``, one per tensor.
+    Parameters
+    ----------
+    grad_output : array
+        (N, K, Do, Ho, Wo) in NCDHW; in NDC1HWC0 an activation is (N, D, ceil(C/C0), H, W, C0).
+    weight : array
+        (K, C/groups, Dk, Hk, Wk) in NCDHW; in FRACTAL_Z_3D it is (D*C1*H*W, N1, 16, C0), groups one
+        after another along the first axis.
+    input_size : sequence of int, optional
+        [D, H, W] or [N, C, D, H, W] of the input.
+    weight_size : sequence of int, optional
+        [K, C/groups, D, H, W]; needed with FRACTAL_Z_3D.
+    stride : int or sequence of int, optional
+        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
+        the layout.
+    padding : int or sequence, optional
+        Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
+    dilation : int or sequence of int, optional
+        Step between the taps of a window: one int, or one per dimension.
+    groups : int, optional
+        Number of blocks into which the channels are divided.
+    output_padding : int or sequence of int, optional
+        Rows that the input has beyond the smallest, at its end.
+    grad_output_format, weight_format, output_format : str, optional
+        Order of the dimensions, one per tensor, in the place of ``layout``.
+    region : mapping, optional
+        ``{"d": [start, stop], "h": [start, stop]}`` computes that part of grad_input alone; either
+        may be left out.
+    precision : {"highest", "high"}, optional
+        ``highest`` computes float32 in true float32; ``high`` may use TF32.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    array (N, C, D, H, W)
+        grad_input, or the region of it, in ``output_format``.
+
     Raises
-        As `conv_bwd_data`.
-    Source
-        Ascend C Conv3DBackpropInput.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
+    float64).
+
+    C0 is 16 for 16-bit types and 8 for float32; padded channels are zero.
+
+    Source: Ascend C Conv3DBackpropInput.
+
+    Examples
+    --------
+    >>> upper = client.conv3d_backprop_input(
+    ...     grad_output, weight, padding=1, region={"d": [0, 4]}
+    ... )
     """
     return make_call("conv3d_backprop_input", locals(), one_output("grad_input"))
 
@@ -69,26 +113,67 @@ def conv3d_transpose(
     groups: int = 1,
     dilation: Sizes = 1,
     *,
-    layout: str | None = None,
+    layout: ConvLayout3d | None = None,
     precision: Precision = "highest",
     deterministic: bool = True,
-) -> Call[NDArray[Any]]:
+) -> Call[Array]:
     """Transposed 3D convolution: the mathematics of `conv_bwd_data`, with a bias.
 
-    ``output[n, k, i] = bias[k] + sum over c, r, o of input[n, c, o] * weight[c, k, r]`` where
-    ``i = o*stride + r*dilation - pad_before``.
+    ``output[n, k, i] = bias[k] + sum over c, r, o of input[n, c, o] * weight[c, k, r]`` where ``i =
+    o*stride + r*dilation - pad_before``.
 
-    Shapes
-        input (N, C, D, H, W), weight (C, K/groups, Dk, Hk, Wk), bias (K,); returns output
-        (N, K, Do, Ho, Wo), with
-        ``out = (in-1)*stride - pad_before - pad_after + dilation*(kernel-1) + output_padding + 1``.
-    Dtypes
-        float16, bfloat16, float32 or float64, one for all; sums in float32 (float64 for float64).
-    Layout
+    Parameters
+    ----------
+    input : array (N, C, D, H, W)
+        The layer's input.
+    weight : array (C, K/groups, Dk, Hk, Wk)
+        The filters.
+    bias : array (K,), optional
+        One value for each output channel.
+    stride : int or sequence of int, optional
+        Step between windows: one int, or one per spatial dimension in the order D, H, W, whatever
+        the layout.
+    padding : int or sequence, optional
+        Zeros around the input: one int, one per dimension, or a pair (before, after) per dimension.
+    output_padding : int or sequence of int, optional
+        Rows added at the end of the output.
+    groups : int, optional
+        Number of blocks into which the channels are divided.
+    dilation : int or sequence of int, optional
+        Step between the taps of a window: one int, or one per dimension.
+    layout : str, optional
         NCDHW (the default), NDHWC or a grouped one.
+    precision : {"highest", "high"}, optional
+        ``highest`` computes float32 in true float32; ``high`` may use TF32.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    array (N, K, Do, Ho, Wo)
+        output, with ``out = (in-1)*stride - pad_before - pad_after + dilation*(kernel-1) +
+        output_padding + 1``.
+
     Raises
-        As `conv_bwd_data`.
-    Source
-        Ascend C Conv3DTranspose; torch.nn.functional.conv_transpose3d.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    One dtype for all: float16, bfloat16, float32 or float64. Sums run in float32 (float64 for
+    float64).
+
+    Source: Ascend C Conv3DTranspose; torch.nn.functional.conv_transpose3d.
+
+    Examples
+    --------
+    >>> output = client.conv3d_transpose(x, weight, stride=2, padding=1, output_padding=1)
     """
     return make_call("conv3d_transpose", locals(), one_output("output"))

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-from numpy.typing import NDArray
+from typing import Any, Literal, TypeAlias, overload
 
 from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, required
 from convgrad._calls_conv import Padding, Sizes
-from convgrad._results import MaxPoolResult
+from convgrad._results import Array, IndexArray, MaxPoolResult
 
 __all__ = ["maxpool2d_bwd", "maxpool2d_fwd", "maxpool3d_bwd", "maxpool3d_fwd"]
 
+IndexName: TypeAlias = Literal["int64", "int32"]
+PoolLayout2d: TypeAlias = Literal["NCHW", "NHWC"]
+PoolLayout3d: TypeAlias = Literal["NCDHW", "NDHWC"]
 
+
+@overload
+def maxpool2d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    return_indices: Literal[False] = False,
+    *,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout2d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[None]]: ...
+@overload
+def maxpool2d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    *,
+    return_indices: Literal[True],
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout2d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[IndexArray]]: ...
+@overload
 def maxpool2d_fwd(
     input: TensorLike,
     kernel_size: Sizes,
@@ -23,32 +54,110 @@ def maxpool2d_fwd(
     ceil_mode: bool = False,
     return_indices: bool = False,
     *,
-    index_dtype: Literal["int64", "int32"] = "int64",
-    layout: str | None = None,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout2d | None = None,
     deterministic: bool = True,
-) -> Call[MaxPoolResult]:
+) -> Call[MaxPoolResult[IndexArray | None]]: ...
+def maxpool2d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout2d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[Any]]:
     """Max pooling over 2D windows.
 
-    ``output[n, c, p, q] = max over r, s of input[n, c, p*stride + r*dilation - pad, …]``; the
-    first maximum of a window wins a tie, and a NaN wins over any number.
+    ``output[n, c, p, q] = max over r, s of input[n, c, p*stride + r*dilation - pad, …]``.
 
-    Shapes
-        input (N, C, H, W); returns a tuple (output, indices), both (N, C, P, Q), indices None
-        unless ``return_indices``. ``stride`` defaults to ``kernel_size``; ``ceil_mode`` lets a
-        last window hang over the edge; ``padding`` is one int, one per dimension, or a pair
-        (before, after) per dimension. Indices are flat, ``h*W + w``, per (n, c) plane.
-    Dtypes
-        input and output float16, bfloat16, float32 or float64; indices ``index_dtype``.
-    Layout
-        NCHW (the default) or NHWC, for output and indices too.
+    Parameters
+    ----------
+    input : array (N, C, H, W)
+        The layer's input: float16, bfloat16, float32 or float64.
+    kernel_size : int or sequence of int
+        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
+        layout.
+    stride : int or sequence of int, optional
+        Step between windows; ``kernel_size`` by default.
+    padding : int or sequence, optional
+        Positions around the input that never win: one int, one per dimension, or a pair (before,
+        after) per dimension.
+    dilation : int or sequence of int, optional
+        Step between the elements of a window.
+    ceil_mode : bool, optional
+        Let a last window hang over the edge.
+    return_indices : bool, optional
+        Also return where the maxima are.
+    index_dtype : {"int64", "int32"}, optional
+        Dtype of the indices.
+    layout : str, optional
+        NCHW (the default) or NHWC, for all tensors.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    MaxPoolResult
+        output and indices, both (N, C, P, Q); indices, flat as ``h*W + w`` in each (n, c) plane,
+        are None unless ``return_indices``.
+
     Raises
-        As `conv_bwd_data`.
-    Source
-        torch.nn.functional.max_pool2d.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    The first maximum of a window wins a tie, and a NaN wins over any number.
+    Source: torch.nn.functional.max_pool2d.
+
+    Examples
+    --------
+    >>> output, indices = client.maxpool2d_fwd(x, 3, 2, padding=1, return_indices=True)
     """
     return make_call("maxpool2d_fwd", locals(), _read_pooled(return_indices))
 
 
+@overload
+def maxpool3d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    return_indices: Literal[False] = False,
+    *,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout3d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[None]]: ...
+@overload
+def maxpool3d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    *,
+    return_indices: Literal[True],
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout3d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[IndexArray]]: ...
+@overload
 def maxpool3d_fwd(
     input: TensorLike,
     kernel_size: Sizes,
@@ -58,26 +167,77 @@ def maxpool3d_fwd(
     ceil_mode: bool = False,
     return_indices: bool = False,
     *,
-    index_dtype: Literal["int64", "int32"] = "int64",
-    layout: str | None = None,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout3d | None = None,
     deterministic: bool = True,
-) -> Call[MaxPoolResult]:
+) -> Call[MaxPoolResult[IndexArray | None]]: ...
+def maxpool3d_fwd(
+    input: TensorLike,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    *,
+    index_dtype: IndexName = "int64",
+    layout: PoolLayout3d | None = None,
+    deterministic: bool = True,
+) -> Call[MaxPoolResult[Any]]:
     """Max pooling over 3D windows.
 
-    The formula is that of `maxpool2d_fwd`, with a third dimension.
+    The formula is that of `maxpool2d_fwd`.
 
-    Shapes
-        input (N, C, D, H, W); returns a tuple (output, indices), both (N, C, Z, P, Q), indices
-        None unless ``return_indices``; they are flat, ``(d*H + h)*W + w``, per (n, c) volume.
-        The rest as in `maxpool2d_fwd`.
-    Dtypes
-        input and output float16, bfloat16, float32 or float64; indices ``index_dtype``.
-    Layout
-        NCDHW (the default) or NDHWC.
+    Parameters
+    ----------
+    input : array (N, C, D, H, W)
+        The layer's input: float16, bfloat16, float32 or float64.
+    kernel_size : int or sequence of int
+        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
+        layout.
+    stride : int or sequence of int, optional
+        Step between windows; ``kernel_size`` by default.
+    padding : int or sequence, optional
+        Positions around the input that never win: one int, one per dimension, or a pair (before,
+        after) per dimension.
+    dilation : int or sequence of int, optional
+        Step between the elements of a window.
+    ceil_mode : bool, optional
+        Let a last window hang over the edge.
+    return_indices : bool, optional
+        Also return where the maxima are.
+    index_dtype : {"int64", "int32"}, optional
+        Dtype of the indices.
+    layout : str, optional
+        NCDHW (the default) or NDHWC, for all tensors.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    MaxPoolResult
+        output and indices, both (N, C, Z, P, Q); indices, flat as ``(d*H + h)*W + w`` in each (n,
+        c) volume, are None unless ``return_indices``.
+
     Raises
-        As `conv_bwd_data`.
-    Source
-        torch.nn.functional.max_pool3d.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    The first maximum of a window wins a tie, and a NaN wins over any number.
+    Source: torch.nn.functional.max_pool3d.
+
+    Examples
+    --------
+    >>> output, indices = client.maxpool3d_fwd(x, 3, 2, padding=1, return_indices=True)
     """
     return make_call("maxpool3d_fwd", locals(), _read_pooled(return_indices))
 
@@ -93,27 +253,66 @@ def maxpool2d_bwd(
     ceil_mode: bool = False,
     indices: TensorLike | None = None,
     input_size: Sequence[int] | None = None,
-    layout: str | None = None,
+    layout: PoolLayout2d | None = None,
     deterministic: bool = True,
-) -> Call[NDArray[Any]]:
+) -> Call[Array]:
     """Gradient of `maxpool2d_fwd`, from its input or from the indices it returned.
 
-    ``grad_input[n, c, i] = sum of grad_output[n, c, o] over the windows o whose maximum is at
-    i``.
+    ``grad_input[n, c, i] = sum of grad_output[n, c, o] over the windows o whose maximum is at i``.
 
-    Shapes
-        grad_output (N, C, P, Q); input (N, C, H, W), or else indices (N, C, P, Q) with
-        ``input_size``, spatial or full; returns grad_input (N, C, H, W).
-    Dtypes
-        grad_output and input float16, bfloat16, float32 or float64, alike; indices int64 or
-        int32; sums in float32 (float64 for float64), in a fixed order.
-    Layout
-        NCHW (the default) or NHWC.
+    Parameters
+    ----------
+    grad_output : array (N, C, P, Q)
+        Gradient with respect to the layer's output.
+    input : array (N, C, H, W), optional
+        The layer's input; either this or ``indices``.
+    kernel_size : int or sequence of int
+        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
+        layout.
+    stride : int or sequence of int, optional
+        Step between windows; ``kernel_size`` by default.
+    padding : int or sequence, optional
+        Positions around the input that never win: one int, one per dimension, or a pair (before,
+        after) per dimension.
+    dilation : int or sequence of int, optional
+        Step between the elements of a window.
+    ceil_mode : bool, optional
+        Let a last window hang over the edge.
+    indices : array (N, C, P, Q), optional
+        What the forward pass returned: int64 or int32.
+    input_size : sequence of int, optional
+        Size of the input, spatial or the full shape; needed with ``indices``.
+    layout : str, optional
+        NCHW (the default) or NHWC, for all tensors.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    array (N, C, H, W)
+        grad_input.
+
     Raises
-        InvalidProblem also for an index out of range or outside its window; else as
-        `conv_bwd_data`.
-    Source
-        composable_kernel, 49_maxpool2d_bwd; aten::max_pool2d_with_indices_backward.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other, or an index is out of range or outside its window.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    grad_output and input have one dtype: float16, bfloat16, float32 or float64. Sums run in float32
+    (float64 for float64), in a fixed order.
+
+    Source: composable_kernel, 49_maxpool2d_bwd; aten::max_pool2d_with_indices_backward.
+
+    Examples
+    --------
+    >>> grad_input = client.maxpool2d_bwd(grad_output, x, kernel_size=3, stride=2, padding=1)
     """
     return make_call("maxpool2d_bwd", locals(), one_output("grad_input"))
 
@@ -129,30 +328,72 @@ def maxpool3d_bwd(
     ceil_mode: bool = False,
     indices: TensorLike | None = None,
     input_size: Sequence[int] | None = None,
-    layout: str | None = None,
+    layout: PoolLayout3d | None = None,
     deterministic: bool = True,
-) -> Call[NDArray[Any]]:
+) -> Call[Array]:
     """Gradient of `maxpool3d_fwd`, from its input or from the indices it returned.
 
     The formula is that of `maxpool2d_bwd`.
 
-    Shapes
-        grad_output (N, C, Z, P, Q); input (N, C, D, H, W), or else indices (N, C, Z, P, Q) with
-        ``input_size``, spatial or full; returns grad_input (N, C, D, H, W).
-    Dtypes
-        As in `maxpool2d_bwd`: sums in float32 or wider and in a fixed order, in 3D too.
-    Layout
-        NCDHW (the default) or NDHWC.
+    Parameters
+    ----------
+    grad_output : array (N, C, Z, P, Q)
+        Gradient with respect to the layer's output.
+    input : array (N, C, D, H, W), optional
+        The layer's input; either this or ``indices``.
+    kernel_size : int or sequence of int
+        Size of the window: one int, or one per spatial dimension in the order D, H, W, whatever the
+        layout.
+    stride : int or sequence of int, optional
+        Step between windows; ``kernel_size`` by default.
+    padding : int or sequence, optional
+        Positions around the input that never win: one int, one per dimension, or a pair (before,
+        after) per dimension.
+    dilation : int or sequence of int, optional
+        Step between the elements of a window.
+    ceil_mode : bool, optional
+        Let a last window hang over the edge.
+    indices : array (N, C, Z, P, Q), optional
+        What the forward pass returned: int64 or int32.
+    input_size : sequence of int, optional
+        Size of the input, spatial or the full shape; needed with ``indices``.
+    layout : str, optional
+        NCDHW (the default) or NDHWC, for all tensors.
+    deterministic : bool, optional
+        The same bits for the same request on the same device model.
+
+    Returns
+    -------
+    array (N, C, D, H, W)
+        grad_input.
+
     Raises
-        As `maxpool2d_bwd`.
-    Source
-        aten::max_pool3d_with_indices_backward.
+    ------
+    MalformedRequest
+        An argument is of the wrong kind.
+    InvalidProblem
+        Sizes contradict each other, or an index is out of range or outside its window.
+    ServiceError
+        Any other error that the server answers with: ProblemTooLarge, Overloaded, …
+    ConnectionFailed, GatewayError, ClientTimeout, InvalidAnswer
+        The server was not reached, or did not answer.
+
+    Notes
+    -----
+    grad_output and input have one dtype: float16, bfloat16, float32 or float64. Sums run in float32
+    (float64 for float64), in a fixed order.
+
+    Source: aten::max_pool3d_with_indices_backward.
+
+    Examples
+    --------
+    >>> grad_input = client.maxpool3d_bwd(grad_output, x, kernel_size=3, stride=2, padding=1)
     """
     return make_call("maxpool3d_bwd", locals(), one_output("grad_input"))
 
 
-def _read_pooled(return_indices: bool) -> Callable[[Outputs], MaxPoolResult]:
-    def read(outputs: Outputs) -> MaxPoolResult:
+def _read_pooled(return_indices: bool) -> Callable[[Outputs], MaxPoolResult[Any]]:
+    def read(outputs: Outputs) -> MaxPoolResult[Any]:
         indices = required(outputs, "indices") if return_indices else None
         return MaxPoolResult(required(outputs, "output"), indices)
 

@@ -5,71 +5,69 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import httpx
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call, Stored, as_tensor
+from convgrad._call import Answer, Call, Stored, as_tensor, check_call
 from convgrad._direct import DirectTransport, is_direct
-from convgrad._exchange import Exchange, OptionChanges, Options, Target
+from convgrad._events import EventHooks
+from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import method
+from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
 from convgrad._transport import HttpxTransport, Transport
 from convgrad.dtypes import DType
-from convgrad.errors import ConvgradError
+from convgrad.errors import ClientError, ConvgradError
 
 if TYPE_CHECKING:
     from convgrad._shared_calls import SharedMemory
 
-__all__ = ["Client"]
+__all__ = ["Client", "check_open", "shared_memory"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _shared_memory(transport: str, complete: Callable[[Target[Any]], Any]) -> SharedMemory | None:
-    if transport == "http":
-        return None
-    if transport != "shm":
-        raise ValueError(f"transport: expected http or shm, got {transport!r}")
-    # Not every system has what it needs, and few programs need it.
-    from convgrad._shared_calls import SharedMemory
-
-    return SharedMemory(complete)
-
-
 class Client:
     """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
-
-    ::
-
-        with convgrad.Client("http://127.0.0.1:8000") as client:
-            grad_input = client.conv_bwd_data(grad_output, weight, stride=2, padding=1)
 
     Threads may share a client.
 
     Parameters
     ----------
     base_url
-        The server's address; a path in it is kept.
+        The server's address; a path in it is kept. By default the environment variable
+        ``CONVGRAD_URL``, or http://127.0.0.1:8000.
+    api_key
+        Sent as ``Authorization: Bearer <api_key>``. By default the environment variable
+        ``CONVGRAD_API_KEY``, if it is set.
     timeout
         Seconds for one call in all, retries and the waits between them included; None for no
-        bound. The server is told (X-Request-Timeout), so it does not compute for no one.
-    retries
-        How often a call is sent again after a connection that failed or an error that the table
-        in `convgrad.errors` marks retryable. Waits grow exponentially, with jitter, and honour
-        Retry-After. Sending again is always safe: operations are pure functions.
+        limit. The server is told (X-Request-Timeout), so that it stops computing in time.
+    connect_timeout
+        Seconds that making a connection may take.
+    read_timeout
+        Seconds that a connection may be silent before it counts as lost; None for as long as
+        ``timeout``. A server is silent while it computes.
+    max_retries
+        How often a call is sent again after a lost connection, an answer of 429, 502, 503 or 504
+        from a proxy, or an error that the table in `convgrad.errors` marks as retryable. Waits
+        grow exponentially, with jitter, and honour Retry-After. Sending again is always safe:
+        operations are pure functions.
     wire
         "safetensors", or "json" (slower; for servers behind something that reads bodies).
     headers
-        Sent with every request: a key, for instance.
+        Sent with every request.
+    event_hooks
+        Functions to call at each request, response and retry: ``{"retry": [print]}``, see
+        `convgrad.EventHooks`. The same is logged to the logger ``convgrad``.
     transport
         "http", or "shm" for a server on this machine that has CONVGRAD_SYSTEM_SHARED_MEMORY set:
         tensors then lie in shared memory, and requests only say where. Results stay there while
@@ -80,29 +78,53 @@ class Client:
         the client's own, and HTTPS, or HTTP where the environment names a proxy, through httpx.
     sleep
         Waits between attempts; a test passes its own.
+
+    Raises
+    ------
+    ValueError
+        For an argument that cannot work.
+
+    Examples
+    --------
+    >>> with convgrad.Client("http://127.0.0.1:8000") as client:
+    ...     grad_input = client.conv_bwd_data(grad_output, weight, stride=2, padding=1)
     """
 
     def __init__(
         self,
-        base_url: str = "http://127.0.0.1:8000",
+        base_url: str | None = None,
         *,
+        api_key: str | None = None,
         timeout: float | None = 60.0,
-        retries: int = 2,
-        wire: str = "safetensors",
+        connect_timeout: float = 10.0,
+        read_timeout: float | None = None,
+        max_retries: int = 2,
+        wire: Literal["safetensors", "json"] = "safetensors",
         headers: Mapping[str, str] | None = None,
-        transport: str = "http",
+        event_hooks: EventHooks | None = None,
+        transport: Literal["http", "shm"] = "http",
         http_client: httpx.Client | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._options = Options(base_url, timeout, retries, wire, dict(headers or {}))
+        self._options = Options.of(
+            base_url,
+            api_key,
+            headers,
+            event_hooks,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            read_timeout=read_timeout,
+            max_retries=max_retries,
+            wire=wire,
+        )
         self._owns_transport = True
         self._transport: Transport
-        if http_client is None and is_direct(base_url):
-            self._transport = DirectTransport(base_url)
+        if http_client is None and is_direct(self._options.base_url):
+            self._transport = DirectTransport(self._options.base_url)
         else:
             self._transport = HttpxTransport(http_client)
         self._sleep = sleep
-        self._shared = _shared_memory(transport, self._complete_own)
+        self._shared = shared_memory(transport)
 
     conv_bwd_data = method(_calls.conv_bwd_data)
     grouped_conv_bwd_weight = method(_calls.grouped_conv_bwd_weight)
@@ -119,32 +141,49 @@ class Client:
     def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs together with the server's report and timings.
 
+        Parameters
+        ----------
+        call
+            What a function of `convgrad.calls` makes.
+
         Raises
+        ------
+        TypeError
+            It is no Call.
+        ConvgradError
             As `conv_bwd_data`.
+
+        Examples
+        --------
+        >>> answer = client.call(convgrad.calls.conv_bwd_data(grad_output, weight, stride=2))
+        >>> answer.report.kernel, answer.server_timing_s["compute"]
         """
-        call = call.storing(self._options.store)
+        call = check_call(call).storing(self._options.store)
         if self._shared is not None:
-            return self._shared.call(call, self._complete_own)
-        return self._complete(call_target(call, self._options.wire), self._options)
+            return self._send_all(self._shared.call(call))
+        return self._complete(call_target(call, self._options.wire))
 
     def iterate(self, call: Call[Any]) -> Iterator[Part]:
         """Send a Call, and yield the rows of its outputs as they come: a server computes a large
         problem in parts, and sends each when it is ready.
 
-        ::
-
-            for part in client.iterate(convgrad.calls.conv_bwd_data(grad_output, weight)):
-                use(part.output, part.start, part.array)
-
         What is tried again is tried before the first part has come. Tensors go over HTTP, also
         with ``transport="shm"``. Whoever stops early ends the computation.
 
         Raises
-            As `conv_bwd_data`; ConnectionFailed also where the answer breaks off in the middle.
+        ------
+        ConnectionFailed
+            Also where the answer breaks off in the middle.
+        ConvgradError
+            As `conv_bwd_data`.
+
+        Examples
+        --------
+        >>> for part in client.iterate(convgrad.calls.conv_bwd_data(grad_output, weight)):
+        ...     use(part.output, part.start, part.array)
         """
-        exchange = Exchange(
-            call_target(call.storing(self._options.store), PARTS_WIRE), self._options
-        )
+        call = check_call(call).storing(self._options.store)
+        exchange = self._exchange(call_target(call, PARTS_WIRE))
         while True:
             reader = PartReader()
             begun = False
@@ -158,20 +197,29 @@ class Client:
             except ConvgradError as error:
                 if begun:
                     raise
-                pause_s = exchange.pause_s(error)
-            self._sleep(pause_s)
+                delay_s = exchange.retry_delay_s(error)
+            self._sleep(delay_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:
         """An array of any content to be filled and sent; with ``transport="shm"`` it lies in
         shared memory, from where it is sent without a copy. Results lie there too.
 
         Raises
-            MalformedRequest for a dtype that no operation takes; ClientError without such memory.
+        ------
+        MalformedRequest
+            No operation takes that dtype.
+        ClientError
+            There is no such memory.
+
+        Examples
+        --------
+        >>> x = client.empty((8, 64, 56, 56))
+        >>> x[...] = images
         """
         array = as_tensor("empty", np.empty((0,), dtype))
         if self._shared is None:
             return np.empty(tuple(shape), array.dtype)
-        return self._shared.empty(tuple(shape), DType(array.dtype.name))
+        return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
     def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
         """Keep a tensor on the server under a name, which then stands for it in requests.
@@ -180,29 +228,42 @@ class Client:
         it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
 
         Raises
-            As `conv_bwd_data`; Overloaded while the server keeps as much as it may.
+        ------
+        MalformedRequest
+            The name is not 1 to 128 letters, digits, dots, dashes and underscores.
+        Overloaded
+            The server keeps as much as it may.
+        ConvgradError
+            As `conv_bwd_data`.
+
+        Examples
+        --------
+        >>> weight = client.put("layer1.weight", weight)
+        >>> output = client.conv_fwd(x, weight)
         """
-        return self._complete(put_target(name, tensor, time_to_live_s), self._options)
+        return self._complete(put_target(name, tensor, time_to_live_s))
 
     def fetch(self, name: str) -> NDArray[Any]:
         """A stored tensor's elements; raises NotFound where there is none of that name."""
-        return self._complete(fetch_target(name), self._options)
+        return self._complete(fetch_target(name))
 
     def drop(self, name: str) -> None:
         """Have the server forget a tensor; raises NotFound where there is none of that name."""
-        self._complete(drop_target(name), self._options)
+        self._complete(drop_target(name))
 
     def stored(self) -> Mapping[str, Stored]:
         """The tensors that the server keeps, by name."""
-        return self._complete(list_target(), self._options)
+        return self._complete(list_target())
 
     def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
 
         Raises
-            ConnectionFailed, ClientTimeout and InvalidAnswer from the way there and back.
+        ------
+        ConnectionFailed, ClientTimeout, InvalidAnswer
+            From the way there and back.
         """
-        return self._complete(OPERATIONS_LIST, self._options)
+        return self._complete(OPERATIONS_LIST)
 
     def is_live(self) -> bool:
         """Whether a server runs there."""
@@ -213,11 +274,27 @@ class Client:
         return self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
-        """This client with another ``timeout``, ``retries``, ``wire`` or ``store``.
+        """This client with other options; it shares the connections, which only the original
+        closes.
 
-        It shares the connections, which only the original closes.
-        ``store`` names outputs that the server shall keep and not send: with
-        ``store={"grad_input": "g"}`` what would be grad_input is a `Stored` called g.
+        Parameters
+        ----------
+        timeout, connect_timeout, read_timeout, max_retries, wire, api_key, event_hooks
+            As for the client.
+        headers
+            Sent besides the client's own.
+        store
+            Outputs that the server shall keep and not send: with ``store={"grad_input": "g"}``
+            what would be grad_input is a `Stored` called g.
+
+        Raises
+        ------
+        TypeError
+            For the name of no option.
+
+        Examples
+        --------
+        >>> y = client.with_options(timeout=5, store={"output": "y"}).conv_fwd(x, weight)
         """
         other = copy.copy(self)
         other._options = self._options.changed(changes)
@@ -226,9 +303,9 @@ class Client:
 
     def close(self) -> None:
         """Close the connections, unless they are an injected client's."""
-        if self._owns_transport:
+        if self._owns_transport and not self._transport.closed:
             if self._shared is not None:
-                self._shared.close()
+                self._send_all(self._shared.close())
             self._transport.close()
 
     def __enter__(self) -> Client:
@@ -242,21 +319,66 @@ class Client:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._options.base_url!r})"
+
+    def _exchange(self, target: Target[R]) -> Exchange[R]:
+        check_open(self._transport.closed)
+        return Exchange(target, self._options)
+
     def _succeeds(self, target: Target[Any]) -> bool:
         try:
-            self._complete(target, replace(self._options, retries=0))
+            self.with_options(max_retries=0)._complete(target)
         except ConvgradError:
             return False
         return True
 
-    def _complete_own(self, target: Target[R]) -> R:
-        return self._complete(target, self._options)
-
-    def _complete(self, target: Target[R], options: Options) -> R:
-        exchange = Exchange(target, options)
+    def _complete(self, target: Target[R]) -> R:
+        exchange = self._exchange(target)
         while True:
             try:
                 return exchange.read(self._transport.send(exchange))
             except ConvgradError as error:
-                pause_s = exchange.pause_s(error)
-            self._sleep(pause_s)
+                delay_s = exchange.retry_delay_s(error)
+            self._sleep(delay_s)
+
+    def _send_all(self, requests: Requests[R]) -> R:
+        try:
+            target = next(requests)
+            while True:
+                try:
+                    result = self._complete(target)
+                except BaseException as error:  # noqa: BLE001 - thrown on, to where it belongs
+                    target = requests.throw(error)
+                else:
+                    target = requests.send(result)
+        except StopIteration as done:
+            returned: R = done.value
+            return returned
+
+
+def check_open(closed: bool) -> None:
+    """Raise ClientError for a client that is closed."""
+    if closed:
+        raise ClientError("this client is closed; make another, or call it before its `with` ends")
+
+
+def shared_memory(transport: str) -> SharedMemory | None:
+    """What ``transport`` names.
+
+    Raises
+    ------
+    ValueError
+        It is neither "http" nor "shm".
+    ClientError
+        This system has no shared memory of that kind.
+    """
+    if transport == "http":
+        return None
+    if transport != "shm":
+        raise ValueError(f'transport: expected "http" or "shm", got {transport!r}')
+    try:  # not every system has what it needs, and few programs need it
+        from convgrad._shared_calls import SharedMemory
+    except ImportError as missing:
+        raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing
+    return SharedMemory()

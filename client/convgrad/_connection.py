@@ -1,8 +1,10 @@
-"""One HTTP/1.1 connection: a request from the caller's own buffers, an answer into its last place.
+"""HTTP/1.1 over one connection: a request from the caller's own buffers, an answer into its last
+place.
 
-A general client spends 0.3 ms of interpreter on a request, which is what a whole call of a small
-problem may take, and copies a large body on its way. Here the kernel reads the arrays where they
-are and writes the answer where it stays.
+A general client spends half a millisecond of interpreter on a request, longer than a small problem
+takes, and copies a large body on its way. Here the kernel reads the arrays where they are and
+writes the answer where it stays. Nothing here waits: the methods are generators that yield what
+they wait for, so that `Client` can poll and `AsyncClient` can await.
 """
 
 from __future__ import annotations
@@ -10,19 +12,25 @@ from __future__ import annotations
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
+from convgrad._http_errors import GRPC_PORT
 from convgrad._reply import Receiver
 from convgrad.errors import ClientError
 
-__all__ = ["AVAILABLE", "Connection", "Http1Error", "Waiting"]
+__all__ = ["AVAILABLE", "READ", "WRITE", "Connection", "Http1Error", "Steps"]
 
 AVAILABLE = hasattr(socket.socket, "sendmsg") and hasattr(select, "poll")
 """Whether this system has what a `Connection` needs; Windows does not."""
 
-# Seconds that are left for the request, or None; raises once there are none.
-Waiting = Callable[[], "float | None"]
+READ = 1
+WRITE = 2
+T = TypeVar("T")
+Steps: TypeAlias = "Generator[int | Receiver, int, T]"
+"""Yields READ or READ | WRITE and is sent which of them is possible; or yields the `Receiver` of
+the answer whenever more has come, the last time with all of it."""
 
 # Pieces of this size fill a loopback connection some 15 % faster than one write of everything.
 _SEND_BYTES = 1 << 20
@@ -49,89 +57,75 @@ class Connection:
     Not for several threads at once. After any exception it is of no more use: close it.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float | None) -> None:
-        self._socket = socket.create_connection((host, port), timeout_s)
-        self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connected
         self._unread = b""
         self.answering = False
         """Whether a byte of the present answer has come."""
+        self.reusable = False
+        """Whether the last answer ended where another may begin."""
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
     def is_stale(self) -> bool:
         """Whether something came while nothing was asked: the end, as a rule."""
-        return bool(self._unread or self._poll.poll(0))
+        try:
+            return bool(self._unread) or self.socket.recv(1, socket.MSG_PEEK) is not None
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def request(
-        self, head: bytes, body: Iterable[memoryview], request_id: str, waiting: Waiting
-    ) -> tuple[Receiver, bool]:
-        """Send a request and receive its answer; whether another may follow on this connection.
+        self,
+        head: bytes,
+        body: Iterable[memoryview],
+        request_id: str,
+        check_deadline: Callable[[], object],
+    ) -> Steps[None]:
+        """Send a request and receive its answer.
 
         A server may answer before it has the whole body: then the rest is not sent.
 
         Raises
-            OSError, Http1Error, and what ``waiting`` raises.
+        ------
+        OSError, Http1Error
+            And what ``check_deadline`` raises, which is called whenever something has come.
         """
-        answer, sent_all = self._ask(head, body, waiting)
-        receiver = Receiver(answer.status, answer.headers, request_id)
-        whole = self._read_body(answer, receiver, waiting)
-        return receiver, sent_all and whole and answer.keep_alive
-
-    def arriving(
-        self, head: bytes, body: Iterable[memoryview], request_id: str, waiting: Waiting
-    ) -> Iterator[tuple[Receiver, bool]]:
-        """As `request`, whenever more of the answer has come; the last time with all of it."""
-        answer, sent_all = self._ask(head, body, waiting)
-        receiver = Receiver(answer.status, answer.headers, request_id)
-        reusable = False
-        if "transfer-encoding" in answer.headers or receiver.memory is None:
-            reusable = self._read_body(answer, receiver, waiting)
-        else:
-            for missing in self._read_announced(receiver, waiting):
-                reusable = not missing
-                if missing:
-                    yield receiver, False
-        yield receiver, sent_all and reusable and answer.keep_alive
-
-    def _ask(self, head: bytes, body: Iterable[memoryview], waiting: Waiting) -> tuple[_Head, bool]:
-        """Send a request and receive the head of its answer; whether all of it was sent."""
-        self.answering = False
+        self.answering = self.reusable = False
+        sent_all, broken = False, None
         try:
-            sent_all = self._send(_Outgoing(head, body), waiting)
-            broken = None
+            sent_all = yield from self._send(_Outgoing(head, body))
         except OSError as error:
             # The answer that says why may have come before the connection broke.
-            sent_all, broken = False, error
+            broken = error
         try:
-            answer = self._read_head(waiting)
+            answer = yield from self._read_head()
         except (OSError, Http1Error):
             if broken is not None:
                 raise broken from None
             raise
-        return answer, sent_all
+        receiver = Receiver(answer.status, answer.headers, request_id)
+        whole = yield from self._read_body(answer, receiver, check_deadline)
+        self.reusable = sent_all and whole and answer.keep_alive
+        yield receiver
 
-    def _send(self, outgoing: _Outgoing, waiting: Waiting) -> bool:
+    def _send(self, outgoing: _Outgoing) -> Steps[bool]:
         while piece := outgoing.piece():
             try:
-                outgoing.drop(self._socket.sendmsg(piece))
+                outgoing.drop(self.socket.sendmsg(piece))
             except BlockingIOError:
-                self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
-                try:
-                    ready = self._wait(waiting)
-                finally:
-                    self._poll.modify(self._socket, select.POLLIN)
-                if ready & select.POLLIN:
+                if (yield READ | WRITE) & READ:
                     return False
         return True
 
-    def _read_head(self, waiting: Waiting) -> _Head:
+    def _read_head(self) -> Steps[_Head]:
         data = self._unread
         if not data:
-            self._wait(waiting)  # no server has answered yet: an attempt to read would be in vain
+            yield READ  # no server has answered yet: an attempt to read would be in vain
         while True:
             head, found, rest = data.partition(_END_OF_HEAD)
             if found:
@@ -141,79 +135,86 @@ class Connection:
                     return parsed
                 data = rest  # 100 Continue and its kin announce another head
                 continue
+            if data.startswith(b"\0"):  # a frame of HTTP/2, whose length begins so
+                raise Http1Error(f"expected an answer of HTTP/1.1, got HTTP/2; {GRPC_PORT}")
             if len(data) > _MAX_HEAD_BYTES:
                 raise Http1Error(f"the answer's headers are over {_MAX_HEAD_BYTES:,} bytes")
-            data += self._read_some(waiting, "headers")
+            data += yield from self._read_some("headers")
 
-    def _read_body(self, answer: _Head, receiver: Receiver, waiting: Waiting) -> bool:
+    def _read_body(
+        self, answer: _Head, receiver: Receiver, check_deadline: Callable[[], object]
+    ) -> Steps[bool]:
         """Whether the answer ended where the next may begin."""
         if "transfer-encoding" in answer.headers:
-            return self._read_chunks(receiver, waiting)
+            return (yield from self._read_chunks(receiver, check_deadline))
         if answer.status in (204, 304):
             return True
         if receiver.announced_bytes is None:
-            self._read_to_end(receiver, waiting)
+            yield from self._read_to_end(receiver, check_deadline)
             return False
-        for _ in self._read_announced(receiver, waiting):
-            pass
+        yield from self._read_announced(receiver, check_deadline)
         return not receiver.missing_bytes
 
-    def _read_announced(self, receiver: Receiver, waiting: Waiting) -> Iterator[int]:
-        """Read a body of an announced length; yields how much is missing whenever more came."""
+    def _read_announced(
+        self, receiver: Receiver, check_deadline: Callable[[], object]
+    ) -> Steps[None]:
         early = self._unread[: receiver.announced_bytes]
         self._unread = self._unread[receiver.announced_bytes :]
         receiver.add(early)
-        yield receiver.missing_bytes
         while receiver.missing_bytes and not receiver.has_enough:
+            yield receiver
             space = receiver.space()
             if space is None:
-                receiver.add(self._read_some(waiting, "body", receiver.missing_bytes))
+                receiver.add((yield from self._read_some("body", receiver.missing_bytes)))
                 continue
             try:
-                size = self._socket.recv_into(space)
+                size = self.socket.recv_into(space)
             except BlockingIOError:
-                self._wait(waiting)
+                yield READ
                 continue
             if not size:
                 return  # the receiver knows how much is missing, and says so
             receiver.filled(size)
-            waiting()
-            yield receiver.missing_bytes
+            check_deadline()
 
-    def _read_to_end(self, receiver: Receiver, waiting: Waiting) -> None:
+    def _read_to_end(self, receiver: Receiver, check_deadline: Callable[[], object]) -> Steps[None]:
         part, self._unread = self._unread, b""
         while True:
             receiver.add(part)
+            check_deadline()
             if receiver.has_enough:
                 return
             try:
-                part = self._read_some(waiting, "body")
+                part = yield from self._read_some("body")
             except Http1Error:
                 return
 
-    def _read_chunks(self, receiver: Receiver, waiting: Waiting) -> bool:
+    def _read_chunks(self, receiver: Receiver, check_deadline: Callable[[], object]) -> Steps[bool]:
         while True:
-            line = self._read_line(waiting)
+            line = yield from self._read_line()
             size_text = line.partition(b";")[0].strip()
             try:
                 size = int(size_text, 16)
             except ValueError:
                 raise Http1Error(f"a chunk's size is {size_text[:32]!r}") from None
             if size == 0:
-                while self._read_line(waiting):
+                while (yield from self._read_line()):
                     pass  # trailers
                 return True
             while size:
-                part = self._unread[:size] or self._read_some(waiting, "body", size)
-                self._unread = self._unread[size:] if self._unread else b""
+                part = self._unread[:size]
+                self._unread = self._unread[size:]
+                if not part:
+                    part = yield from self._read_some("body", size)
                 receiver.add(part)
+                check_deadline()
                 size -= len(part)
                 if receiver.has_enough:
                     return False
-            if self._read_line(waiting):
+            if (yield from self._read_line()):
                 raise Http1Error("a chunk is longer than it says")
 
-    def _read_line(self, waiting: Waiting) -> bytes:
+    def _read_line(self) -> Steps[bytes]:
         while True:
             line, found, rest = self._unread.partition(b"\r\n")
             if found:
@@ -221,28 +222,19 @@ class Connection:
                 return line
             if len(self._unread) > _MAX_HEAD_BYTES:
                 raise Http1Error("a chunk's size is not followed by the end of its line")
-            self._unread += self._read_some(waiting, "body")
+            self._unread += yield from self._read_some("body")
 
-    def _read_some(self, waiting: Waiting, what: str, most: int = _READ_BYTES) -> bytes:
+    def _read_some(self, what: str, most: int = _READ_BYTES) -> Steps[bytes]:
         while True:
             try:
-                data = self._socket.recv(min(most, _READ_BYTES))
+                data = self.socket.recv(min(most, _READ_BYTES))
             except BlockingIOError:
-                self._wait(waiting)
+                yield READ
                 continue
             if not data:
                 raise Http1Error(f"the connection ended before the answer's {what} did")
             self.answering = True
             return data
-
-    def _wait(self, waiting: Waiting) -> int:
-        """The events that came; raises what ``waiting`` does when none comes in time."""
-        while True:
-            remaining_s = waiting()
-            # A millisecond more, so that the time is up when poll says so.
-            timeout_ms = None if remaining_s is None else remaining_s * 1e3 + 1
-            for _, events in self._poll.poll(timeout_ms):
-                return events
 
 
 class _Outgoing:

@@ -1,26 +1,33 @@
-"""The way to a server on plain HTTP that needs nothing in between: sockets, and a pool of them."""
+"""Plain HTTP to a server with nothing in between: sockets of our own, and a pool of them.
+
+`DirectTransport` polls and `AsyncDirectTransport` awaits; what they do between is `Connection`'s.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import select
+import socket
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import httpx
 
-from convgrad._connection import AVAILABLE, Connection, Http1Error
+from convgrad._connection import AVAILABLE, READ, WRITE, Connection, Http1Error, Steps
 from convgrad._exchange import Exchange
+from convgrad._http_errors import no_answer
 from convgrad._reply import Receiver, Reply
 from convgrad._version import __version__
 from convgrad.errors import ClientError, ConnectionFailed
 
-__all__ = ["DirectTransport", "is_direct"]
+__all__ = ["AsyncDirectTransport", "DirectTransport", "is_direct"]
 
 # What an idle pool keeps at most; further connections end with their request.
 _MOST_IDLE = 32
-_CONNECT_TIMEOUT_S = 10.0
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 
@@ -37,8 +44,8 @@ def is_direct(base_url: str) -> bool:
     )
 
 
-class DirectTransport:
-    """Sends requests over its own connections; threads may share it."""
+class _Pool:
+    """The connections of a client that are idle, and the head of a request to its server."""
 
     def __init__(self, base_url: str) -> None:
         url = httpx.URL(base_url)
@@ -48,68 +55,16 @@ class DirectTransport:
         self._idle: deque[Connection] = deque()
         self.closed = False
 
-    def send(self, exchange: Exchange[Any]) -> Reply:
-        """One attempt.
-
-        Raises
-            ConnectionFailed, ClientTimeout, InvalidAnswer.
-        """
-        headers = exchange.begin()
-        head = self._head(exchange, headers)
-        connection = self._pooled()
-        if connection is not None:
-            try:
-                return self._send(connection, head, exchange)
-            except ConnectionFailed:
-                # It had been kept for longer than the server would: the server saw no request.
-                if connection.answering:
-                    raise
-        return self._send(self._connected(exchange), head, exchange)
-
-    def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
-        """See `Transport.stream`: over a connection of its own, which may be kept afterwards."""
-        head = self._head(exchange, exchange.begin())
-        connection = self._connected(exchange)
-        body = () if exchange.body is None else exchange.body.views()
-        reusable = False
-        try:
-            arriving = connection.arriving(head, body, exchange.request_id, exchange.remaining_s)
-            for receiver, kept in arriving:
-                reusable = kept
-                yield receiver
-        except (OSError, Http1Error) as error:
-            raise _failed(error, exchange) from error
-        finally:
-            if not (reusable and self._kept(connection)):
-                connection.close()
-
-    def close(self) -> None:
+    def _close_idle(self) -> None:
         self.closed = True
         while self._idle:
             self._idle.pop().close()
 
-    def _send(self, connection: Connection, head: bytes, exchange: Exchange[Any]) -> Reply:
-        kept = False
-        body = () if exchange.body is None else exchange.body.views()
-        try:
-            receiver, reusable = connection.request(
-                head, body, exchange.request_id, exchange.remaining_s
-            )
-            reply = receiver.finish()
-            kept = reusable and self._kept(connection)
-            return reply
-        except (OSError, Http1Error) as error:
-            raise _failed(error, exchange) from error
-        finally:
-            if not kept:
-                connection.close()
-
-    def _kept(self, connection: Connection) -> bool:
-        """Whether a connection was taken into the pool."""
-        if self.closed or len(self._idle) >= _MOST_IDLE:
-            return False
-        self._idle.append(connection)
-        return True
+    def _release(self, connection: Connection) -> None:
+        if self.closed or not connection.reusable or len(self._idle) >= _MOST_IDLE:
+            connection.close()
+        else:
+            self._idle.append(connection)
 
     def _pooled(self) -> Connection | None:
         while self._idle:
@@ -122,32 +77,202 @@ class DirectTransport:
             connection.close()
         return None
 
-    def _connected(self, exchange: Exchange[Any]) -> Connection:
-        remaining_s = exchange.remaining_s()
-        timeout_s = _CONNECT_TIMEOUT_S if remaining_s is None else min(remaining_s, 10.0)
+    def _steps(self, connection: Connection, exchange: Exchange[Any], head: bytes) -> Steps[None]:
+        body = () if exchange.body is None else exchange.body.views()
+        return connection.request(head, body, exchange.request_id, exchange.remaining_s)
+
+    @contextmanager
+    def _errors(self, exchange: Exchange[Any]) -> Iterator[None]:
+        """What goes wrong on the way as an error of ours."""
         try:
-            return Connection(self._host, self._port, timeout_s)
-        except OSError as error:
-            raise _failed(error, exchange) from error
+            yield
+        except (OSError, Http1Error) as error:
+            detail = (
+                f"no answer from {exchange.url}: {error.detail}"
+                if isinstance(error, Http1Error)
+                else no_answer(exchange.url, error)
+            )
+            raise ConnectionFailed(detail, request_id=exchange.request_id) from error
 
-    def _head(self, exchange: Exchange[Any], headers: Mapping[str, str]) -> bytes:
-        lines = [
-            f"{exchange.method} {exchange.path} HTTP/1.1",
-            f"Host: {self._authority}",
-            f"User-Agent: convgrad/{__version__}",
-        ]
-        for name, value in headers.items():
-            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
-                raise ClientError(
-                    f"the header {name[:64]!r} holds what HTTP cannot carry",
-                    request_id=exchange.request_id,
-                )
-            lines.append(f"{name}: {value}")
-        return "\r\n".join((*lines, "", "")).encode("latin-1")
+    def _head(self, exchange: Exchange[Any]) -> bytes:
+        return _head(exchange, self._authority, exchange.begin())
 
 
-def _failed(error: Exception, exchange: Exchange[Any]) -> ConnectionFailed:
-    reason = error.detail if isinstance(error, Http1Error) else f"{type(error).__name__}: {error}"
-    return ConnectionFailed(
-        f"no answer from {exchange.url}: {reason}", request_id=exchange.request_id
-    )
+class DirectTransport(_Pool):
+    """The `Transport` of `Client` over its own connections; threads may share it."""
+
+    def send(self, exchange: Exchange[Any]) -> Reply:
+        """See `Transport.send`."""
+        head = self._head(exchange)
+        connection = self._pooled()
+        if connection is not None:
+            try:
+                return _last(self._attempt(connection, exchange, head)).finish()
+            except ConnectionFailed:
+                # It had been kept for longer than the server would: the server saw no request.
+                if connection.answering:
+                    raise
+        return _last(self._attempt(self._connected(exchange), exchange, head)).finish()
+
+    def stream(self, exchange: Exchange[Any]) -> Iterator[Receiver]:
+        """See `Transport.stream`."""
+        head = self._head(exchange)
+        yield from self._attempt(self._connected(exchange), exchange, head)
+
+    def close(self) -> None:
+        self._close_idle()
+
+    def _attempt(
+        self, connection: Connection, exchange: Exchange[Any], head: bytes
+    ) -> Iterator[Receiver]:
+        poll = select.poll()
+        steps = self._steps(connection, exchange, head)
+        try:
+            with self._errors(exchange):
+                awaited = next(steps, None)
+                while awaited is not None:
+                    if isinstance(awaited, Receiver):
+                        yield awaited
+                        awaited = next(steps, None)
+                    else:
+                        awaited = steps.send(_wait(poll, connection, awaited, exchange))
+        finally:
+            self._release(connection)
+
+    def _connected(self, exchange: Exchange[Any]) -> Connection:
+        with self._errors(exchange):
+            address = (self._host, self._port)
+            return Connection(socket.create_connection(address, exchange.connect_s()))
+
+
+class AsyncDirectTransport(_Pool):
+    """The `AsyncTransport` of `AsyncClient` over its own connections, under asyncio."""
+
+    async def send(self, exchange: Exchange[Any]) -> Reply:
+        """See `Transport.send`."""
+        head = self._head(exchange)
+        connection = self._pooled()
+        if connection is not None:
+            try:
+                return (await _async_last(self._attempt(connection, exchange, head))).finish()
+            except ConnectionFailed:
+                if connection.answering:
+                    raise
+        connection = await self._connected(exchange)
+        return (await _async_last(self._attempt(connection, exchange, head))).finish()
+
+    async def stream(self, exchange: Exchange[Any]) -> AsyncIterator[Receiver]:
+        """See `Transport.stream`."""
+        head = self._head(exchange)
+        arriving = self._attempt(await self._connected(exchange), exchange, head)
+        async with aclosing(arriving):  # type: ignore[type-var]
+            async for receiver in arriving:
+                yield receiver
+
+    async def close(self) -> None:
+        self._close_idle()
+
+    async def _attempt(
+        self, connection: Connection, exchange: Exchange[Any], head: bytes
+    ) -> AsyncIterator[Receiver]:
+        steps = self._steps(connection, exchange, head)
+        try:
+            with self._errors(exchange):
+                awaited = next(steps, None)
+                while awaited is not None:
+                    if isinstance(awaited, Receiver):
+                        yield awaited
+                        awaited = next(steps, None)
+                    else:
+                        awaited = steps.send(await _ready(connection, awaited, exchange))
+        finally:
+            self._release(connection)
+
+    async def _connected(self, exchange: Exchange[Any]) -> Connection:
+        loop = asyncio.get_running_loop()
+        connect_s = exchange.connect_s()
+        with self._errors(exchange):
+            async with asyncio.timeout(connect_s):
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                for last, (family, kind, protocol, _, address) in enumerate(found, 1 - len(found)):
+                    made = socket.socket(family, kind, protocol)
+                    try:
+                        made.setblocking(False)
+                        await loop.sock_connect(made, address)
+                        return Connection(made)
+                    except BaseException as error:
+                        made.close()
+                        if not isinstance(error, OSError) or last == 0:
+                            raise
+        raise AssertionError("getaddrinfo returned no address")
+
+
+def _wait(poll: select.poll, connection: Connection, awaited: int, exchange: Exchange[Any]) -> int:
+    """What has come of what is awaited."""
+    mask = select.POLLIN | (select.POLLOUT if awaited & WRITE else 0)
+    poll.register(connection.socket, mask)
+    while True:
+        wait_s = exchange.wait_s()
+        # A millisecond more, so that the time is up when poll says so.
+        for _, events in poll.poll(None if wait_s is None else wait_s * 1e3 + 1):
+            # An error or the end is for a read to find.
+            return (WRITE if events & select.POLLOUT else 0) | (
+                READ if events & ~select.POLLOUT else 0
+            )
+        exchange.waited_in_vain()
+
+
+async def _ready(connection: Connection, awaited: int, exchange: Exchange[Any]) -> int:
+    """`_wait` under asyncio."""
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[int] = loop.create_future()
+
+    def wake(event: int) -> None:
+        if not come.done():
+            come.set_result(event)
+
+    wait_s = exchange.wait_s()
+    timer = None if wait_s is None else loop.call_later(wait_s + 1e-3, wake, 0)
+    loop.add_reader(connection.socket, wake, READ)
+    if awaited & WRITE:
+        loop.add_writer(connection.socket, wake, WRITE)
+    try:
+        events = await come
+    finally:
+        loop.remove_reader(connection.socket)
+        if awaited & WRITE:
+            loop.remove_writer(connection.socket)
+        if timer is not None:
+            timer.cancel()
+    if not events:
+        exchange.waited_in_vain()
+    return events or await _ready(connection, awaited, exchange)
+
+
+def _last(receivers: Iterator[Receiver]) -> Receiver:
+    for receiver in receivers:
+        last = receiver
+    return last
+
+
+async def _async_last(receivers: AsyncIterator[Receiver]) -> Receiver:
+    async with aclosing(receivers):  # type: ignore[type-var]
+        async for receiver in receivers:
+            last = receiver
+    return last
+
+
+def _head(exchange: Exchange[Any], authority: str, headers: Mapping[str, str]) -> bytes:
+    lines = [
+        f"{exchange.method} {exchange.path} HTTP/1.1",
+        f"Host: {authority}",
+        f"User-Agent: convgrad/{__version__}",
+    ]
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ClientError(
+                f"the header {name[:64]!r} holds what HTTP cannot carry",
+                request_id=exchange.request_id,
+            )
+        lines.append(f"{name}: {value}")
+    return "\r\n".join((*lines, "", "")).encode("latin-1")

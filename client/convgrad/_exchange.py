@@ -9,74 +9,25 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypedDict, TypeVar
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import httpx
 
-from convgrad._body import WIRES, Body
+from convgrad._body import Body
+from convgrad._events import RequestEvent, ResponseEvent, RetryEvent, emit
 from convgrad._http_errors import from_httpx
+from convgrad._options import Options
 from convgrad._reply import Reply, error_of
-from convgrad._retry import Backoff
-from convgrad.errors import ClientTimeout, ConvgradError
+from convgrad.errors import ClientTimeout, ConnectionFailed, ConvgradError
 
-__all__ = ["Exchange", "OptionChanges", "Options", "Target"]
+__all__ = ["Exchange", "Requests", "Target"]
 
 R = TypeVar("R")
 
-# A connection that is not made by then will not be; trying again may reach a healthy address.
-_CONNECT_TIMEOUT_S = 10.0
 # Three years: sockets refuse much longer ones, and no one waits for them.
 _LONGEST_TIMEOUT_S = 1e8
-
-
-class OptionChanges(TypedDict, total=False):
-    """What `with_options` takes."""
-
-    timeout: float | None
-    retries: int
-    wire: str
-    store: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a client was told when it was made. Raises ValueError for what cannot work."""
-
-    base_url: str
-    timeout_s: float | None
-    retries: int
-    wire: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-    backoff: Backoff = field(default_factory=Backoff)
-    store: Mapping[str, str] = field(default_factory=dict)
-    base_path: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        url = httpx.URL(self.base_url)
-        # A frozen dataclass sets what it derives like this.
-        object.__setattr__(self, "base_path", url.raw_path.decode("ascii").rstrip("/"))
-        lowered = {name.lower(): value for name, value in self.headers.items()}
-        object.__setattr__(self, "headers", lowered)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"base_url: expected http://… or https://…, got {self.base_url!r}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout: expected a positive number or None, got {self.timeout_s}")
-        if self.retries < 0:
-            raise ValueError(f"retries: expected 0 or more, got {self.retries}")
-        if self.wire not in WIRES:
-            raise ValueError(f"wire: expected {' or '.join(WIRES)}, got {self.wire!r}")
-
-    def changed(self, changes: OptionChanges) -> Options:
-        """These options with some replaced."""
-        return replace(
-            self,
-            timeout_s=changes.get("timeout", self.timeout_s),
-            retries=changes.get("retries", self.retries),
-            wire=changes.get("wire", self.wire),
-            store=dict(changes.get("store", self.store)),
-        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +43,10 @@ class Target(Generic[R]):
     """Beside those that every request has; names in small letters."""
 
 
+Requests: TypeAlias = Generator[Target[Any], Any, R]
+"""Yields requests for a client to send, and is sent (or thrown) what comes of each."""
+
+
 class Exchange(Generic[R]):
     """The attempts of one request, which share a deadline and a request id."""
 
@@ -103,7 +58,8 @@ class Exchange(Generic[R]):
         self._options = options
         self._clock = clock
         self._attempts = 0
-        timeout_s = math.inf if options.timeout_s is None else options.timeout_s
+        self._began_s = 0.0
+        timeout_s = math.inf if options.timeout is None else options.timeout
         self._deadline_s = clock() + timeout_s
         self._socket_timeout: dict[str, float | None] = {}
 
@@ -127,13 +83,17 @@ class Exchange(Generic[R]):
     def begin(self) -> Mapping[str, str]:
         """Begin the next attempt; its headers."""
         self._attempts += 1
-        return self._headers(self.remaining_s())
+        self._began_s = self._clock()
+        body = self._target.body
+        size = 0 if body is None else body.total_bytes
+        event = RequestEvent(self.method, self.url, self.request_id, self._attempts, size)
+        emit(self._options.event_hooks, event)
+        return self._headers(self.remaining_s(), size)
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The next attempt. Its body starts afresh each time, so sending again is safe."""
         headers = self.begin()
-        remaining_s = self.remaining_s()
-        timeout = httpx.Timeout(remaining_s, connect=_soonest(remaining_s, _CONNECT_TIMEOUT_S))
+        timeout = httpx.Timeout(self.wait_s(), connect=self.connect_s())
         content: Any = None
         if self._target.body is not None:
             kind = _AsyncContent if isinstance(http, httpx.AsyncClient) else _Content
@@ -150,6 +110,18 @@ class Exchange(Generic[R]):
 
     def read(self, reply: Reply) -> R:
         """The answer; raises the error that the reply is, if it is one."""
+        emit(
+            self._options.event_hooks,
+            ResponseEvent(
+                self.method,
+                self.url,
+                reply.request_id,
+                self._attempts,
+                reply.status,
+                reply.content.nbytes,
+                self._clock() - self._began_s,
+            ),
+        )
         refusal = error_of(reply)
         if refusal is not None:
             raise refusal
@@ -160,22 +132,26 @@ class Exchange(Generic[R]):
                 error.request_id = reply.request_id
             raise
 
-    def pause_s(self, error: ConvgradError) -> float:
+    def retry_delay_s(self, error: ConvgradError) -> float:
         """Seconds to wait before the next attempt; raises ``error`` when there is none.
 
         Sending again is safe even after an answer broke off: every operation is a pure function
         of its request, so a second run changes nothing.
         """
-        if not error.retryable or self._attempts > self._options.retries:
+        if not error.retryable or self._attempts > self._options.max_retries:
             raise error
         retry_after_s: float | None = getattr(error, "retry_after_s", None)
-        pause_s = self._options.backoff.delay_s(self._attempts, retry_after_s)
-        if self._clock() + pause_s >= self._deadline_s:
+        delay_s = self._options.backoff.delay_s(self._attempts, retry_after_s)
+        if self._clock() + delay_s >= self._deadline_s:
             raise error
-        return pause_s
+        event = RetryEvent(self.method, self.url, self.request_id, self._attempts, error, delay_s)
+        emit(self._options.event_hooks, event)
+        return delay_s
 
     def failed(self, error: Exception) -> ConvgradError:
         """What an exception of httpx means here."""
+        if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
+            self.waited_in_vain()
         return from_httpx(error, self.url, self.request_id)
 
     def check_deadline(self) -> None:
@@ -185,9 +161,9 @@ class Exchange(Generic[R]):
         those forever. (A read already begun keeps its bound: only a peer that falls silent in the
         middle of an answer can take longer than asked, and at most twice as long.)
         """
-        remaining_s = self.remaining_s()
-        if remaining_s is not None:
-            self._socket_timeout.update(read=remaining_s, write=remaining_s)
+        wait_s = self.wait_s()
+        if wait_s is not None:
+            self._socket_timeout.update(read=wait_s, write=wait_s)
 
     def remaining_s(self) -> float | None:
         """Seconds that are left, None for no bound; raises ClientTimeout once the time is up."""
@@ -196,12 +172,38 @@ class Exchange(Generic[R]):
             return None
         if remaining_s <= 0:
             raise ClientTimeout(
-                f"no answer from {self.url} within {self._options.timeout_s:g} s",
+                f"no answer from {self.url} within {self._options.timeout:g} s",
                 request_id=self.request_id,
             )
         return remaining_s
 
-    def _headers(self, remaining_s: float | None) -> Mapping[str, str]:
+    def wait_s(self) -> float | None:
+        """Seconds that one read or one write may wait; raises as `remaining_s`."""
+        return _sooner(self.remaining_s(), self._options.read_timeout)
+
+    def connect_s(self) -> float:
+        """Seconds that connecting may take; raises as `remaining_s`."""
+        return min(self._options.connect_timeout, self.remaining_s() or _LONGEST_TIMEOUT_S)
+
+    def waited_in_vain(self) -> None:
+        """Nothing happened for `wait_s` seconds: raises what that means.
+
+        Raises
+        ------
+        ClientTimeout
+            The time for the whole call is up.
+        ConnectionFailed
+            The server was silent for as long as ``read_timeout`` says.
+        """
+        self.remaining_s()
+        if self._options.read_timeout is not None:
+            raise ConnectionFailed(
+                f"no answer from {self.url}: nothing was read or sent for the read_timeout of "
+                f"{self._options.read_timeout:g} s",
+                request_id=self.request_id,
+            )
+
+    def _headers(self, remaining_s: float | None, body_bytes: int) -> Mapping[str, str]:
         headers = {**self._options.headers, **self._target.headers}  # names in small letters
         headers["accept-encoding"] = "identity"
         headers["x-request-id"] = self.request_id
@@ -209,7 +211,7 @@ class Exchange(Generic[R]):
         if body is not None:
             headers["content-type"] = headers["accept"] = body.content_type
             # Announced, so that httpx does not fall back to chunked encoding.
-            headers["content-length"] = str(body.total_bytes)
+            headers["content-length"] = str(body_bytes)
             if remaining_s is not None:
                 headers["x-request-timeout"] = f"{max(remaining_s, 0.001):.3f}"
         return headers
@@ -234,5 +236,5 @@ class _AsyncContent:
         return self._body.async_chunks(self._on_chunk)
 
 
-def _soonest(first_s: float | None, second_s: float) -> float:
-    return second_s if first_s is None else min(first_s, second_s)
+def _sooner(first_s: float | None, second_s: float | None) -> float | None:
+    return min((each for each in (first_s, second_s) if each is not None), default=None)

@@ -6,7 +6,7 @@ import httpx
 
 from convgrad.errors import ClientError, ClientTimeout, ConnectionFailed, InvalidAnswer
 
-__all__ = ["HTTPX_ERRORS", "ROOTS", "from_httpx"]
+__all__ = ["GRPC_PORT", "HTTPX_ERRORS", "ROOTS", "from_httpx", "no_answer"]
 
 # Found by method resolution order, so a subclass takes its nearest listed ancestor's entry.
 HTTPX_ERRORS: dict[type[Exception], type[ClientError]] = {
@@ -37,5 +37,18 @@ def from_httpx(error: Exception, url: str, request_id: str) -> ClientError:
     ours = next(
         (HTTPX_ERRORS[cls] for cls in type(error).__mro__ if cls in HTTPX_ERRORS), ClientError
     )
+    return ours(no_answer(url, error), request_id=request_id)
+
+
+def no_answer(url: str, error: Exception) -> str:
+    """The sentence for an exception on the way to ``url``, with what may help."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return ours(f"no answer from {url}: {reason}", request_id=request_id)
+    hint = ""
+    if isinstance(error, ConnectionRefusedError | httpx.ConnectError) and "refused" in reason:
+        hint = "; is a server running there? `convgrad serve` starts one"
+    elif isinstance(error, httpx.RemoteProtocolError) and "illegal" in reason:
+        hint = f"; {GRPC_PORT}"
+    return f"no answer from {url}: {reason}{hint}"
+
+
+GRPC_PORT = "this may be the server's gRPC port; HTTP has another, 8000 by default"

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from convgrad._call import Answer, Call
 
-__all__ = ["async_method", "method"]
+__all__ = ["async_method", "by_name", "method"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +49,21 @@ def async_method(
 
     _describe(send, build)
     return send
+
+
+def by_name(build: Callable[P, T]) -> Callable[P, T]:
+    """Refuse tensors by position, in words that say why: their order differs from its siblings'."""
+
+    @functools.wraps(build)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if args:
+            raise TypeError(
+                f"{build.__name__} takes its tensors by name alone, input=… and grad_output=…: "
+                "conv_bwd_data and conv_backward have grad_output first"
+            )
+        return build(*args, **kwargs)
+
+    return checked
 
 
 def _describe(send: Callable[..., Any], build: Callable[..., Any]) -> None:

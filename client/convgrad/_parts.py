@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad._display import fields_text
 from convgrad._reply import Receiver
 from convgrad.errors import InvalidAnswer, MalformedRequest
 from convgrad.wire import safetensors
@@ -33,6 +34,9 @@ class Part(NamedTuple):
     stop: int
     array: NDArray[Any]
     whole: NDArray[Any]
+
+    def __repr__(self) -> str:
+        return fields_text("Part", self._asdict().items())
 
 
 @dataclass(slots=True)

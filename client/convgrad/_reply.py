@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad._retry import parse_retry_after
-from convgrad.errors import ConnectionFailed, ConvgradError, InvalidAnswer, service_error
+from convgrad.errors import (
+    CODES,
+    ConnectionFailed,
+    ConvgradError,
+    GatewayError,
+    InvalidAnswer,
+    service_error,
+)
 
 __all__ = [
     "Receiver",
@@ -28,6 +35,8 @@ __all__ = [
 # An error is a few sentences; whatever is longer is not worth waiting for.
 _MAX_ERROR_BYTES = 1 << 16
 _EXCERPT_CHARACTERS = 200
+# What a proxy answers for a server that it cannot reach, or that takes no more at the moment.
+_GATEWAY_STATUSES = frozenset((429, 502, 503, 504))
 # A metric's name, and its dur among what else may stand behind it.
 _DURATION = re.compile(r'(?:^|,)\s*([^;,\s]+)\s*;(?:[^,]*;)?\s*[dD][uU][rR]\s*=\s*"?([^",;\s]+)')
 
@@ -151,17 +160,24 @@ def error_of(reply: Reply) -> ConvgradError | None:
             )
         return None
     problem = _problem(reply)
-    if problem is None:
-        return InvalidAnswer(
-            f"expected a convgrad answer, got status {reply.status} with {_excerpt(reply.content)}",
-            request_id=reply.request_id,
+    retry_after_s = parse_retry_after(reply.headers.get("retry-after"))
+    of_a_gateway = reply.status in _GATEWAY_STATUSES
+    if problem is not None and (problem["code"] in CODES or not of_a_gateway):
+        return service_error(
+            problem["code"],
+            problem["detail"],
+            request_id=problem.get("request_id") or reply.request_id,
+            retry_after_s=retry_after_s,
         )
-    return service_error(
-        problem["code"],
-        problem["detail"],
-        request_id=problem.get("request_id") or reply.request_id,
-        retry_after_s=parse_retry_after(reply.headers.get("retry-after")),
-    )
+    found = f"got status {reply.status} with {_excerpt(reply.content)}"
+    if of_a_gateway:
+        return GatewayError(
+            f"the server could not be reached through what stands before it: {found}",
+            status=reply.status,
+            request_id=reply.request_id,
+            retry_after_s=retry_after_s,
+        )
+    return InvalidAnswer(f"expected a convgrad answer, {found}", request_id=reply.request_id)
 
 
 def read_json(reply: Reply) -> Any:

@@ -1,36 +1,63 @@
 """What operations with more than one output return.
 
-An operation that can give several outputs always returns its tuple, whatever was asked, so the
-type of a result never hangs on the value of an argument; outputs not asked for are None.
+An operation that can give several outputs always returns its tuple; outputs not asked for are
+None. The type parameters say which of them a type checker may take to be there.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ConvBackwardResult", "ConvWeightResult", "MaxPoolResult"]
+from convgrad._display import fields_text, html_table
+
+__all__ = ["Array", "ConvBackwardResult", "ConvWeightResult", "IndexArray", "MaxPoolResult"]
+
+Array: TypeAlias = NDArray[Any]
+IndexArray: TypeAlias = NDArray[np.integer[Any]]
+InputT = TypeVar("InputT", bound=Array | None, covariant=True)
+WeightT = TypeVar("WeightT", bound=Array | None, covariant=True)
+BiasT = TypeVar("BiasT", bound=Array | None, covariant=True)
+IndicesT = TypeVar("IndicesT", bound=IndexArray | None, covariant=True)
 
 
-class ConvBackwardResult(NamedTuple):
+class ConvBackwardResult(NamedTuple, Generic[InputT, WeightT, BiasT]):
     """The gradients of one convolution, in the order of PyTorch's convolution_backward."""
 
-    grad_input: NDArray[Any] | None
-    grad_weight: NDArray[Any] | None
-    grad_bias: NDArray[Any] | None
+    grad_input: InputT
+    grad_weight: WeightT
+    grad_bias: BiasT
+
+    def __repr__(self) -> str:
+        return fields_text(type(self).__name__, self._asdict().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._asdict().items())
 
 
-class ConvWeightResult(NamedTuple):
+class ConvWeightResult(NamedTuple, Generic[WeightT, BiasT]):
     """The gradients of a convolution's parameters."""
 
-    grad_weight: NDArray[Any] | None
-    grad_bias: NDArray[Any] | None
+    grad_weight: WeightT
+    grad_bias: BiasT
+
+    def __repr__(self) -> str:
+        return fields_text(type(self).__name__, self._asdict().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._asdict().items())
 
 
-class MaxPoolResult(NamedTuple):
+class MaxPoolResult(NamedTuple, Generic[IndicesT]):
     """The maxima, and where they were found: flat positions in each (n, c) plane of the input."""
 
-    output: NDArray[Any]
-    indices: NDArray[np.integer[Any]] | None
+    output: Array
+    indices: IndicesT
+
+    def __repr__(self) -> str:
+        return fields_text(type(self).__name__, self._asdict().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._asdict().items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from convgrad._body import Body
 from convgrad._call import Answer, Call, Stored
-from convgrad._exchange import Target
+from convgrad._exchange import Requests, Target
 from convgrad._reply import Reply, server_timing_s
 from convgrad._shared_regions import ALIGNMENT_BYTES, Region, RegionPool
 from convgrad.dtypes import DType
@@ -27,8 +27,6 @@ from convgrad.errors import InvalidAnswer, NotFound
 __all__ = ["SharedMemory"]
 
 T = TypeVar("T")
-Complete = Callable[[Target[Any]], Any]
-
 _JSON = "application/json"
 _PROTOCOL = {
     DType.FLOAT16: "FP16",
@@ -55,43 +53,42 @@ class _Output:
 
 
 class SharedMemory:
-    """The regions of one client, and calls through them.
+    """The regions of one client, and calls through them, as the requests that they take."""
 
-    ``complete`` sends a request and reads its reply, retries included.
-    """
-
-    def __init__(self, complete: Complete) -> None:
-        self._complete = complete
-        self._pool = RegionPool(self._register, self._unregister)
+    def __init__(self) -> None:
+        self._pool = RegionPool(_register, _unregister)
         self._outputs: dict[Any, tuple[_Output, ...]] = {}
         self._texts: dict[Any, bytes] = {}
 
-    def call(self, call: Call[T], complete: Complete) -> Answer[T]:
-        """The answer to a Call; ``complete`` has the options of this one.
+    def call(self, call: Call[T]) -> Requests[Answer[T]]:
+        """The answer to a Call.
 
         Raises
-            As `Client.call`, and ClientError where there is no shared memory to be had.
+        ------
+        ClientError
+            There is no shared memory to be had; and as `Client.call`.
         """
         try:
-            return self._attempt(call, complete)
+            return (yield from self._attempt(call))
         except NotFound:
             # Another server than the one that regions were registered with: it was restarted.
             self._pool.forget_all()
-            return self._attempt(call, complete)
+            return (yield from self._attempt(call))
 
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Requests[NDArray[Any]]:
         """An array in shared memory, of any content."""
         output = _Output("", dtype, shape)
-        return _array(self._pool.lend(self._pool.take(output.size_bytes)), output, 0)
+        region = yield from self._pool.take(output.size_bytes)
+        return _array(self._pool.lend(region), output, 0)
 
-    def close(self) -> None:
+    def close(self) -> Requests[None]:
         """Give the regions up; arrays in them stay as they are."""
-        self._pool.close()
+        return self._pool.close()
 
-    def _attempt(self, call: Call[T], complete: Complete) -> Answer[T]:
+    def _attempt(self, call: Call[T]) -> Requests[Answer[T]]:
         held: list[Region] = []
         try:
-            places = self._places(call, held)
+            places = yield from self._places(call, held)
             inputs = list(held)
             kind = _kind(call)
             known = None if self._pool.is_full else self._outputs.get(kind)
@@ -100,7 +97,8 @@ class SharedMemory:
                 known = None
             into = None
             if known is not None:
-                into = self._pool.take(sum(_aligned(output.size_bytes) for output in known))
+                size_bytes = sum(_aligned(output.size_bytes) for output in known)
+                into = yield from self._pool.take(size_bytes)
                 held.append(into)
             text = self._text(kind, call, places, known, into)
             target = Target(
@@ -109,7 +107,7 @@ class SharedMemory:
                 Body(_JSON, [text]),
                 lambda reply, attempts: self._read(call, reply, attempts, known, into),
             )
-            answer: Answer[T] = complete(target)
+            answer: Answer[T] = yield target
         except BaseException:
             # The server may be at work on them still, whatever the caller was told.
             for region in held:
@@ -119,7 +117,7 @@ class SharedMemory:
             self._pool.give(region)
         return answer
 
-    def _places(self, call: Call[Any], held: list[Region]) -> dict[str, tuple[str, int]]:
+    def _places(self, call: Call[Any], held: list[Region]) -> Requests[dict[str, tuple[str, int]]]:
         """Where each tensor lies, once those that lie elsewhere have been copied to a region."""
         places, elsewhere, end = {}, {}, 0
         for name, array in call.tensors.items():
@@ -130,7 +128,7 @@ class SharedMemory:
                 elsewhere[name] = end
                 end = _aligned(end + array.nbytes)
         if elsewhere:
-            region = self._pool.take(end)
+            region = yield from self._pool.take(end)
             held.append(region)
             for name, start in elsewhere.items():
                 array = call.tensors[name]
@@ -194,16 +192,19 @@ class SharedMemory:
             self._outputs.pop(next(iter(self._outputs)), None)
         self._outputs[_kind(call)] = outputs
 
-    def _register(self, region: Region) -> None:
-        fields = {"key": f"/{region.name}", "offset": 0, "byte_size": region.size_bytes}
-        self._control(region.name, "register", Body(_JSON, [json.dumps(fields).encode()]))
 
-    def _unregister(self, name: str) -> None:
-        self._control(name, "unregister", Body(_JSON, [b"{}"]))
+def _register(region: Region) -> Target[None]:
+    fields = {"key": f"/{region.name}", "offset": 0, "byte_size": region.size_bytes}
+    return _control(region.name, "register", json.dumps(fields).encode())
 
-    def _control(self, name: str, what: str, body: Body) -> None:
-        path = f"v2/systemsharedmemory/region/{name}/{what}"
-        self._complete(Target("POST", path, body, lambda reply, attempts: None))
+
+def _unregister(name: str) -> Target[None]:
+    return _control(name, "unregister", b"{}")
+
+
+def _control(name: str, what: str, body: bytes) -> Target[None]:
+    path = f"v2/systemsharedmemory/region/{name}/{what}"
+    return Target("POST", path, Body(_JSON, [body]), lambda reply, attempts: None)
 
 
 def _outputs(told: Any) -> tuple[dict[str, Stored], tuple[_Output, ...]]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from convgrad._exchange import Requests, Target
 from convgrad.errors import ClientError, ConvgradError
 
 __all__ = ["ALIGNMENT_BYTES", "Region", "RegionPool"]
@@ -70,11 +71,12 @@ class Region:
 class RegionPool:
     """The regions of one client. Safe to use from any thread.
 
-    ``register`` tells the server of a region, ``unregister`` that one is of no more use.
+    ``register`` makes the request that has the server open a region, ``unregister`` the one that
+    has it forget one; both are yielded for the caller to send.
     """
 
     def __init__(
-        self, register: Callable[[Region], None], unregister: Callable[[str], None]
+        self, register: Callable[[Region], Target[None]], unregister: Callable[[str], Target[None]]
     ) -> None:
         self._register, self._unregister = register, unregister
         self._lock = threading.Lock()
@@ -92,11 +94,13 @@ class RegionPool:
             self._collect()
             return len(self._regions) - len(self._idle) >= _MOST_IN_USE
 
-    def take(self, size_bytes: int) -> Region:
+    def take(self, size_bytes: int) -> Requests[Region]:
         """A region of at least that size, for one user.
 
         Raises
-            ClientError where the system has no such memory, and what registering raises.
+        ------
+        ClientError
+            The system has no such memory; and what registering raises.
         """
         with self._lock:
             self._collect()
@@ -104,8 +108,8 @@ class RegionPool:
             over: list[str] = []
             if len(self._dropped) > _MOST_IDLE:
                 over, self._dropped = self._dropped, []
-        self._tell(over)
-        return found or self._made(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)
+        yield from self._unregister_all(over)
+        return found or (yield from self._made(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES))
 
     def give(self, region: Region) -> None:
         """Take back a region for another user."""
@@ -140,12 +144,12 @@ class RegionPool:
             for names in (self._regions, self._by_start, self._idle, self._dropped):
                 names.clear()
 
-    def close(self) -> None:
-        """Tell the server that it is over."""
+    def close(self) -> Requests[None]:
+        """Have the server forget all regions."""
         with self._lock:
             names = [*self._dropped, *self._regions]
         self.forget_all()
-        self._tell(names)
+        yield from self._unregister_all(names)
 
     def _collect(self) -> None:
         while self._returned:
@@ -169,10 +173,10 @@ class RegionPool:
             self._by_start.remove((region.start, region.name))
             self._dropped.append(region.name)
 
-    def _made(self, size_bytes: int) -> Region:
+    def _made(self, size_bytes: int) -> Requests[Region]:
         region = Region(size_bytes)
         try:
-            self._register(region)
+            yield self._register(region)
         finally:
             region.remove_name()
         with self._lock:
@@ -180,11 +184,11 @@ class RegionPool:
             insort(self._by_start, (region.start, region.name))
         return region
 
-    def _tell(self, names: list[str]) -> None:
+    def _unregister_all(self, names: list[str]) -> Requests[None]:
         for name in names:
-            # Whoever cannot be told has forgotten, or will when it ends.
+            # A server that cannot be reached forgets them when it sees that their owner is gone.
             with contextlib.suppress(ConvgradError):
-                self._unregister(name)
+                yield self._unregister(name)
 
 
 def _no_memory(size_bytes: int, error: OSError) -> ClientError:

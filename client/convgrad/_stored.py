@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
 from numpy.typing import NDArray
 
@@ -13,16 +12,10 @@ from convgrad._body import WIRES, Body, writable
 from convgrad._call import Stored, as_tensor
 from convgrad._exchange import Target
 from convgrad._reply import Reply, read_json
-from convgrad.dtypes import DType
 from convgrad.errors import InvalidAnswer, MalformedRequest
 from convgrad.wire import safetensors
 
-__all__ = ["drop_target", "fetch_target", "list_target", "put_target", "stored_from"]
-
-
-def stored_from(told: Mapping[str, Any], name: str) -> Stored:
-    """What the server says of one: a name, a dtype and a shape."""
-    return Stored(name, tuple(told["shape"]), DType(told["dtype"]))
+__all__ = ["drop_target", "fetch_target", "list_target", "put_target"]
 
 
 def put_target(name: str, tensor: Any, time_to_live_s: float | None) -> Target[Stored]:
@@ -34,7 +27,7 @@ def put_target(name: str, tensor: Any, time_to_live_s: float | None) -> Target[S
     body = Body(WIRES["safetensors"].media_type, safetensors.encode({"tensor": array}, {}))
 
     def read(reply: Reply, attempts: int) -> Stored:
-        return _read_told(read_json(reply), name)
+        return _read_description(read_json(reply), name)
 
     return Target("PUT", _path(name), body, read, lives)
 
@@ -64,21 +57,27 @@ def list_target() -> Target[Mapping[str, Stored]]:
     def read(reply: Reply, attempts: int) -> Mapping[str, Stored]:
         found = read_json(reply)
         try:
-            told = {str(each["name"]): each for each in found["tensors"]}
+            described = {str(each["name"]): each for each in found["tensors"]}
         except (TypeError, KeyError) as refused:
             raise InvalidAnswer('expected {"tensors": [{"name": …}, …]}') from refused
-        return MappingProxyType({name: _read_told(each, name) for name, each in told.items()})
+        return MappingProxyType(
+            {name: _read_description(each, name) for name, each in described.items()}
+        )
 
     return Target("GET", "tensors", None, read)
 
 
-def _read_told(told: Any, name: str) -> Stored:
+def _read_description(description: Any, name: str) -> Stored:
     try:
-        return stored_from(told, name)
+        return Stored.described(description, name)
     except (TypeError, KeyError, ValueError) as refused:
-        raise InvalidAnswer(f"expected a tensor's shape and dtype, got {told!r:.200}") from refused
+        raise InvalidAnswer(
+            f"expected a tensor's shape and dtype, got {description!r:.200}"
+        ) from refused
 
 
 def _path(name: str) -> str:
-    # The server says which names there may be; none may lead to another path.
-    return f"tensors/{quote(name, safe='')}"
+    from convgrad.contract import check_stored_name
+
+    check_stored_name(name)  # here already, because some names would lead to another path
+    return f"tensors/{name}"

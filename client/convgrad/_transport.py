@@ -1,21 +1,24 @@
-"""How `Client` sends one attempt and receives its answer: any way that does is a `Transport`."""
+"""How a client sends one attempt and receives its answer: any way that does is a `Transport`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
 import httpx
 
 from convgrad._exchange import Exchange
 from convgrad._http_errors import ROOTS
-from convgrad._reply import Receiver, Reply, raw_chunks
+from convgrad._reply import Receiver, Reply, async_raw_chunks, raw_chunks
 
-__all__ = ["HttpxTransport", "Transport"]
+__all__ = ["AsyncHttpxTransport", "AsyncTransport", "HttpxTransport", "Transport"]
 
 
 class Transport(Protocol):
     """One way to a server."""
+
+    @property
+    def closed(self) -> bool: ...
 
     def send(self, exchange: Exchange[Any]) -> Reply:
         """One attempt; whatever goes wrong is a ClientError."""
@@ -28,12 +31,29 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class AsyncTransport(Protocol):
+    """`Transport` for `AsyncClient`."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    async def send(self, exchange: Exchange[Any]) -> Reply: ...
+
+    def stream(self, exchange: Exchange[Any]) -> AsyncIterator[Receiver]: ...
+
+    async def close(self) -> None: ...
+
+
 class HttpxTransport:
     """Through httpx: TLS, proxies, and whatever a caller's own `httpx.Client` was made for."""
 
-    def __init__(self, injected: httpx.Client | None) -> None:
+    def __init__(self, injected: httpx.Client | None = None) -> None:
         self._http = injected or httpx.Client()
         self._owned = injected is None
+
+    @property
+    def closed(self) -> bool:
+        return self._http.is_closed
 
     def send(self, exchange: Exchange[Any]) -> Reply:
         for receiver in self.stream(exchange):
@@ -62,3 +82,43 @@ class HttpxTransport:
     def close(self) -> None:
         if self._owned:
             self._http.close()
+
+
+class AsyncHttpxTransport:
+    """The same through `httpx.AsyncClient`."""
+
+    def __init__(self, injected: httpx.AsyncClient | None = None) -> None:
+        self._http = injected or httpx.AsyncClient()
+        self._owned = injected is None
+
+    @property
+    def closed(self) -> bool:
+        return self._http.is_closed
+
+    async def send(self, exchange: Exchange[Any]) -> Reply:
+        async for receiver in self.stream(exchange):
+            last = receiver
+        return last.finish()
+
+    async def stream(self, exchange: Exchange[Any]) -> AsyncIterator[Receiver]:
+        """See `Transport.stream`."""
+        try:
+            request = exchange.request(self._http)
+            response = await self._http.send(request, stream=True, follow_redirects=False)
+            try:
+                receiver = Receiver(response.status_code, response.headers, exchange.request_id)
+                async for chunk in async_raw_chunks(response):
+                    exchange.check_deadline()
+                    receiver.add(chunk)
+                    yield receiver
+                    if receiver.has_enough:
+                        break
+                yield receiver
+            finally:
+                await response.aclose()
+        except ROOTS as error:
+            raise exchange.failed(error) from error
+
+    async def close(self) -> None:
+        if self._owned:
+            await self._http.aclose()

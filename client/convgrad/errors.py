@@ -22,6 +22,7 @@
     │   └── DeadlineExceeded          deadline-exceeded      504
     └── ClientError                   raised by the SDK alone; no server said it
         ├── ConnectionFailed          no connection, or it broke        retryable
+        ├── GatewayError              429, 502, 503 or 504 of a proxy    retryable
         ├── ClientTimeout             the server did not answer in time
         └── InvalidAnswer             the answer was not convgrad's
 
@@ -44,6 +45,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceUnavailable",
     "ErrorCode",
+    "GatewayError",
     "Internal",
     "InvalidAnswer",
     "InvalidProblem",
@@ -256,6 +258,29 @@ class ConnectionFailed(ClientError):
 
 class ClientTimeout(ClientError):
     """The server did not answer within the client's own timeout."""
+
+
+class GatewayError(ClientError):
+    """What stands before the server answered in its place: a proxy or a load balancer.
+
+    ``status`` is 429, 502, 503 or 504; ``retry_after_s`` what its Retry-After said, if it did.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        status: int,
+        request_id: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(detail, request_id=request_id)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    @property
+    def retryable(self) -> bool:
+        return True
 
 
 class InvalidAnswer(ClientError):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import typing
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -44,13 +48,94 @@ def test_both_clients_have_every_operation(client: type, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_docstrings_say_all_that_the_design_asks_for(name: str) -> None:
-    text = inspect.getdoc(getattr(calls, name)) or ""
-    places = [text.index(f"\n{heading}\n") for heading in HEADINGS]
+def test_docstrings_have_numpys_sections_and_every_parameter(name: str) -> None:
+    build = getattr(calls, name)
+    text = inspect.getdoc(build) or ""
+    places = [text.index(f"\n{title}\n{'-' * len(title)}\n") for title in SECTIONS]
     assert places == sorted(places)
+    assert "Source: " in text
+    parameters = text[places[0] : places[1]]
+    named = [line.partition(" : ")[0] for line in parameters.splitlines() if " : " in line]
+    assert ", ".join(named).split(", ") == list(inspect.signature(build).parameters)
+    assert f"client.{name}(" in text[places[-1] :]
 
 
-HEADINGS = ("Shapes", "Dtypes", "Layout", "Raises", "Source")
+SECTIONS = ("Parameters", "Returns", "Raises", "Notes", "Examples")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_layouts_are_literals(name: str) -> None:
+    layout = typing.get_type_hints(getattr(calls, name)).get("layout")
+    if layout is not None:
+        assert set(_literals(layout)) == set(OPERATIONS[name].layouts)
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    for member in typing.get_args(annotation):
+        if isinstance(member, str):
+            yield member
+        else:
+            yield from _literals(member)
+
+
+def test_the_weight_gradient_takes_its_tensors_by_name_alone() -> None:
+    x, grad_output = ones(1, 1, 4), ones(1, 1, 4)
+    for given in ((x, grad_output), (x,)):
+        with pytest.raises(TypeError, match="by name alone, input=… and grad_output=…"):
+            calls.grouped_conv_bwd_weight(*given)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="by name alone"):
+        Client("http://server").grouped_conv_bwd_weight(x, grad_output)  # type: ignore[call-overload]
+
+
+class TorchLike:
+    """What of a PyTorch tensor is used for one in bfloat16."""
+
+    def __init__(self, bits: Any, dtype: str) -> None:
+        self.bits, self.dtype = bits, dtype
+
+    def contiguous(self) -> TorchLike:
+        return self
+
+    def view(self, dtype: Any) -> TorchLike:
+        return TorchLike(self.bits, dtype)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.bits
+
+
+def test_a_tensor_of_pytorch_in_bfloat16_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(int16="torch.int16"))
+    array = np.arange(4).astype(ml_dtypes.bfloat16).reshape(1, 1, 4)
+    tensor = TorchLike(array.view(np.int16), "torch.bfloat16")
+    sent = calls.conv_fwd(tensor, ones(1, 1, 1, dtype=ml_dtypes.bfloat16)).tensors["input"]
+    assert sent.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(sent, array)
+    assert np.shares_memory(sent, array)
+
+
+def test_reprs_say_dtypes_and_shapes_and_no_elements() -> None:
+    large = np.zeros((64, 64, 56, 56), np.float32)
+    call = calls.conv_fwd(large, ones(8, 64, 3, 3), padding=1)
+    assert repr(call) == (
+        "Call.conv_fwd(input=float32[64, 64, 56, 56], weight=float32[8, 64, 3, 3], padding=1)"
+    )
+    result = convgrad.ConvWeightResult(ones(8, 4), None)
+    assert repr(result) == "ConvWeightResult(grad_weight=float32[8, 4], grad_bias=None)"
+    assert "<td>float32[8, 4]</td>" in result._repr_html_()
+    stored = convgrad.Stored("w", (8, 4), convgrad.DType.BFLOAT16)
+    assert repr(stored) == "Stored('w', bfloat16[8, 4])"
+    part = convgrad.Part("output", 0, 0, 1, large[:1], large)
+    assert len(repr(part)) < 150
+    report = convgrad.Report(backend="cpu", kernel="direct", flops=1, bytes=1, compute_s=0.5)
+    answer = convgrad.Answer({"output": large}, report, "id", {}, 1)
+    assert repr(answer) == (
+        "Answer(outputs={output: float32[64, 64, 56, 56]}, kernel='direct on cpu', compute_s=0.5, "
+        "attempts=1, request_id='id')"
+    )
+    assert answer._repr_html_().startswith("<table><caption>Answer</caption><tr><th>outputs</th>")
+    assert repr(Client("http://server:1", api_key="secret")) == "Client('http://server:1')"
 
 
 def test_a_call_holds_what_was_given_and_no_defaults() -> None:
@@ -127,7 +212,9 @@ def test_results_are_read_by_name() -> None:
         ones(1, 1, 1), ones(1, 1, 1), ones(1, 1, 1), outputs=("grad_weight", "grad_bias")
     ).read(arrays)
     assert some == convgrad.ConvBackwardResult(None, arrays["grad_weight"], arrays["grad_bias"])
-    weight_alone = calls.grouped_conv_bwd_weight(ones(1, 1, 1), ones(1, 1, 1)).read(arrays)
+    weight_alone = calls.grouped_conv_bwd_weight(
+        input=ones(1, 1, 1), grad_output=ones(1, 1, 1)
+    ).read(arrays)
     assert weight_alone == convgrad.ConvWeightResult(arrays["grad_weight"], None)
 
 

@@ -155,7 +155,7 @@ def test_several_outputs_need_a_file_that_holds_several(
         (["--output", "out.txt"], "--output: expected a file"),
         (["--output", "nowhere/out.npy"], "there is no directory 'nowhere'"),
         (["--url", "server:1"], "base_url: expected http://"),
-        (["--retries", "-1"], "retries: expected 0 or more"),
+        (["--max-retries", "-1"], "max_retries: expected 0 or more"),
         (["--header", "key"], "--header: expected 'NAME: VALUE'"),
         (["--str", "2"], "unrecognized arguments: --str"),
     ],
@@ -192,7 +192,7 @@ def test_what_the_server_refuses_is_status_1(
 def test_a_server_that_is_not_there_is_status_1(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(bwd_data(files, "--url", "http://127.0.0.1:9", "--retries", "0")) == 1
+    assert main(bwd_data(files, "--url", "http://127.0.0.1:9", "--max-retries", "0")) == 1
     told = capsys.readouterr().err
     assert told.startswith(
         "convgrad: no answer from http://127.0.0.1:9/conv_bwd_data: ConnectionRefusedError"
@@ -203,7 +203,7 @@ def test_a_server_that_is_not_there_is_status_1(
 def test_an_answer_cut_off_on_the_wire_is_a_failed_connection(fake: FakeServer) -> None:
     with (
         listening(fake, cut_bytes=3) as address,
-        convgrad.Client(address, retries=1, sleep=lambda seconds: None) as client,
+        convgrad.Client(address, max_retries=1, sleep=lambda seconds: None) as client,
         pytest.raises(convgrad.ConnectionFailed, match="broke off after"),
     ):
         client.conv_bwd_data(ones(1, 1, 4), ones(1, 1, 1))

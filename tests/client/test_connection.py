@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import convgrad
 from convgrad import ClientTimeout, ConnectionFailed, InvalidAnswer, calls
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._transport import HttpxTransport
+from tests.client.awaited import CLIENTS
 from tests.client.fake import SAFETENSORS, FakeServer, answer, ones, problem
 from tests.client.local_http import listening
 
@@ -26,7 +28,13 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n" % SAFETENSORS.encode()
 MIB = 1 << 20
 
 
-def ask(client: convgrad.Client, size: int = 1) -> np.ndarray:
+@pytest.fixture(params=CLIENTS, ids=["sync", "async"])
+def make(request: pytest.FixtureRequest) -> Any:
+    """Makes a client of either kind."""
+    return request.param
+
+
+def ask(client: Any, size: int = 1) -> np.ndarray:
     return client.conv_fwd(np.ones((1, 1, size), np.float32), ones(1, 1, 1))
 
 
@@ -108,11 +116,11 @@ FRAMINGS = {
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)
-def test_every_framing_is_read(framing: str) -> None:
+def test_every_framing_is_read(framing: str, make: Any) -> None:
     parts = FRAMINGS[framing]
     with (
         raw_server(answering(*parts, pause_s=0.001)) as url,
-        convgrad.Client(url, retries=0) as client,
+        make(url, max_retries=0) as client,
     ):
         assert ask(client).shape == (1, 1, 1)
 
@@ -130,28 +138,28 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_no_answer_is_a_failed_connection(kind: str) -> None:
+def test_what_is_no_answer_is_a_failed_connection(kind: str, make: Any) -> None:
     parts, sentence = BROKEN[kind]
     with (
         raw_server(answering(*parts)) as url,
-        convgrad.Client(url, retries=0) as client,
+        make(url, max_retries=0) as client,
         pytest.raises(ConnectionFailed, match=sentence) as caught,
     ):
         ask(client)
     assert caught.value.request_id is not None
 
 
-def test_an_answer_that_announces_too_much_is_refused() -> None:
+def test_an_answer_that_announces_too_much_is_refused(make: Any) -> None:
     endless = HEAD + b"Content-Length: %d\r\n\r\n" % 10**17
     with (
         raw_server(answering(endless)) as url,
-        convgrad.Client(url, retries=0) as client,
+        make(url, max_retries=0) as client,
         pytest.raises(InvalidAnswer, match="more than fit in memory"),
     ):
         ask(client)
 
 
-def test_a_connection_is_used_again_and_its_request_is_well_formed() -> None:
+def test_a_connection_is_used_again_and_its_request_is_well_formed(make: Any) -> None:
     heads = []
 
     def handle(connection: socket.socket) -> None:
@@ -161,7 +169,7 @@ def test_a_connection_is_used_again_and_its_request_is_well_formed() -> None:
 
     with (
         raw_server(handle) as url,
-        convgrad.Client(url + "/grad/", headers={"Authorization": "Bearer key"}) as client,
+        make(url + "/grad/", headers={"Authorization": "Bearer key"}) as client,
     ):
         for _ in range(3):
             ask(client)
@@ -172,9 +180,9 @@ def test_a_connection_is_used_again_and_its_request_is_well_formed() -> None:
     assert f"content-type: {SAFETENSORS}" in lines
 
 
-def test_a_connection_that_the_server_gave_up_is_replaced_without_a_retry() -> None:
+def test_a_connection_that_the_server_gave_up_is_replaced_without_a_retry(make: Any) -> None:
     one = answering(HEAD + LENGTH + BODY)  # which then closes
-    with raw_server(one, one, one) as url, convgrad.Client(url, retries=0) as client:
+    with raw_server(one, one, one) as url, make(url, max_retries=0) as client:
         for _ in range(3):
             ask(client)
 
@@ -184,20 +192,20 @@ def test_a_connection_that_the_server_gave_up_is_replaced_without_a_retry() -> N
 
     with (
         raw_server(closes_when_asked_again, one) as url,
-        convgrad.Client(url, retries=0) as client,
+        make(url, max_retries=0) as client,
     ):
         ask(client)
         ask(client)
 
 
-def test_connection_close_is_honoured() -> None:
+def test_connection_close_is_honoured(make: Any) -> None:
     closing = answering(HEAD + b"Connection: close\r\n" + LENGTH + BODY, pause_s=0.05)
-    with raw_server(closing, closing) as url, convgrad.Client(url, retries=0) as client:
+    with raw_server(closing, closing) as url, make(url, max_retries=0) as client:
         ask(client)
         ask(client)
 
 
-def test_a_refusal_is_read_although_the_body_was_not() -> None:
+def test_a_refusal_is_read_although_the_body_was_not(make: Any) -> None:
     refusal = problem("payload-too-large", "too much")
     head = (
         b"HTTP/1.1 413 Too Large\r\nContent-Type: application/problem+json\r\n"
@@ -211,17 +219,17 @@ def test_a_refusal_is_read_although_the_body_was_not() -> None:
 
     with (
         raw_server(refuse) as url,
-        convgrad.Client(url, retries=0) as client,
+        make(url, max_retries=0) as client,
         pytest.raises(convgrad.PayloadTooLarge, match="too much"),
     ):
         ask(client, 16 * MIB)
 
 
 @pytest.mark.parametrize("size", [1, 16 * MIB])
-def test_a_server_that_neither_reads_nor_answers_is_a_timeout(size: int) -> None:
+def test_a_server_that_neither_reads_nor_answers_is_a_timeout(size: int, make: Any) -> None:
     done = threading.Event()
     with raw_server(lambda connection: done.wait(60) and None) as url:
-        client = convgrad.Client(url, timeout=0.2, retries=0)
+        client = make(url, timeout=0.2, max_retries=0)
         started = time.monotonic()
         with client, pytest.raises(ClientTimeout, match=r"within 0\.2 s"):
             ask(client, size)
@@ -229,7 +237,7 @@ def test_a_server_that_neither_reads_nor_answers_is_a_timeout(size: int) -> None
         done.set()
 
 
-def test_a_server_that_trickles_is_a_timeout() -> None:
+def test_a_server_that_trickles_is_a_timeout(make: Any) -> None:
     def trickle(connection: socket.socket) -> None:
         read_request(connection)
         connection.sendall(HEAD + LENGTH)
@@ -243,7 +251,7 @@ def test_a_server_that_trickles_is_a_timeout() -> None:
     # It trickles until the client has left.
     with (
         raw_server(trickle) as url,
-        convgrad.Client(url, timeout=0.2, retries=0) as client,
+        make(url, timeout=0.2, max_retries=0) as client,
         pytest.raises(ClientTimeout),
     ):
         ask(client)
@@ -257,8 +265,8 @@ def test_threads_share_a_client() -> None:
     assert len(fake.requests) == 100
 
 
-def test_a_header_that_http_cannot_carry_is_not_sent() -> None:
-    client = convgrad.Client("http://127.0.0.1:9", headers={"X-Key": "a\r\nX-Other: b"})
+def test_a_header_that_http_cannot_carry_is_not_sent(make: Any) -> None:
+    client = make("http://127.0.0.1:9", headers={"X-Key": "a\r\nX-Other: b"})
     with client, pytest.raises(convgrad.errors.ClientError, match="x-key"):
         ask(client)
 
@@ -277,10 +285,10 @@ def test_what_needs_more_than_a_socket_goes_through_httpx(monkeypatch: pytest.Mo
     assert not is_direct("http://server")
 
 
-def test_a_large_body_arrives_whole() -> None:
+def test_a_large_body_arrives_whole(make: Any) -> None:
     fake = FakeServer([GOOD])
     x = np.random.default_rng(0).standard_normal((1, 1, 3 * MIB + 17)).astype(np.float32)
-    with listening(fake) as url, convgrad.Client(url) as client:
+    with listening(fake) as url, make(url) as client:
         client.call(calls.conv_fwd(x, ones(1, 1, 1)))
     sent, _ = fake.sent()
     np.testing.assert_array_equal(sent["input"], x)

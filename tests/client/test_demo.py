@@ -98,7 +98,7 @@ def test_every_operation_passes_its_checks(client: Client, seed: int) -> None:
 
 
 def test_an_operation_without_a_check_is_an_error() -> None:
-    rng, client = np.random.default_rng(0), Client("http://127.0.0.1:9", retries=0)
+    rng, client = np.random.default_rng(0), Client("http://127.0.0.1:9", max_retries=0)
     with pytest.raises(DemoError, match="without a check: conv_of_tomorrow;"):
         run_checks(client, [*OPERATIONS, "conv_of_tomorrow"], rng)
     stray = replace(CASES[0], operation="conv_of_yesterday")
@@ -129,7 +129,7 @@ def test_its_server_ends_with_its_block_even_on_an_error() -> None:
 
 
 def test_a_server_that_dies_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
-    with local_server() as server, Client(server.url, retries=0) as client:
+    with local_server() as server, Client(server.url, max_retries=0) as client:
         assert server.process is not None
         server.process.kill()
         server.process.wait()

@@ -13,8 +13,9 @@ import pytest
 
 import convgrad
 from convgrad import ClientTimeout, ConnectionFailed, InvalidAnswer, errors
-from convgrad._exchange import Exchange, Options
+from convgrad._exchange import Exchange
 from convgrad._http_errors import HTTPX_ERRORS, ROOTS, from_httpx
+from convgrad._options import Options
 from convgrad._retry import Backoff, parse_retry_after
 from convgrad._targets import LIVE
 from tests.client.fake import FakeServer, answer, ones, problem
@@ -30,7 +31,7 @@ def ask(client: convgrad.Client) -> Any:
 @pytest.mark.parametrize("code", errors.CODES)
 def test_each_code_becomes_its_error(code: str) -> None:
     server = FakeServer([problem(code, "the reason", **{"Retry-After": "7"})])
-    with server.client(retries=0) as client, pytest.raises(errors.ServiceError) as caught:
+    with server.client(max_retries=0) as client, pytest.raises(errors.ServiceError) as caught:
         ask(client)
     assert type(caught.value).code == code
     assert caught.value.detail == "the reason"
@@ -41,7 +42,7 @@ def test_each_code_becomes_its_error(code: str) -> None:
 @pytest.mark.parametrize("code", RETRYABLE)
 def test_what_is_retryable_is_tried_again(code: str) -> None:
     server = FakeServer([problem(code), problem(code), GOOD])
-    with server.client(retries=2) as client:
+    with server.client(max_retries=2) as client:
         got = client.call(convgrad.calls.conv_fwd(ones(1, 1, 1), ones(1, 1, 1)))
     assert got.attempts == 3
     bodies = {request.content for request in server.requests}
@@ -60,7 +61,7 @@ def test_what_is_not_is_not(code: str) -> None:
 
 def test_retries_end() -> None:
     server = FakeServer([problem("overloaded")])
-    with server.client(retries=3) as client, pytest.raises(convgrad.Overloaded):
+    with server.client(max_retries=3) as client, pytest.raises(convgrad.Overloaded):
         ask(client)
     assert len(server.requests) == 4
 
@@ -149,7 +150,7 @@ def test_no_exception_of_httpx_is_unmapped(cls: type[Exception]) -> None:
 def test_httpx_exceptions_become_ours(raised: Exception, expected: type[Exception]) -> None:
     assert type(from_httpx(raised, "http://server", "id")) is expected
     server = FakeServer([raised])
-    with server.client(retries=0) as client, pytest.raises(expected) as caught:
+    with server.client(max_retries=0) as client, pytest.raises(expected) as caught:
         ask(client)
     assert caught.value.__cause__ is raised
     assert "http://server/conv_fwd" in str(caught.value)
@@ -163,7 +164,7 @@ def test_an_answer_cut_short_is_a_failed_connection() -> None:
         return httpx.Response(200, headers=GOOD.headers, stream=httpx.ByteStream(whole[:-2]))
 
     http = httpx.Client(transport=httpx.MockTransport(cut))
-    client = convgrad.Client("http://server", http_client=http, retries=0)
+    client = convgrad.Client("http://server", http_client=http, max_retries=0)
     sentence = f"broke off after {len(whole) - 2} of {len(whole)} bytes"
     with pytest.raises(ConnectionFailed, match=sentence):
         ask(client)
@@ -195,8 +196,8 @@ def test_an_answer_announced_as_absurd_is_none() -> None:
     ("response", "sentence"),
     [
         (
-            httpx.Response(502, text="<h1>Bad gateway</h1>"),
-            "status 502 with '<h1>Bad gateway</h1>'",
+            httpx.Response(500, text="<h1>Server error</h1>"),
+            "status 500 with '<h1>Server error</h1>'",
         ),
         (httpx.Response(404), "status 404 with an empty body"),
         (httpx.Response(302, headers={"Location": "http://elsewhere"}), "status 302"),
@@ -232,7 +233,7 @@ class Clock:
 
 def test_all_attempts_share_one_deadline() -> None:
     clock = Clock()
-    exchange = Exchange(LIVE, Options("http://server", 10, 5, "json"), clock)
+    exchange = Exchange(LIVE, Options("http://server", timeout=10, max_retries=5), clock)
     http = httpx.Client()
     first = exchange.request(http).extensions["timeout"]
     assert first["read"] == 10
@@ -243,10 +244,10 @@ def test_all_attempts_share_one_deadline() -> None:
     second = exchange.request(http).extensions["timeout"]
     assert second["read"] == 6
     failure = ConnectionFailed("x")
-    assert exchange.pause_s(failure) <= 0.5
+    assert exchange.retry_delay_s(failure) <= 0.5
     clock.now_s += 5.9
     with pytest.raises(ConnectionFailed):  # no time left to wait and try again
-        exchange.pause_s(failure)
+        exchange.retry_delay_s(failure)
     clock.now_s += 0.2
     with pytest.raises(ClientTimeout, match="http://server/v2/health/live within 10 s"):
         exchange.check_deadline()
@@ -255,7 +256,7 @@ def test_all_attempts_share_one_deadline() -> None:
 
 @pytest.mark.parametrize("timeout", [None, float("inf"), 1e300])
 def test_an_endless_timeout_is_none(timeout: float | None) -> None:
-    exchange = Exchange(LIVE, Options("http://server", timeout, 0, "json"))
+    exchange = Exchange(LIVE, Options("http://server", timeout=timeout))
     with httpx.Client() as http:
         assert exchange.request(http).extensions["timeout"]["read"] is None
 
@@ -283,7 +284,9 @@ def test_a_server_that_trickles_does_not_outlast_the_timeout() -> None:
         ({"base_url": "ftp://server"}, "base_url"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
-        ({"retries": -1}, "retries"),
+        ({"max_retries": -1}, "max_retries"),
+        ({"connect_timeout": 0}, "connect_timeout"),
+        ({"read_timeout": -1}, "read_timeout"),
         ({"wire": "xml"}, "wire: expected safetensors or json, got 'xml'"),
     ],
 )
@@ -316,7 +319,7 @@ def test_only_the_original_closes_its_connections(url: str) -> None:
     own = convgrad.Client(url)
     close, own._transport.close = own._transport.close, lambda: closed.append(True)  # type: ignore[method-assign]
     with own:
-        own.with_options(retries=0).close()
+        own.with_options(max_retries=0).close()
         assert not closed
     assert closed
     close()

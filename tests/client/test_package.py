@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,26 @@ def test_client_source_never_names_the_service() -> None:
     # Not even to say what is missing: `serve` finds it by an entry point's name alone.
     naming = [path for path in PACKAGE.rglob("*.py") if SERVICE[0] in path.read_text()]
     assert naming == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports within functions count; the package's own lazy names do not."""
+    modules = {}
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "__init__.py"}:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    imports = {
+        name: {
+            found
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module is not None
+            for found in {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            if found in modules and found != name
+        }
+        for name, path in modules.items()
+    }
+    sorter = graphlib.TopologicalSorter(imports)
+    sorter.prepare()  # raises CycleError, which names the modules
 
 
 def test_all_is_what_can_be_had() -> None:

@@ -19,6 +19,7 @@ from convgrad._body import WIRES
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad.wire import json_tensors
+from tests.client.awaited import CLIENTS
 from tests.client.fake import ones
 from tests.support.fake_backends import Blocking, Zeros
 from tests.support.http_server import LiveServer, serving
@@ -32,9 +33,9 @@ def live() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture
-def client(live: LiveServer) -> Iterator[convgrad.Client]:
-    with convgrad.Client(live.url) as client:
+@pytest.fixture(params=CLIENTS, ids=["sync", "async"])
+def client(live: LiveServer, request: pytest.FixtureRequest) -> Iterator[convgrad.Client]:
+    with request.param(live.url) as client:
         yield client
 
 

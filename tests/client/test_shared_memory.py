@@ -18,6 +18,7 @@ import convgrad
 from convgrad._call import make_call
 from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
+from tests.client.awaited import CLIENTS
 from tests.client.fake import ones
 from tests.client.test_real_server import example
 from tests.support.fake_backends import Blocking
@@ -34,10 +35,10 @@ def live() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture
-def client(live: LiveServer) -> Iterator[convgrad.Client]:
+@pytest.fixture(params=CLIENTS, ids=["sync", "async"])
+def client(live: LiveServer, request: pytest.FixtureRequest) -> Iterator[convgrad.Client]:
     before = len(regions(live))
-    with convgrad.Client(live.url, transport="shm") as client:
+    with request.param(live.url, transport="shm") as client:
         yield client
     until(lambda: len(regions(live)) <= before)
     assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
@@ -150,7 +151,7 @@ def test_a_region_that_the_server_may_still_write_is_not_used_again() -> None:
     x, weight = ones(1, 1, 8), ones(1, 1, 1)
     with (
         serving(backend, system_shared_memory=True, log_level="error") as server,
-        convgrad.Client(server.url, transport="shm", retries=0) as client,
+        convgrad.Client(server.url, transport="shm", max_retries=0) as client,
     ):
         backend.release.set()
         client.conv_fwd(x, weight)
@@ -170,7 +171,7 @@ def test_a_server_without_it_says_so() -> None:
     with (
         serving(Blocking(), log_level="error") as server,
         convgrad.Client(server.url, transport="shm") as client,
-        pytest.raises(convgrad.UnsupportedProblem, match="not enabled"),
+        pytest.raises(convgrad.UnsupportedProblem, match="CONVGRAD_SYSTEM_SHARED_MEMORY=true"),
     ):
         client.conv_fwd(ones(1, 1, 4), ones(1, 1, 1))
     assert not list(SHM.glob(f"convgrad-{os.getpid()}-*"))
@@ -207,7 +208,7 @@ def test_no_memory_is_an_error_and_not_a_signal(
 
 
 def test_transport_is_http_or_shm() -> None:
-    with pytest.raises(ValueError, match="transport: expected http or shm, got 'rdma'"):
+    with pytest.raises(ValueError, match='transport: expected "http" or "shm", got \'rdma\''):
         convgrad.Client(transport="rdma")
     with convgrad.Client() as client:
         assert client.empty((2, 3), "float16").shape == (2, 3)

@@ -65,7 +65,7 @@ def test_the_sdk_brings_its_key(guarded: Guarded) -> None:
     url = f"http://{guarded.server.http}"
     with convgrad.Client(url, headers=guarded.headers("ada")) as client:
         assert (client.conv_fwd(x, w) == 2).all()
-    with convgrad.Client(url, retries=0) as client, pytest.raises(convgrad.Unauthenticated):
+    with convgrad.Client(url, max_retries=0) as client, pytest.raises(convgrad.Unauthenticated):
         client.conv_fwd(x, w)
 
 

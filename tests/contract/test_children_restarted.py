@@ -31,7 +31,7 @@ def server() -> Iterator[TreeServer]:
 
 
 def works(server: TreeServer) -> bool:
-    with Client(server.url, retries=0, timeout=20) as client:
+    with Client(server.url, max_retries=0, timeout=20) as client:
         return bool(client.conv_bwd_data(ONES, ONES).item() == 2)
 
 
@@ -63,7 +63,7 @@ def test_a_region_that_cannot_be_mapped_is_an_error_of_its_own_requests(server: 
 
 
 def test_a_worker_without_descriptors_is_replaced(server: TreeServer) -> None:
-    with Client(server.url, retries=0, timeout=20) as client:
+    with Client(server.url, max_retries=0, timeout=20) as client:
         stored = [client.put(f"w{number}", ONES) for number in range(2)]
         worker = server.worker_id
         assert worker is not None

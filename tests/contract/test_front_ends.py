@@ -76,7 +76,7 @@ def test_a_front_end_that_dies_gets_its_share_again(server: TreeServer) -> None:
     until(lambda: killed not in http_processes(server))
     # The others take what comes meanwhile.
     for _ in range(FRONT_ENDS):
-        with Client(server.url, retries=0) as client:
+        with Client(server.url, max_retries=0) as client:
             assert client.conv_bwd_data(ONES, ONES).item() == 2
     until(lambda: len(http_processes(server)) == FRONT_ENDS)
     (fresh,) = set(http_processes(server)) - others

@@ -164,7 +164,7 @@ def test_bytes_over_http_and_grpc_count_together(closed: Limited) -> None:
 
 def test_stored_tensors_count_while_they_are_sent(closed: Limited) -> None:
     array = np.zeros(20_000, np.float32)
-    with convgrad.Client(closed.server.url, headers=closed.headers("bob"), retries=0) as client:
+    with convgrad.Client(closed.server.url, headers=closed.headers("bob"), max_retries=0) as client:
         with pytest.raises(convgrad.ProblemTooLarge, match="API key 'bob'"):
             client.put("large", array)
         client.put("small", array[:1000])

@@ -35,7 +35,7 @@ def server() -> Iterator[TreeServer]:
 
 @pytest.fixture
 def client(server: TreeServer) -> Iterator[convgrad.Client]:
-    with convgrad.Client(server.url, retries=0) as made:
+    with convgrad.Client(server.url, max_retries=0) as made:
         yield made
 
 

@@ -148,7 +148,7 @@ def bwd_weight() -> Call[Any]:
 
 
 def test_a_large_problem_is_computed_on_all_devices_to_the_same_bits(server: TreeServer) -> None:
-    with Client(server.url, retries=0) as client, Watch(server) as watch:
+    with Client(server.url, max_retries=0) as client, Watch(server) as watch:
         answer = client.call(bwd_data())
     assert watch.most == 3
     assert answer.report.pieces == PARTS
@@ -156,7 +156,7 @@ def test_a_large_problem_is_computed_on_all_devices_to_the_same_bits(server: Tre
 
 
 def test_so_is_one_whose_tensors_lie_in_shared_memory(server: TreeServer) -> None:
-    with Client(server.url, retries=0, transport="shm") as client:
+    with Client(server.url, max_retries=0, transport="shm") as client:
         assert (client.call(bwd_data()).outputs == expected()).all()  # comes over the connection
         with Watch(server) as watch:
             answer = client.call(bwd_data())
@@ -166,7 +166,7 @@ def test_so_is_one_whose_tensors_lie_in_shared_memory(server: TreeServer) -> Non
 
 def test_a_device_lost_in_the_middle_costs_nothing(server: TreeServer) -> None:
     workers = server.tree.supervisor.workers
-    with Client(server.url, retries=0) as client:
+    with Client(server.url, max_retries=0) as client:
         rows = client.iterate(bwd_data())
         first = next(rows)
         os.kill(workers[1].process_id, signal.SIGKILL)
@@ -178,7 +178,7 @@ def test_a_device_lost_in_the_middle_costs_nothing(server: TreeServer) -> None:
 
 def test_small_requests_go_on_beside_a_large_one(server: TreeServer) -> None:
     ones = np.ones((1, 1, 1, 1), np.float32)
-    with Client(server.url, retries=0) as large, Client(server.url, retries=0) as small:
+    with Client(server.url, max_retries=0) as large, Client(server.url, max_retries=0) as small:
         seen = threading.Event()
 
         def compute() -> None:
@@ -198,7 +198,7 @@ def test_small_requests_go_on_beside_a_large_one(server: TreeServer) -> None:
 def test_a_sum_is_computed_on_all_devices_and_added_up_in_order(server: TreeServer) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
     held = server.settled_bytes()
-    with Client(server.url, retries=0) as client:
+    with Client(server.url, max_retries=0) as client:
         for _ in range(2):
             with Watch(server) as watch:
                 answer = client.call(bwd_weight())
@@ -210,7 +210,7 @@ def test_a_sum_is_computed_on_all_devices_and_added_up_in_order(server: TreeServ
 
 def test_a_sum_over_shared_memory_has_the_same_bits(server: TreeServer) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
-    with Client(server.url, retries=0, transport="shm") as client:
+    with Client(server.url, max_retries=0, transport="shm") as client:
         for _ in range(2):  # the first comes over the connection
             assert (client.call(bwd_weight()).outputs.grad_weight == wanted).all()
 
@@ -218,7 +218,7 @@ def test_a_sum_over_shared_memory_has_the_same_bits(server: TreeServer) -> None:
 def test_all_gradients_of_one_upload_are_split_too(server: TreeServer) -> None:
     given = {"grad_output": GRAD, "input": IMAGES, "weight": WEIGHT, "padding": 1}
     wanted = summed("conv_backward", given)
-    with Client(server.url, retries=0) as client, Watch(server) as watch:
+    with Client(server.url, max_retries=0) as client, Watch(server) as watch:
         found = client.conv_backward(GRAD, IMAGES, WEIGHT, padding=1)
     assert watch.most == 3
     for name, array in wanted.items():
@@ -228,7 +228,7 @@ def test_all_gradients_of_one_upload_are_split_too(server: TreeServer) -> None:
 @pytest.mark.parametrize("recipe", [two, alone])
 def test_other_numbers_of_devices_give_the_same_bits(recipe: Any) -> None:
     wanted = summed("grouped_conv_bwd_weight", SUM)["grad_weight"]
-    with serving_tree(recipe, slots=1) as other, Client(other.url, retries=0) as client:
+    with serving_tree(recipe, slots=1) as other, Client(other.url, max_retries=0) as client:
         answer = client.call(bwd_weight())
     assert answer.report.pieces == SUM_PARTS
     assert (answer.outputs.grad_weight == wanted).all()
@@ -243,7 +243,7 @@ def test_a_device_killed_under_load_costs_no_sum(server: TreeServer) -> None:
 
     def ask() -> None:
         try:
-            with Client(server.url, retries=0) as client:
+            with Client(server.url, max_retries=0) as client:
                 last = False
                 while not last:
                     last = killed.is_set()
@@ -273,7 +273,7 @@ def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
     held = server.settled_bytes()
     # Four parts of a tenth of a second on three devices.
     with (
-        Client(server.url, retries=0, timeout=0.15) as client,
+        Client(server.url, max_retries=0, timeout=0.15) as client,
         pytest.raises((ClientTimeout, DeadlineExceeded)),
     ):
         client.call(bwd_weight())
@@ -283,7 +283,7 @@ def test_a_sum_past_its_deadline_frees_all(server: TreeServer) -> None:
 
 def test_adding_up_in_no_time_makes_no_part_brief(server: TreeServer) -> None:
     """What is brief cannot be stopped, and keeps a worker from its next order."""
-    with Client(server.url, retries=0) as client:
+    with Client(server.url, max_retries=0) as client:
         for _ in range(2):
             client.call(bwd_weight())
     assert not any(worker._brief for worker in server.tree.supervisor.workers.values())

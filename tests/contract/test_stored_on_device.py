@@ -36,7 +36,7 @@ def test_a_request_uploads_nothing_that_is_stored(
     server: LiveServer, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "_SPARE_S", 0.1)
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         wanted = client.conv_bwd_data(GRAD, WEIGHT)
         grad, weight = client.put("grad", GRAD), client.put("weight", WEIGHT)
         moved = []
@@ -53,7 +53,7 @@ def test_a_request_uploads_nothing_that_is_stored(
 
 
 def test_a_result_that_is_kept_is_on_the_device_at_once(server: LiveServer, gpu: FakeGpu) -> None:
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         weight = client.put("weight", WEIGHT)
         client.conv_bwd_data(GRAD, weight)  # the weight is there
         before = gpu.uploaded_bytes
@@ -85,7 +85,7 @@ def test_a_kept_result_that_fails_leaves_nothing_that_counts(
         return outcome
 
     monkeypatch.setattr(gpu, "run", run)
-    with convgrad.Client(server.url, retries=0) as client:
+    with convgrad.Client(server.url, max_retries=0) as client:
         keeping = client.with_options(store={"grad_input": "g"})
         with pytest.raises(convgrad.InvalidProblem):
             keeping.conv_bwd_data(GRAD, WEIGHT)
@@ -106,7 +106,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
     forget_sizes()
     image = np.random.default_rng(2).standard_normal((1, 4, 144, 144), np.float32)
     try:
-        with convgrad.Client(server.url, retries=0) as client:
+        with convgrad.Client(server.url, max_retries=0) as client:
             weight = client.put("weight", WEIGHT)
             client.conv_bwd_data(GRAD, weight)  # the weight is there
             keeping = client.with_options(store={"grad_input": "g"})
@@ -122,7 +122,7 @@ def test_a_large_result_in_parts_is_on_its_device_too(
 
 
 def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:
-    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, max_retries=0) as client:
         weight = client.put("weight", WEIGHT)
         wanted = client.conv_bwd_data(GRAD, WEIGHT)
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_device_that_is_lost_takes_no_tensor_with_it() -> None:
 
 
 def test_a_kept_result_outlives_its_device() -> None:
-    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(fake_gpu) as server, convgrad.Client(server.url, max_retries=0) as client:
         kept = client.with_options(store={"grad_input": "g"}).conv_bwd_data(GRAD, WEIGHT)
         wanted = client.conv_fwd(kept, WEIGHT)
         server.kill_worker()
@@ -140,7 +140,7 @@ def test_a_kept_result_outlives_its_device() -> None:
 
 
 def test_of_two_devices_the_one_that_has_a_kept_result_computes_with_it() -> None:
-    with serving_tree(one_of_two) as server, convgrad.Client(server.url, retries=0) as client:
+    with serving_tree(one_of_two) as server, convgrad.Client(server.url, max_retries=0) as client:
         answer = client.with_options(store={"grad_input": "g"}).call(
             convgrad.calls.conv_bwd_data(GRAD, WEIGHT)
         )

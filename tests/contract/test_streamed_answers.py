@@ -165,7 +165,7 @@ def test_the_sdk_raises_when_an_answer_breaks_off(
     monkeypatch.setattr(Connection, "_read_head", read_and_fail)
     backend.gate.release()
     with (
-        Client(server.url, retries=0) as client,
+        Client(server.url, max_retries=0) as client,
         pytest.raises(ConnectionFailed, match="broke off"),
     ):
         client.conv_bwd_data(GRAD, WEIGHT, padding=1)
@@ -187,7 +187,7 @@ def test_the_connection_serves_on_after_a_streamed_answer(
     server: LiveServer, backend: Gated, expected: NDArray[Any]
 ) -> None:
     backend.gate.release(2 * PARTS)
-    with Client(server.url, retries=0) as client:
+    with Client(server.url, max_retries=0) as client:
         for _ in range(2):
             assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
 
@@ -196,7 +196,7 @@ def test_json_has_its_answer_whole(
     server: LiveServer, backend: Gated, expected: NDArray[Any]
 ) -> None:
     backend.gate.release(PARTS)
-    with Client(server.url, retries=0, wire="json") as client:
+    with Client(server.url, max_retries=0, wire="json") as client:
         assert (client.conv_bwd_data(GRAD, WEIGHT, padding=1) == expected).all()
 
 
@@ -349,7 +349,7 @@ def test_an_error_is_raised_before_the_first_part(server: LiveServer) -> None:
 def test_what_fails_before_the_first_part_is_tried_again(expected: NDArray[Any]) -> None:
     good = answer({"grad_input": expected})
     fake = FakeServer([problem("overloaded"), good])
-    with fake.client(retries=1) as client:
+    with fake.client(max_retries=1) as client:
         (part,) = client.iterate(bwd_data())
     assert (part.array == expected).all()
     assert len(fake.requests) == 2

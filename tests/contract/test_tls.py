@@ -123,7 +123,7 @@ def test_connections_that_are_dealt_out_are_secure_too(files: Files) -> None:
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{server.url}/v2", timeout=60)
         for _ in range(4):
-            with convgrad.Client(secure, http_client=http, retries=0) as client:
+            with convgrad.Client(secure, http_client=http, max_retries=0) as client:
                 ones = np.ones((1, 1, 1, 1), np.float32)
                 assert client.conv_bwd_data(ones, ones).item() == 2
 

@@ -111,7 +111,7 @@ class Load:
 
     def _ask(self, seed: int) -> None:
         rng = random.Random(seed)
-        with Client(self._url, retries=0, timeout=60) as client:
+        with Client(self._url, max_retries=0, timeout=60) as client:
             while not self._ended.is_set():
                 side = rng.choice((4, 8, 64, 1024))
                 grad = np.full((1, 1, side, side), rng.randrange(4), np.float32)
@@ -160,7 +160,7 @@ def test_what_kills_its_worker_alone_is_internal_and_costs_nobody_else(server: T
     poisoned = np.full((1, 1, 1, 1), POISON, np.float32)
     with (
         load(server.url),
-        Client(server.url, retries=0, timeout=60) as client,
+        Client(server.url, max_retries=0, timeout=60) as client,
         pytest.raises(Internal, match="internal error"),
     ):
         client.conv_bwd_data(np.ones((1, 1, 4, 4), np.float32), poisoned)
@@ -178,7 +178,7 @@ def test_ready_is_false_only_while_no_device_works(tmp_path: Path) -> None:
     ones = np.ones((1, 1, 1, 1), np.float32)
     with (
         serving_tree(partial(once_open, gate)) as server,
-        Client(server.url, retries=0, timeout=60) as client,
+        Client(server.url, max_retries=0, timeout=60) as client,
         ThreadPoolExecutor(1) as asking,
     ):
         worker = server.worker_id
@@ -229,7 +229,7 @@ def test_a_device_that_breaks_is_given_up_and_taken_back_when_it_works(tmp_path:
         assert worker is not None
         broken.touch()
         os.kill(worker, signal.SIGKILL)
-        with Client(server.url, retries=0, timeout=60) as client:
+        with Client(server.url, max_retries=0, timeout=60) as client:
             # It waits for as long as there is hope, and is told when there is none.
             with pytest.raises(DeviceUnavailable, match="the device has failed: it is broken"):
                 client.conv_bwd_data(ones, ones)
@@ -260,7 +260,7 @@ def test_a_front_end_that_dies_gives_back_what_it_held_and_comes_again(tmp_path:
     with serving_tree(partial(Waiting, gate), http_workers=2) as server:
         held = server.settled_bytes()
         grad = np.ones((1, 1, 2048, 1024), np.float32)
-        with ThreadPoolExecutor(1) as asking, Client(server.url, retries=0) as client:
+        with ThreadPoolExecutor(1) as asking, Client(server.url, max_retries=0) as client:
             asked = asking.submit(client.conv_bwd_data, grad, np.ones((1, 1, 1, 1), np.float32))
             until(lambda: server.tree.hub.schedule.running == 1)
             assert server.held_bytes > held

@@ -135,9 +135,9 @@ static void run_warp(unsigned first, unsigned end, bool backwards) {
   }
 }
 
-// Shared memory starts as large numbers, whatever the block before left: sums that are not finite
-// would be taken again, and right.
-static constexpr char kSpoiled = 0x4b;
+// Shared memory starts as NaN, whatever the block before left: what a product reads before it is
+// written shows, even where it meets zeros.
+static constexpr char kSpoiled = static_cast<char>(0xff);
 static void spoil_shared() {
   memset(dynamic_shared, kSpoiled, dynamic_bytes + kMarginBytes);
   memset(__start_convgrad_shared, kSpoiled, __stop_convgrad_shared - __start_convgrad_shared);

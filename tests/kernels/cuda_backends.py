@@ -108,7 +108,7 @@ def few() -> Families:
 
 
 def _made(families: Families) -> Callable[[], Backend]:
-    return lambda: CudaBackend(families=families, poison=True)
+    return lambda: CudaBackend(families=families, poison=True, debug=True)
 
 
 MAKERS: dict[str, Callable[[], Backend]] = {

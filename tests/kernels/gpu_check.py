@@ -37,11 +37,11 @@ PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "numpy", "ml_dtypes", "pytest", "hyp
 
 
 def compile_all(
-    architecture: str, instances: Iterable[Instance] | None = None
+    architecture: str, instances: Iterable[Instance] | None = None, *, debug: bool = False
 ) -> tuple[int, list[str]]:
-    """These kernels, or every one of this architecture, into the cache: how many, and which were
-    refused."""
-    compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture)
+    """These kernels, or every one of this architecture, into the cache, as tests (``debug``) or the
+    service compile them: how many, and which were refused."""
+    compiler = Compiler(find_nvrtc(cuda_driver_major()), architecture, debug=debug)
     chosen = FAMILIES.instances() if instances is None else instances
     wanted = [one for one in chosen if one.is_for(architecture)]
     return len(wanted), [said[:300] for said in compiler.compile_all(wanted)]
@@ -123,7 +123,7 @@ def main() -> int:
     asked, more = parser.parse_known_args()
     device = describe(0)
     started = time.perf_counter()
-    kernels, refused = (0, []) if asked.lazy else compile_all(device.architecture)
+    kernels, refused = (0, []) if asked.lazy else compile_all(device.architecture, debug=True)
     print(
         f"{kernels} kernels compiled in {time.perf_counter() - started:.1f} s", *refused, sep="\n"
     )

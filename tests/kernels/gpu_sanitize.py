@@ -8,7 +8,9 @@ kernel is met, as many random ones as it takes (see covering.py) of so many draw
 of layer and dtype. With ``--sources`` it is the random ones alone, of kernels whose sources' names
 start so; with ``--cases`` those of these numbers, which stay the same while plans and draws do. The
 tools run side by side, each in ``--shards`` processes; where one stops, sanitizer.py finds what at.
-A line for each tool goes to tests/perf/results/gpu_checks.jsonl, whole logs to ``--logs``.
+A line for each tool goes to tests/perf/results/gpu_checks.jsonl, whole logs to ``--logs``. Cases
+without an error are kept in sanitized.jsonl beside it, with a hash of their kernels' sources: while
+that is the same they are not run again, and a run that was out of time goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,6 +39,7 @@ from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import Lane
+from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Families
 from convgrad_service.plans.cuda_program import Instance, Launch, Step
@@ -55,7 +59,8 @@ from tests.kernels.covering import Covered, covering_quickly, instances_of
 from tests.kernels.cuda_backends import few, general
 from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha, versions
 from tests.kernels.harness import answers, with_layouts
-from tests.kernels.sanitizer import DONE, Sanitizer, mark, shown
+from tests.kernels.sanitizer import DONE, Found, Sanitizer, mark, shown
+from tests.perf.cleared import Cleared, key_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Few and small: a tool makes every access many times slower.
@@ -92,6 +97,9 @@ SETS: Mapping[str, Families] = {
 BULK_STORES = re.compile(r"\bstore_tile\b")
 # Of shared memory, that kernels have besides what a launch gives them: at most so much.
 STATIC_BYTES = 8192
+# Cases of one process: few enough that what is cleared is not lost with the time it ran out.
+PART = 40
+CLEARED = RESULTS.with_name("sanitized.jsonl")
 
 Numbered = dict[int, tuple[str, Covered]]
 """By a case's number: who computes it, of `SETS`, and what."""
@@ -193,16 +201,29 @@ def command_for(
     return lambda cases, more: [*inner, "--cases", *map(str, cases), *more]
 
 
-def swept(sanitizer: Sanitizer, cases: Collection[int], shards: int) -> dict[str, Any]:
-    """What one tool finds, in processes side by side; prints what they said of errors."""
-    parts = [[*cases][shard::shards] for shard in range(shards)]
-    with ThreadPoolExecutor(shards) as pool:
-        found = list(
-            pool.map(
-                lambda shard: sanitizer.sweep(parts[shard], str(shard)),
-                (shard for shard in range(shards) if parts[shard]),
-            )
+def swept(
+    sanitizer: Sanitizer, keys: Mapping[int, str], shards: int, cleared: Cleared, facts: Any
+) -> dict[str, Any]:
+    """What one tool finds in cases, ``shards`` processes at a time; prints their errors.
+
+    Cases that a process ran to its end without an error are cleared under their ``keys``.
+    """
+
+    def sweep(part: Sequence[int]) -> Found:
+        one = sanitizer.sweep(part, str(part[0]))
+        clean = [case for ran in one.ran if ran.finished and ran.errors == 0 for case in ran.cases]
+        cleared.put(
+            {"tool": sanitizer.tool, "case": case, "key": keys[case], **facts} for case in clean
         )
+        return one
+
+    tool = sanitizer.tool
+    left = [case for case, key in keys.items() if not cleared.get({"tool": tool, "key": key}, key)]
+    if not left:
+        return {"tool": sanitizer.tool, "exit_code": 0, "errors": 0, "finished": True, "ran": 0}
+    parts = [left[start : start + PART] for start in range(0, len(left), PART)]
+    with ThreadPoolExecutor(shards) as pool:
+        found = list(pool.map(sweep, parts))
     for one in found:
         for ran in one.ran:
             if ran.exit_code or not ran.finished:
@@ -211,6 +232,7 @@ def swept(sanitizer: Sanitizer, cases: Collection[int], shards: int) -> dict[str
     errors = [one["errors"] for one in records]
     return {
         "tool": sanitizer.tool,
+        "ran": len(left),
         "exit_code": max(one["exit_code"] for one in records),
         "errors": None if None in errors else sum(errors),
         "finished": all(one["finished"] for one in records),
@@ -219,6 +241,20 @@ def swept(sanitizer: Sanitizer, cases: Collection[int], shards: int) -> dict[str
             name: [item for one in records for item in one[name]]
             for name in ("reports", "stopped", "left_out")
         },
+    }
+
+
+def keys_of(cases: Numbered, launched: Mapping[int, Collection[Instance]]) -> dict[int, str]:
+    """Of each case what a tool's finding depends on: the problem, and the kernels' sources."""
+    hashed = lru_cache(maxsize=None)(source_hash)
+    return {
+        number: key_of(
+            [
+                f"{kernels} {one.case.id} {one.dtype} {one.layout}",
+                *sorted(f"{each.name} {hashed(each.source)}" for each in launched[number]),
+            ]
+        )
+        for number, (kernels, one) in cases.items()
     }
 
 
@@ -273,7 +309,10 @@ def main() -> int:
             )
             for tool in asked.tools
         ]
-        outcomes = list(pool.map(lambda tool: swept(tool, cases, asked.shards), tools))
+        keys, cleared = keys_of(cases, launched), Cleared(CLEARED, ("tool", "key"))
+        facts = {"git_sha": asked.git_sha, "device": device.name}
+        more = keys, asked.shards, cleared, facts
+        outcomes = list(pool.map(lambda tool: swept(tool, *more), tools))
     instances = {one for one in FAMILIES.instances() if one.is_for(device.architecture)}
     for outcome in outcomes:
         line = {

@@ -82,20 +82,6 @@ def _drawn(seed: int, case: Case, dtype: str, gate: str) -> tuple[Arrays, Answer
     return tensors, expected(case.operation, tensors, case.params)
 
 
-def drawn_not_finite(seed: int, case: Case, dtype: str) -> tuple[Arrays, Answer]:
-    """A case's canonical tensors with infinities and NaNs among them, and what they must give.
-
-    The first element, which padding meets where there is any, is an infinity in each tensor.
-    """
-    rng = rng_for(seed, case.id)
-    tensors = draw(case, rng, DTYPES[dtype], normals)
-    for tensor in tensors.values():
-        for value in rng.choice([np.inf, -np.inf, np.nan], 2):
-            tensor.flat[rng.integers(tensor.size)] = value
-        tensor.flat[0] = np.inf
-    return tensors, expected(case.operation, tensors, case.params)
-
-
 def with_layouts(ndim: int, *, grouped: bool) -> list[str | None]:
     """No layout, and each one by name."""
     return [None, *LAYOUTS[ndim][: LAYOUTS_OF_GROUPS[grouped]]]

@@ -27,6 +27,7 @@ from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.cuda_backends import dense, general, hopper
 from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.kernels.nonfinite import check_rule
 from tests.kernels.test_maxpool import sources
 from tests.oracle import expected
 
@@ -147,6 +148,29 @@ def test_hopper(seed: int, case: Case, way: str) -> None:
         found = answers(backend, case, tensors, layout)
         what = f"seed {seed}, {case.id} {dtype} {layout}"
         check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+NONFINITE_NAMES = ("plain", "padding_beyond_the_kernel", "channels_67")
+NONFINITE = [case for case in DENSE if case.name in NONFINITE_NAMES]
+
+
+@pytest.mark.parametrize("case", CASES[:-3], ids=lambda case: case.id)
+def test_nonfinite(emulated: tuple[EmulatedBackend, str], seed: int, case: Case) -> None:
+    backend, dtype = emulated
+    check_rule(backend, seed, case, dtype)
+
+
+@pytest.mark.parametrize("case", NONFINITE, ids=lambda case: case.id)
+def test_nonfinite_on_tensor_cores(seed: int, case: Case) -> None:
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        check_rule(EmulatedBackend(dense()), seed, case, "bfloat16", layout)
+
+
+@pytest.mark.parametrize("way", ["sharing", "split", "turns"])
+@pytest.mark.parametrize("case", NONFINITE, ids=lambda case: case.id)
+def test_nonfinite_on_hopper(seed: int, case: Case, way: str) -> None:
+    dtype, schedule = HOPPER[way]
+    check_rule(EmulatedBackend(hopper(schedule)), seed, case, dtype, "NHWC")
 
 
 @pytest.mark.parametrize("split", [2, 3, 5, 8])

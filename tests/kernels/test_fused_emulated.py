@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
@@ -18,6 +17,7 @@ from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.fused_cases import LAYOUT, SEPARABLE
 from tests.kernels.harness import answers, check, drawn
+from tests.kernels.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -66,24 +66,7 @@ def test_float16(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["roles", "single", "mma"])
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_where_it_belongs(seed: int, value: float, name: str) -> None:
-    """In a depthwise weight it reaches only the taps that meet the input; in an input, only the
-    pixels around it."""
-    backend = emulated(name)
-    case = next(one for one in SEPARABLE if one.name == "3x3")
-    for spoilt, at in (("weight0", (5, 0, 0, 2)), ("input", (1, 3, 4, 6))):
-        tensors, _ = drawn(seed, case, "float16", "exact")
-        spoiled = tensors[spoilt].copy()
-        spoiled[at] = value
-        found = answers(backend, case, {**tensors, spoilt: spoiled}, "NHWC")["output"]
-        clean = answers(backend, case, tensors, "NHWC")["output"]
-        finite = np.isfinite(found)
-        np.testing.assert_array_equal(found[finite], clean[finite])
-        met = np.zeros(found.shape, bool)
-        if spoilt == "weight0":
-            # Tap (0, 2) lies above the first row of outputs, and right of the last column.
-            met[:, :, 1:, :-1] = True
-        else:
-            met[1, :, 3:6, 5:8] = True
-        np.testing.assert_array_equal(~finite, met)
+def test_what_is_not_finite_stays_where_it_belongs(seed: int, name: str) -> None:
+    for case in CASES[name]:
+        if case.name in ("3x3", "tails"):
+            check_rule(emulated(name), seed, case, "float16", LAYOUT[case.ndim])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Backend
@@ -18,12 +17,11 @@ from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment
 from convgrad_service.plans.cuda_works import ConvWork
-from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import EPILOGUES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.grouped_cases import NOT_FINITE, grouped_cases
 from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.oracle import expected
+from tests.kernels.nonfinite import check_rule
 
 ONE_WAY = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
 ALONE = [case for operation in ONE_WAY for case in grouped_cases(operation)]
@@ -92,18 +90,6 @@ def gates(backend: Backend, seed: int, case: Case, dtype: str, layouts: list[str
             check(found, wanted, gate, what, rounded)
 
 
-def not_finite(backend: Backend, seed: int, case: Case, dtype: str, layout: str | None) -> None:
-    """Infinities and NaNs reach what they meet, and never another group."""
-    rng = rng_for(seed, case.id, dtype)
-    tensors = draw(case, rng, DTYPES[dtype], normals)
-    tensor = tensors[rng.choice(sorted(tensors))]
-    for value in rng.choice([np.inf, -np.inf, np.nan], 3):
-        tensor.flat[rng.integers(tensor.size)] = value
-    wanted = expected(case.operation, tensors, case.params)
-    found = answers(backend, case, tensors, layout)
-    check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("case", ALONE, ids=case_id)
 def test_gates(backend: Backend, seed: int, case: Case, dtype: str) -> None:
@@ -113,7 +99,7 @@ def test_gates(backend: Backend, seed: int, case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("case", NON_FINITE, ids=case_id)
 def test_not_finite(backend: Backend, seed: int, case: Case) -> None:
     for layout in with_layouts(case.ndim, grouped=True):
-        not_finite(backend, seed, case, "bfloat16", layout)
+        check_rule(backend, seed, case, "bfloat16", layout)
 
 
 # Every third one of bfloat16, every fourth of others; the rest are among the slow tests.
@@ -138,13 +124,15 @@ def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) 
 @pytest.mark.parametrize("case", [case for case in ALONE if case.name in IN_TURN], ids=case_id)
 def test_emulated_in_turn(in_turn: EmulatedBackend, seed: int, case: Case) -> None:
     gates(in_turn, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1:])
-    not_finite(in_turn, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
+    check_rule(in_turn, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
 
 
 @emulation
 @pytest.mark.parametrize("case", NON_FINITE, ids=case_id)
 def test_emulated_not_finite(emulated: EmulatedBackend, seed: int, case: Case) -> None:
-    not_finite(emulated, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    check_rule(emulated, seed, case, "bfloat16", layout)
+    check_rule(emulated, seed, case, "float32", layout)
 
 
 @emulation

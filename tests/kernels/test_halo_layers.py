@@ -21,7 +21,8 @@ from convgrad_service.plans.cuda_works import ConvWork
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.halo_layers import HALO_LAYERS, halo_cases
-from tests.kernels.harness import answers, check, drawn, drawn_not_finite, with_layouts
+from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.kernels.nonfinite import check_rule
 
 EPILOGUES = [
     case.with_tensor("accumulate", HALO_LAYERS[case.name].input_shape).with_params(
@@ -31,6 +32,11 @@ EPILOGUES = [
     if case.operation == "conv_bwd_data" and case.name in ("resnet", "odd_channels", "3d_up")
 ]
 CASES = [*halo_cases(), *EPILOGUES]
+NONFINITE = [
+    case
+    for case in CASES
+    if case.name.split("-")[0] in ("resnet", "3d_two_depths_at_once", "3d_up")
+]
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -90,13 +96,13 @@ def test_emulated(seed: int, case: Case, share: float) -> None:
         _compare(_backend(share), seed, case, "bfloat16", gate, 1 if share else 2)
 
 
+@pytest.mark.parametrize("case", NONFINITE, ids=lambda case: case.id)
+def test_nonfinite(backend: Backend, seed: int, case: Case) -> None:
+    check_rule(backend, seed, case, "bfloat16", with_layouts(case.ndim, grouped=False)[-1])
+
+
 @emulated
-@pytest.mark.parametrize("name", ["resnet", "3d_two_depths_at_once", "3d_up"])
-def test_what_is_not_finite_reaches_what_it_meets_and_no_more(seed: int, name: str) -> None:
-    for case in halo_cases():
-        if case.name != name:
-            continue
-        tensors, wanted = drawn_not_finite(seed, case, "bfloat16")
-        layout = with_layouts(case.ndim, grouped=False)[-1]
-        found = answers(_backend(0.0), case, tensors, layout)
-        check(found, wanted, "bounded", f"seed {seed}, {case.id} {layout}")
+@pytest.mark.parametrize("case", NONFINITE, ids=lambda case: case.id)
+def test_emulated_nonfinite(seed: int, case: Case) -> None:
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        check_rule(_backend(0.0), seed, case, "bfloat16", layout)

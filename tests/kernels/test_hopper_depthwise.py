@@ -14,7 +14,8 @@ from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import Hoppe
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.test_cuda_depthwise import compare, either_type, layer, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_cuda_depthwise import compare, either_type, layer
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -48,7 +49,7 @@ def test_layers(emulated: EmulatedBackend, seed: int, case: Case, dtype: str, ga
     [case for case in CASES if case.name in ("no_padding", "uneven_padding")],
     ids=lambda case: case.id,
 )
-def test_what_is_not_finite_stays_with_its_taps(
+def test_what_is_not_finite_stays_in_its_channel(
     emulated: EmulatedBackend, seed: int, case: Case
 ) -> None:
-    not_finite(emulated, seed, case)
+    check_rule(emulated, seed, case, "bfloat16", "NHWC")

@@ -17,7 +17,8 @@ from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn, with_layouts
-from tests.kernels.test_grouped import gates, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_grouped import gates
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
@@ -36,7 +37,7 @@ GEOMETRIES = {
     "asymmetric_padding": Conv(2, 3, 16, (8, 16), (3, 3), 2, ((0, 3), (4, 1))),
 }
 CASES = {name: FROM_CONV[OPERATION](name, conv) for name, conv in GEOMETRIES.items()}
-NOT_FINITE = ("resnet", "alexnet", "patches", "asymmetric_padding")
+NONFINITE = ("resnet", "alexnet", "patches", "asymmetric_padding")
 emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
 
@@ -73,9 +74,9 @@ def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
     gates(backend, seed, CASES[name], dtype, with_layouts(2, grouped=False))
 
 
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_not_finite(backend: Backend, seed: int, name: str) -> None:
-    not_finite(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+@pytest.mark.parametrize("name", NONFINITE)
+def test_nonfinite(backend: Backend, seed: int, name: str) -> None:
+    check_rule(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
 
 
 @emulation
@@ -91,9 +92,9 @@ def test_emulated_float16(seed: int, name: str) -> None:
 
 
 @emulation
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_emulated_not_finite(seed: int, name: str) -> None:
-    not_finite(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+@pytest.mark.parametrize("name", NONFINITE)
+def test_emulated_nonfinite(seed: int, name: str) -> None:
+    check_rule(emulated(), seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
@@ -110,6 +111,6 @@ def test_emulated_float32(seed: int, name: str, precision: str) -> None:
 
 
 @emulation
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_emulated_float32_not_finite(seed: int, name: str) -> None:
-    not_finite(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])
+@pytest.mark.parametrize("name", NONFINITE)
+def test_emulated_float32_nonfinite(seed: int, name: str) -> None:
+    check_rule(emulated(), seed, CASES[name], "float32", with_layouts(2, grouped=False)[-1])

@@ -26,7 +26,8 @@ from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import with_layouts
-from tests.kernels.test_grouped import gates, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_grouped import gates
 
 OPERATION = "grouped_conv_bwd_weight"
 GEOMETRIES = {
@@ -81,7 +82,7 @@ def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_not_finite(backend: Backend, seed: int, name: str) -> None:
-    not_finite(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
+    check_rule(backend, seed, CASES[name], "bfloat16", with_layouts(2, grouped=False)[-1])
 
 
 @emulation
@@ -103,7 +104,7 @@ def test_emulated_float16(seed: int, name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FINITE)
 def test_emulated_not_finite(seed: int, name: str) -> None:
     layout = with_layouts(2, grouped=False)[-1]
-    not_finite(emulated(HopperGroupedWeight()), seed, CASES[name], "bfloat16", layout)
+    check_rule(emulated(HopperGroupedWeight()), seed, CASES[name], "bfloat16", layout)
 
 
 @emulation

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from convgrad_service.backends.base import Outcome
@@ -17,6 +16,7 @@ from tests.cases import Case, fused
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, drawn
+from tests.kernels.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -93,23 +93,6 @@ def test_float16(seed: int) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 3, 4, 5])
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_where_it_belongs(seed: int, value: float, index: int) -> None:
-    """In a depthwise weight it reaches only the taps that meet the input; in an input, only the
-    pixels around it."""
-    case = separable("3x3", 16, 24, (9, 11))
-    for spoilt, at in (("weight0", (5, 0, 0, 2)), ("input", (1, 3, 4, 6))):
-        tensors, _ = drawn(seed, case, "float16", "exact")
-        spoiled = tensors[spoilt].copy()
-        spoiled[at] = value
-        found = answers(emulated(index), case, {**tensors, spoilt: spoiled}, "NHWC")["output"]
-        clean = answers(emulated(index), case, tensors, "NHWC")["output"]
-        finite = np.isfinite(found)
-        np.testing.assert_array_equal(found[finite], clean[finite])
-        met = np.zeros(found.shape, bool)
-        if spoilt == "weight0":
-            # Tap (0, 2) lies above the first row of outputs, and right of the last column.
-            met[:, :, 1:, :-1] = True
-        else:
-            met[1, :, 3:6, 5:8] = True
-        np.testing.assert_array_equal(~finite, met)
+def test_what_is_not_finite_stays_where_it_belongs(seed: int, index: int) -> None:
+    for case in (cases_of(index)[1], separable("3x3", 16, 24, (9, 11))):
+        check_rule(emulated(index), seed, case, "float16", "NHWC")

@@ -22,7 +22,8 @@ from convgrad_service.plans.cuda_works import ConvWork
 from tests.cases import Case, conv_bwd_data, conv_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
-from tests.kernels.harness import answers, check, drawn, drawn_not_finite
+from tests.kernels.harness import answers, check, drawn
+from tests.kernels.nonfinite import check_rule
 
 emulated = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 PLACES = [
@@ -97,9 +98,7 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
-def test_what_is_not_finite_is_summed_again(place: Place, seed: int, name: str) -> None:
+def test_nonfinite(place: Place, seed: int, name: str) -> None:
     backend = _backend(place, Schedule(HopperTile(256, 64, alternate=True)))
     for case in (case for case in CASES if case.name == name):
-        tensors, wanted = drawn_not_finite(seed, case, "float16")
-        found = answers(backend, case, tensors, "NHWC" if case.ndim == 2 else "NDHWC")
-        check(found, wanted, "bounded", f"seed {seed}, {case.id}")
+        check_rule(backend, seed, case, "float16", "NHWC" if case.ndim == 2 else "NDHWC")

@@ -23,7 +23,8 @@ from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
 from tests.kernels.harness import answers, check, with_layouts
-from tests.kernels.test_grouped import ROUNDED, gates, not_finite
+from tests.kernels.nonfinite import check_rule
+from tests.kernels.test_grouped import ROUNDED, gates
 from tests.oracle import expected
 
 OPERATION = "grouped_conv_bwd_weight"
@@ -104,7 +105,7 @@ EMULATED += [
         "3d",
     )
 ]
-NOT_FINITE = ("plain", "strided", "dilated", "padding_beyond", "channels_67_to_131", "3d")
+NONFINITE = ("plain", "strided", "dilated", "padding_beyond", "channels_67_to_131", "3d")
 FAR_APART = ("plain", "many_tiles", "channels_36_to_20", "3d")
 EPILOGUE = [case for case in EPILOGUES if case.operation == OPERATION and "groups" not in case.name]
 
@@ -152,9 +153,9 @@ def test_gates(backend: Backend, seed: int, name: str, dtype: str) -> None:
     gates(backend, seed, CASES[name], dtype, with_layouts(CASES[name].ndim, grouped=False))
 
 
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_not_finite(backend: Backend, seed: int, name: str) -> None:
-    not_finite(
+@pytest.mark.parametrize("name", NONFINITE)
+def test_nonfinite(backend: Backend, seed: int, name: str) -> None:
+    check_rule(
         backend, seed, CASES[name], "bfloat16", with_layouts(CASES[name].ndim, grouped=False)[-1]
     )
 
@@ -250,10 +251,20 @@ def test_emulated_as_planned(seed: int, name: str, dtype: str) -> None:
 
 @emulation
 @pytest.mark.parametrize("kind", ["128x192", "128x192_taps", "128x192_summed", "128x192_together"])
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_emulated_not_finite(seed: int, name: str, kind: str) -> None:
+@pytest.mark.parametrize("name", NONFINITE)
+def test_emulated_nonfinite(seed: int, name: str, kind: str) -> None:
     layout = with_layouts(CASES[name].ndim, grouped=False)[-1]
-    not_finite(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
+    check_rule(EmulatedBackend(of_kind(kind)), seed, CASES[name], "bfloat16", layout)
+
+
+@emulation
+@pytest.mark.parametrize("kind", ["128x192", "128x192_whole", "128x192_together"])
+@pytest.mark.parametrize("name", ["plain", "channels_67_to_131"])
+def test_emulated_nonfinite_scaled(seed: int, name: str, kind: str) -> None:
+    """float32 by scaled halves, whose scales come from finite elements."""
+    case = CASES[name].with_params("high", precision="high")
+    layout = with_layouts(case.ndim, grouped=False)[-1]
+    check_rule(EmulatedBackend(of_kind(kind)), seed, case, "float32", layout, ROUNDED)
 
 
 # Kinds by turns; the others are among the slow tests.

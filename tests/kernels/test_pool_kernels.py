@@ -49,6 +49,16 @@ POOLS = {
     "stacks_of_8": Pool(1, 32, (8, 7, 28), 3, 1, 1),
     "stacks_with_halo": Pool(1, 34, (11, 6, 5), 3, 1, 1),
     "stacks_of_1": Pool(1, 32, (1, 5, 4), 3, 1, 1),
+    # any other windows
+    "any_9": Pool(1, 16, (21, 33), 9, 1, 4),
+    "any_13_beyond_the_input": Pool(2, 5, (9, 7), 13, 1, 6),
+    "any_7_stride_2": Pool(1, 18, (40, 23), 7, 2, 3),
+    "any_rectangles": Pool(1, 16, (19, 60), (3, 11), (2, 1), (1, 3)),
+    "any_dilated": Pool(1, 8, (25, 26), (5, 3), 2, (2, 1), (2, 3)),
+    "any_stride_beyond": Pool(1, 8, (25, 26), 3, 5, 1),
+    "any_3d_5": Pool(1, 16, (7, 9, 12), 5, 1, 2),
+    "any_3d_uneven": Pool(2, 12, (8, 10, 9), (2, 7, 3), (2, 1, 3), (1, 3, 0)),
+    "any_ceil": Pool(1, 8, (22, 21), 6, 4, 1, ceil_mode=True),
     # vectors of channels
     "channels_16": Pool(2, 16, (9, 11), 3, 2, 1),
     "channels_24_dilated": Pool(1, 24, (12, 11), 3, 1, 0, 2),
@@ -65,6 +75,9 @@ TAKEN = {  # by what, channels first and last
     "lines_28": ("pool_line_words_through_channels_last", "pool_line_words"),
     "lines_tiles_5": ("pool_line_words_through_channels_last", "pool_line_words"),
     "stacks": ("pool_stacks_through_channels_last", "pool_stacks"),
+    "any_9": ("pool_separable_through_channels_last", "pool_separable"),
+    "any_dilated": ("pool_separable_through_channels_last", "pool_separable"),
+    "any_3d_5": ("pool_separable_through_channels_last", "pool_separable"),
     "other_padding": ("pool_lines_through_channels_last", "pool_lines"),
 }
 

@@ -145,7 +145,7 @@ class SdkUser(Sender):
     def open(self) -> None:
         retries = 2 if self.options.retry else 0
         self.client = convgrad.Client(
-            self.host, wire=self.wire, retries=retries, timeout=120, headers=self.headers
+            self.host, wire=self.wire, max_retries=retries, timeout=120, headers=self.headers
         )
 
     def on_stop(self) -> None:

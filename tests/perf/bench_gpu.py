@@ -1,6 +1,7 @@
 """The GPU kernels beside PyTorch's (cuDNN, ATen): the suite's layers, one process, same tensors.
 
     python -m tests.perf.bench_gpu --classes depthwise pool --dtypes bfloat16 --layouts NHWC
+    python -m tests.perf.bench_gpu --suite fallbacks
 
 Prints a table for each class and writes `tests/perf/results/gpu.jsonl`, a line for each layer,
 operation, type and layout, in place of an older run's. Needs a GPU, CuPy and PyTorch.
@@ -38,6 +39,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
+from convgrad_service.backends.cuda.sources import source_hash
 from convgrad_service.plans.cuda import plan_for
 from convgrad_service.plans.cuda_program import CudaPlan, Launch
 from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
@@ -116,6 +118,12 @@ class Bench:
         return float(statistics.median(a.elapsed_time(b) for a, b in times[2:])) / 1e3
 
 
+def sources_of(plan: CudaPlan) -> dict[str, str]:
+    """The plan's kernels, and the hash of each one's sources: what the figures hold for."""
+    names = {step.instance.source for step in plan.steps if isinstance(step, Launch)}
+    return {name: source_hash(name) for name in sorted(names)}
+
+
 def outputs_of(case: Case) -> dict[str, Any]:
     """Poisoned: every element must be written."""
     return {
@@ -163,6 +171,7 @@ def measure(bench: Bench, case: Case, plan: CudaPlan, *, with_peer: bool) -> dic
         "layout": case.layout,
         "ours_ms": round(ours_s * 1e3, 4),
         "kernel": plan.kernel,
+        "sources": sources_of(plan),
         "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
         "peer_ms": None if peer_s is None else round(peer_s * 1e3, 4),
         "reference_ms": round(case.reference_s * 1e3, 4),
@@ -243,6 +252,7 @@ def show(lines: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", default="layers", help="a file of tests/perf/suite, by its stem")
     parser.add_argument("--classes", nargs="*", default=[], help="of the suite; none means all")
     parser.add_argument("--layers", nargs="*", default=[])
     parser.add_argument("--ops", nargs="*", default=[])
@@ -254,7 +264,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    suite = json.loads((HERE / "suite" / "layers.json").read_text(encoding="utf-8"))
+    suite = json.loads((HERE / "suite" / f"{given.suite}.json").read_text(encoding="utf-8"))
     layers = [
         layer
         for layer in suite

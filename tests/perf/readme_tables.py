@@ -6,26 +6,46 @@ documents are what this script would write, so a figure there always has a recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.settings import markdown_table
 from tests.perf import load_tables, speed_tables
+from tests.perf.records import records
+from tests.perf.stale import stale_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 README, SPEED = ROOT / "README.md", ROOT / "docs" / "speed.md"
 LOAD, DEPLOY = ROOT / "docs" / "load.md", ROOT / "deploy" / "README.md"
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def errors_table() -> str:
+    """Every code of `convgrad.errors`, and how each transport says it."""
+    rows = ["| code | HTTP | gRPC | Python | retried |", "| --- | ---: | --- | --- | --- |"]
+    for error in ServiceError.__subclasses__():
+        row = CODES[error.code]
+        grpc = f"`{row.grpc_status}`" if row.grpc_status else "none"
+        retried = "yes" if row.retryable else "no"
+        rows.append(
+            f"| `{row.code}` | {row.http_status} | {grpc} | `{error.__name__}` | {retried} |"
+        )
+    return "\n".join(rows)
+
 
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {
         "gpu_ratios": speed_tables.gpu_ratios_table,
-        "serve_short": speed_tables.serve_short_table,
-        "cpu_means": speed_tables.cpu_means_table,
-        "settings": markdown_table,
     },
+    REFERENCE / "settings.md": {"settings": markdown_table},
+    REFERENCE / "errors.md": {"errors": errors_table},
     SPEED: {
         "gpu": speed_tables.gpu_table,
+        "cpu_means": speed_tables.cpu_means_table,
         "cpu": speed_tables.cpu_table,
+        "serve_short": speed_tables.serve_short_table,
         "serve": speed_tables.serve_table,
         "wire": speed_tables.wire_table,
         "engine_gpu": speed_tables.engine_gpu_table,
@@ -43,10 +63,16 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 }
 
 
-def rendered(document: Path) -> str:
-    """The document's text with every table made afresh."""
+# Of the kernels' speed; made of rows that may be older than their kernels.
+OF_GPU = ("gpu_ratios", "gpu")
+
+
+def rendered(document: Path, left: Collection[str] = ()) -> str:
+    """The document's text with every table made afresh but those named ``left``."""
     text = document.read_text(encoding="utf-8")
     for name, table in TABLES[document].items():
+        if name in left:
+            continue
         before, mark, rest = text.partition(f"<!-- table: {name} -->\n")
         if mark:
             _, end, after = rest.partition("<!-- end -->")
@@ -54,6 +80,22 @@ def rendered(document: Path) -> str:
     return text
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Write every table; those of GPU kernels only while each row is of today's kernels."""
+    stale = stale_rows(records("gpu"))
     for document in TABLES:
-        document.write_text(rendered(document), encoding="utf-8")
+        document.write_text(rendered(document, OF_GPU if stale else ()), encoding="utf-8")
+    if not stale:
+        return 0
+    print(*stale[:10], sep="\n", file=sys.stderr)
+    print(
+        f"{len(stale)} rows of gpu.jsonl were measured before their kernels changed: the tables of "
+        "GPU kernels are left as they are; run make bench-gpu again, or "
+        "python -m tests.perf.stale --drop",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,7 +56,7 @@ class Load:
 
     def _send(self) -> None:
         # Without retries: what is counted is what the service lost.
-        with convgrad.Client(self.url, timeout=120, retries=0) as client:
+        with convgrad.Client(self.url, timeout=120, max_retries=0) as client:
             while not self._stop.is_set():
                 try:
                     found = self._ask(client)

@@ -12,6 +12,8 @@ from typing import Any
 import h2.config
 import h2.connection
 import h2.events
+import h2.exceptions
+import h2.settings
 from tritonclient.grpc import service_pb2
 
 from tests.support.oip_server import OipServer
@@ -35,9 +37,6 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 LIVE = "/inference.GRPCInferenceService/ServerLive"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-# What h2 sends at most of a window that is as large as HTTP/2 allows.
-_WINDOW = 2**31 - 1
-
 Headers = Sequence[tuple[str, str]]
 
 

@@ -76,6 +76,7 @@ def serving_tree(
     *,
     slots: int = 2,
     beside: InlineBackend | None = None,
+    warm_up: Callable[[ServingBackend], None] | None = None,
     **settings: Any,
 ) -> Iterator[TreeServer]:
     """A server of several processes whose workers compute with this backend.
@@ -89,7 +90,9 @@ def serving_tree(
     failures: list[BaseException] = []
     grpc_ports: list[int] = []
     with listening_socket(chosen.http_host, 0) as bound:
-        tree = Tree(chosen, bound, WorkerRecipe(make_backend, slots, beside=beside))
+        tree = Tree(
+            chosen, bound, WorkerRecipe(make_backend, slots, beside=beside, warm_up=warm_up)
+        )
 
         async def serve() -> None:
             ended = asyncio.Event()

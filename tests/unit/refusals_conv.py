@@ -213,6 +213,24 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "conv_fwd",
+        {"input": ones(2, 8, 8, 32), "weight": ones(64, 32, 3, 3), "layout": "NHWC"},
+        "weight has shape (64, 32, 3, 3); expected (64, 32, 3, 32) from input's 32 channels and "
+        "groups 1; in NHWC a weight is KRSC",
+    ),
+    (
+        "conv_fwd",
+        {"input": ones(32, 8, 8), "weight": ones(64, 32, 3, 3)},
+        "weight has shape (64, 32, 3, 3); expected 3 dimensions (KCS) in layout NCW; if that is "
+        "right, a sample was sent without its batch dimension, N = 1",
+    ),
+    (
+        "conv_fwd",
+        {"input": ones(32, 8, 8), "weight": ones(64, 32, 3, 3), "layout": "NCHW"},
+        "input has shape (32, 8, 8); expected 4 dimensions (NCHW) in layout NCHW; a single sample "
+        "needs a batch dimension too, N = 1",
+    ),
+    (
+        "conv_fwd",
         FWD | {"weight": ones(64, 31, 3, 3)},
         "weight has shape (64, 31, 3, 3); expected (64, 32, 3, 3) from input's 32 channels and "
         "groups 1",

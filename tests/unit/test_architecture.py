@@ -20,6 +20,7 @@ MAX_LINES = 400
 # Which files may read the environment, and why.
 ENVIRONMENT_READERS = {
     "settings.py": "its job",
+    "_options.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
 }
 # Files that are longer, each with its reason. Better empty.

@@ -1,9 +1,10 @@
-"""`make compile-all` says what fails, goes on where it was, and stores a line."""
+"""`make compile-all` says what fails, goes on where it was, and keeps what it found."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,63 +13,88 @@ from convgrad_service.backends.cuda.compile import Compiler, Cubin, Resources
 from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.plans.cuda_program import Instance
 from tests.perf import compile_kernels
+from tests.perf.cleared import Cleared
 
-COPY = ["--arch", "sm_80", "--match", "strided_copy", "--jobs", "1"]
+COPY = ["--arch", "sm_80", "sm_120", "--match", "strided_copy", "--jobs", "1"]
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is compiled; nothing really is, and files lie in a folder of the test's."""
+    """The names of what is compiled; nothing really is, and results lie in a folder of the test's.
+
+    The first is refused or spills where the list holds these words."""
     names: list[str] = []
 
     def compile_(self: Compiler, instance: Instance) -> Cubin:
+        how = names.pop() if names and names[-1] in ("refused", "spilling") else ""
         names.append(instance.name)
-        return Cubin(b"", Resources(registers=40 + len(names)))
+        if how == "refused":
+            raise CompileError("no such thing")
+        return Cubin(b"", Resources(registers=40, spill_store_bytes=4 * (how == "spilling")))
 
     monkeypatch.setattr(cuda_compile.Compiler, "compile", compile_)
-    monkeypatch.setattr(compile_kernels, "KEPT", tmp_path / "build" / "kept.jsonl")
     monkeypatch.setattr(compile_kernels, "RESULTS", tmp_path / "compiled.jsonl")
     return names
 
 
-def test_a_second_run_compiles_only_what_is_new(compiled: list[str], tmp_path: Path) -> None:
-    assert compile_kernels.main(COPY) == 0
-    first = list(compiled)
-    assert first
-    # As a run leaves it that was ended while it wrote.
-    kept = tmp_path / "build" / "kept.jsonl"
-    kept.write_text(kept.read_text()[:-20])
-    assert compile_kernels.main(COPY) == 0
-    assert compiled == [*first, first[-1]]
-    assert compile_kernels.main([*COPY, "--afresh"]) == 0
-    assert compiled == [*first, first[-1], *first]
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "compiled.jsonl").read_text().splitlines()]
 
 
-def test_a_line_is_stored_with_what_spills_and_what_is_refused(
+def test_only_what_has_changed_is_compiled_again(
     compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_(self: Compiler, instance: Instance) -> Cubin:
-        compiled.append(instance.name)
-        if len(compiled) == 1:
-            return Cubin(b"", Resources(registers=255, stack_bytes=8, spill_store_bytes=4))
-        if len(compiled) == 2:
-            raise CompileError("no such thing")
-        return Cubin(b"", Resources(registers=32))
+    assert compile_kernels.main(COPY) == 0
+    once = list(compiled)
+    first = rows(tmp_path)
+    assert [row["architecture"] for row in first] == ["sm_120", "sm_80"]
+    assert sum(row["good"] for row in first) == len(once) > 2
+    assert compile_kernels.main(COPY) == 0
+    assert compiled == once
+    # As after a change of the source.
+    hashed = cuda_compile.source_hash
+    monkeypatch.setattr(cuda_compile, "source_hash", lambda name: hashed(name) + "changed")
+    assert compile_kernels.main(COPY) == 0
+    assert len(compiled) == 2 * len(once)
+    assert not {row["key"] for row in first} & {row["key"] for row in rows(tmp_path)}
+    assert compile_kernels.main([*COPY, "--afresh"]) == 0
+    assert len(compiled) == 3 * len(once)
 
-    monkeypatch.setattr(cuda_compile.Compiler, "compile", compile_)
-    assert compile_kernels.main([*COPY, "--store"]) == 1
-    (record,) = map(json.loads, (tmp_path / "compiled.jsonl").read_text().splitlines())
-    found = record["architectures"]["sm_80"]
-    assert found["instances"] == len(compiled) > 2
-    assert found["good"] == found["instances"] - 2
-    assert found["spilling"] == compiled[:1]
-    assert found["refused"] == compiled[1:2]
-    assert found["most_registers"] == 255
-    assert found["with_a_stack"] == 1
-    assert record["versions"]["nvrtc"].count(".") == 1
-    # What was refused is not kept: it is compiled again.
+
+@pytest.mark.parametrize("how", ["refused", "spilling"])
+def test_what_is_not_good_fails_is_named_and_is_tried_again(
+    how: str, compiled: list[str], tmp_path: Path
+) -> None:
+    compiled.append(how)
     assert compile_kernels.main(COPY) == 1
-    assert compiled[-1] == compiled[1]
+    bad, good = sorted(rows(tmp_path), key=lambda row: int(row["architecture"] == "sm_120"))
+    assert bad[how] == compiled[:1]
+    assert bad["good"] == bad["instances"] - 1
+    assert good["good"] == good["instances"]
+    before = len(compiled)
+    assert compile_kernels.main(COPY) == 0
+    assert len(compiled) == before + bad["instances"]
+
+
+def test_shards_are_shared_out_and_add_up(compiled: list[str], tmp_path: Path) -> None:
+    arguments = ["--arch", "sm_80", "sm_90a", "--match", "transpose", "--jobs", "1"]
+    for shard in ("1/2", "2/2"):
+        assert compile_kernels.main([*arguments, "--shard", shard]) == 0
+    names = {(row["source"], row["architecture"]) for row in rows(tmp_path)}
+    everything = list(compile_kernels.shards(("sm_80", "sm_90a"), "transpose"))
+    assert names == {(one.source, one.architecture) for one in everything}
+    assert len(compiled) == sum(len(one.instances) for one in everything)
+
+
+def test_a_run_that_is_ended_keeps_what_it_found(tmp_path: Path) -> None:
+    kept = Cleared(tmp_path / "rows.jsonl", ("name",))
+    kept.put([{"name": "a", "key": "1"}])
+    (tmp_path / "rows.partial").write_text("half a li")
+    again = Cleared(tmp_path / "rows.jsonl", ("name",))
+    assert again.get({"name": "a"}, "1") == {"name": "a", "key": "1"}
+    assert again.get({"name": "a"}, "2") is None
+    again.put([{"name": "a", "key": "2"}])
+    assert (tmp_path / "rows.jsonl").read_text() == '{"name": "a", "key": "2"}\n'
 
 
 def test_without_a_compiler_it_says_so(

@@ -17,7 +17,8 @@ from convgrad.contract import ConvBwdDataRequest
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable
 from convgrad_service.backends.cpu import CpuBackend, library
 from convgrad_service.backends.cpu.arguments import Control, ConvArgs
-from convgrad_service.backends.cpu.threads import Workers, Workspaces, available_cores
+from convgrad_service.backends.cpu.threads import Workers, Workspaces
+from convgrad_service.cgroups import usable_cores
 from convgrad_service.problems import problem_from
 
 
@@ -57,7 +58,7 @@ def _counting(total: int, pause_s: float = 0.0) -> library.Kernel:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have affinities on Linux")
-@pytest.mark.skipif(available_cores() < 2, reason="needs a core beside the caller's")
+@pytest.mark.skipif(usable_cores() < 2, reason="needs a core beside the caller's")
 def test_helpers_are_kept_off_their_callers_core() -> None:
     """Woken on the caller's core, a helper would wait there until the launch is over."""
     workers = Workers(2, 0)

@@ -27,7 +27,7 @@ from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Mirrored, Residents
 from convgrad_service.plans.cuda_program import CudaPlan
 from convgrad_service.problems import Problem, problem_from
-from tests.contract.tree_server import until
+from tests.support.tree_server import until
 
 IMAGES = np.random.default_rng(0).standard_normal((4, 3, 16, 16), np.float32)
 WEIGHT = np.random.default_rng(1).standard_normal((5, 3, 1, 1), np.float32)

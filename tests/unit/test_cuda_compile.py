@@ -162,6 +162,26 @@ def test_what_looks_like_a_comment_in_a_string_counts(tmp_path: Path) -> None:
     assert len(hashes) == 5
 
 
+def test_in_a_debug_build_waits_have_an_end(nvrtc: Nvrtc) -> None:
+    """And what does not wait is the same cubin."""
+    plain, debug = (Compiler(nvrtc, "sm_90a", cache=None, debug=debug) for debug in (False, True))
+    chosen = [one for one in sample("sm_90a") if one.source in ("hopper_weight.cu", "transpose.cu")]
+    changed = [one.source for one in chosen if plain.file_name(one) != debug.file_name(one)]
+    assert len(chosen) == 2
+    assert changed == ["hopper_weight.cu"]
+    waiting = next(one for one in chosen if one.source == changed[0])
+    codes = [each.compile(waiting).code for each in (plain, debug)]
+    # The global timer is read in the one alone.
+    assert codes[0] != codes[1]
+
+
+def test_every_wait_for_a_barrier_has_a_bound() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.cu*")}
+    waiting = {name for name, text in texts.items() if "mbarrier.try_wait" in text}
+    assert waiting
+    assert not [name for name in waiting if "const Wait " not in texts[name]]
+
+
 def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
     compiler = Compiler(nvrtc, "sm_80", tmp_path / "cubins")
     instance = next(one for one in FAMILIES.instances() if one.source == "strided_copy.cu")

@@ -20,7 +20,7 @@ from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
-from tests.contract.tree_server import alive, until
+from tests.support.tree_server import alive, until
 
 COPIES = [one for one in FAMILIES.instances() if one.source == "strided_copy.cu"][:4]
 # Takes NVRTC minutes.

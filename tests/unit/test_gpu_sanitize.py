@@ -19,6 +19,7 @@ from convgrad_service.plans.cuda_program import Clear, Instance, Launch
 from tests.kernels import gpu_sanitize
 from tests.kernels.covering import covering
 from tests.kernels.sanitizer import SHOWN_CHARS, WAYS, Found, Sanitizer, shown
+from tests.perf.cleared import Cleared
 
 # Says what the real one says; `faults` holds for some cases what is said of them, and which option
 # of the tool or of the process keeps them from failing.
@@ -211,3 +212,58 @@ def test_more_shared_memory_than_a_launch_asks_for(monkeypatch: pytest.MonkeyPat
     kernels.run([*launches, Clear("sums", 4)], {}, None)
     assert [step.shared_bytes for step in given[:-1]] == [8192, 98_192, 100_000, 110_000]
     assert given[-1] == Clear("sums", 4)
+
+
+def test_cases_without_an_error_are_not_run_again_while_their_kernels_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sanitize, "PART", 2)
+    ran: list[int] = []
+    faults: dict[str, Any] = {"3": fault(SAID, stops=False)}
+
+    def run(keys: dict[int, str]) -> dict[str, Any]:
+        def command(cases: Sequence[int], more: Sequence[str]) -> list[str]:
+            ran.extend(cases)
+            return ["inner", "--cases", *map(str, cases), *more]
+
+        script, logs = program(tmp_path, faults), tmp_path / "logs"
+        end_s = time.monotonic() + 300
+        sanitizer = Sanitizer("memcheck", command, LAUNCHED, logs, end_s, program=(script,))
+        cleared = Cleared(tmp_path / "sanitized.jsonl", ("tool", "key"))
+        return gpu_sanitize.swept(sanitizer, keys, 2, cleared, {"git_sha": "abc"})
+
+    keys = {case: f"key {case}" for case in range(8)}
+    assert run(keys)["errors"] == 1
+    assert sorted(ran) == list(range(8))
+    # Of the process that found an error no case is cleared.
+    ran.clear()
+    faults.clear()
+    assert run({**keys, 7: "another source"})["errors"] == 0
+    assert sorted(ran) == [2, 3, 7]
+    ran.clear()
+    assert run({**keys, 7: "another source"})["ran"] == 0
+    assert ran == []
+
+
+def test_a_case_depends_on_its_problem_and_its_kernels_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = gpu_sanitize.numbered([])
+    launched = gpu_sanitize.launched_by(cases, H200)
+    before = gpu_sanitize.keys_of(cases, launched)
+    assert len(set(before.values())) == len(cases)
+    hashed = gpu_sanitize.source_hash
+    monkeypatch.setattr(
+        gpu_sanitize,
+        "source_hash",
+        lambda source: "changed" if source == "gather_tile.cu" else hashed(source),
+    )
+    after = gpu_sanitize.keys_of(cases, launched)
+    changed = {case for case in cases if before[case] != after[case]}
+    using = {
+        case
+        for case, instances in launched.items()
+        if any(one.source == "gather_tile.cu" for one in instances)
+    }
+    assert changed == using
+    assert 0 < len(using) < len(cases)

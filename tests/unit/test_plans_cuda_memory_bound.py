@@ -117,7 +117,7 @@ def test_what_depthwise_leaves_to_others() -> None:
     first = ConvBwdData(conv=conv_of(layer), dtype=DType.BFLOAT16, layout=LAYOUTS["NCHW"])
     double = ConvBwdData(conv=conv_of(layer), dtype=DType.FLOAT64, layout=LAYOUTS["NHWC"])
     for problem, reason in (
-        (odd, "97 channels are no multiple of 8"),
+        (odd, "97 channels are no multiple of 2"),
         (first, "the channels do not lie side by side"),
         (double, "float64"),
     ):
@@ -159,3 +159,22 @@ def check_tiles(box: Box | Shape, kernel: int, stride: int, pad: int) -> None:
         assert start <= own
         assert own + box.tile <= start + box.lines
         assert (box.windows - 1) * stride + kernel <= box.lines
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("channels", [36, 97, 100])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layer", DEPTHWISE, ids=lambda layer: layer["name"])
+def test_any_number_of_channels_has_a_depthwise_kernel(
+    layer: dict[str, Any], dtype: DType, channels: int, layout: str
+) -> None:
+    conv = conv_of(layer, channels)
+    for problem in (
+        ConvFwd(conv=conv, dtype=dtype, layout=LAYOUTS[layout], bias=True),
+        ConvBwdData(conv=conv, dtype=dtype, layout=LAYOUTS[layout]),
+        GroupedConvBwdWeight(
+            conv=conv, dtype=dtype, layout=LAYOUTS[layout], weight_dtype=dtype, split_k=None
+        ),
+    ):
+        plan = plan_for(problem, H200, FAMILIES)
+        assert plan.kernel.removeprefix("hopper_").startswith("depthwise"), plan.kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 import convgrad
 from convgrad.cli._failures import UsageError
@@ -11,10 +12,10 @@ __all__ = ["add_connection_options", "connect"]
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add --url, --timeout, --retries and --header."""
+    """Add --url, --timeout, --connect-timeout, --max-retries and --header."""
     group = parser.add_argument_group("connection")
     group.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+        "--url", help="the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
     )
     group.add_argument(
         "--timeout",
@@ -24,7 +25,14 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         help="for the whole call, retries included (default: %(default)g)",
     )
     group.add_argument(
-        "--retries",
+        "--connect-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for making a connection (default: %(default)g)",
+    )
+    group.add_argument(
+        "--max-retries",
         type=int,
         default=2,
         metavar="N",
@@ -35,11 +43,13 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="'NAME: VALUE'",
-        help="a header of every request, such as a key; may be repeated",
+        help="a header of every request; may be repeated ($CONVGRAD_API_KEY sends a key)",
     )
 
 
-def connect(options: argparse.Namespace, wire: str = "safetensors") -> convgrad.Client:
+def connect(
+    options: argparse.Namespace, wire: Literal["safetensors", "json"] = "safetensors"
+) -> convgrad.Client:
     """A client as the options ask for it."""
     headers = {}
     for header in options.header:
@@ -51,7 +61,8 @@ def connect(options: argparse.Namespace, wire: str = "safetensors") -> convgrad.
         return convgrad.Client(
             options.url,
             timeout=options.timeout,
-            retries=options.retries,
+            connect_timeout=options.connect_timeout,
+            max_retries=options.max_retries,
             wire=wire,
             headers=headers,
         )

@@ -24,6 +24,7 @@ from convgrad.contract.pooling import (
     MaxPoolFwdRequest,
 )
 from convgrad.contract.report import Report
+from convgrad.contract.stored_names import check_stored_name
 from convgrad.contract.tensor_schema import tensor_json_schema
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Region",
     "Report",
     "Request",
+    "check_stored_name",
     "refuse_unknown",
     "tensor_json_schema",
     "validate",

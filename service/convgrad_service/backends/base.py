@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,12 +134,12 @@ class ServingBackend(Backend, Protocol):
     pins: bool
     """Whether it keeps hold of pages of the memory that it adopts."""
 
-    def compile_ahead(self, problem: Problem) -> Future[None] | None:
-        """Begin what takes seconds before `run` can compute a problem like this for the first time;
+    def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
+        """Begin what takes seconds before `run` can compute problems like these for the first time;
         None where there is nothing of the kind.
 
         Once the future is done, `run` begins at once; it has the error where there was one. To
-        cancel it is to say that the problem need not be computed any more.
+        cancel it is to say that the problems need not be computed any more.
 
         Raises what `run` does for a problem that no kernel computes.
         """
@@ -195,7 +195,7 @@ class OnHost:
         used, total = _host_memory_bytes()
         return Vitals(used, total)
 
-    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+    def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
         """Kernels came compiled."""
         return None
 

@@ -26,7 +26,7 @@ def embedded_hub(backend: ServingBackend, options: EngineOptions) -> Hub:
     hub = Hub(arena, schedule, options, backend=backend.name)
     hub.fault = lambda: backend.fault
     hub.vitals = lambda: {0: backend.vitals()}
-    worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule.finished)
+    worker = ThreadWorker(backend, arena, hub.regions, options.slots or _SLOTS, schedule)
     hub.workers = lambda: {0: worker}
     schedule.add(worker)
     hub.on_close.append(worker.close)

@@ -16,7 +16,6 @@ from convgrad_service.grpc_api.infer_transport import (
     Message,
 )
 from convgrad_service.grpc_api.infer_wire import Part, encode_stream_error
-from convgrad_service.grpc_api.limits import SMALL_ANSWER_BYTES
 from convgrad_service.grpc_api.request_keys import RequestKeys
 from convgrad_service.oip.shared_memory import SharedMemory
 from convgrad_service.server.settings import Settings
@@ -52,11 +51,7 @@ class InferMethods:
 
         async def send(parts: list[Part]) -> None:
             nonlocal sent
-            size_bytes = sum(map(len, parts))
-            if size_bytes > SMALL_ANSWER_BYTES:
-                counted = await self._exchanges.answers.counted(call, size_bytes)
-                call.rpc.add_done_callback(counted.left)
-            sent = b"".join(parts)
+            sent = await self._exchanges.answers.joined(call, parts)
 
         async def receive() -> bytes:
             context.operation = None
@@ -72,6 +67,10 @@ class InferMethods:
         While one is computed, the next is received. A request that fails gets an answer with
         ``error_message``, and the stream goes on.
         """
+        with self._exchanges.arrivals.stream():
+            await self._answer_all(call)
+
+    async def _answer_all(self, call: Call) -> None:
         slots = asyncio.Semaphore(_STREAM_AHEAD)
         running: set[asyncio.Task[None]] = set()
         previous: asyncio.Task[None] | None = None

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.server.settings import Settings
 
-__all__ = ["SMALL_ANSWER_BYTES", "Answer", "Answers", "Arrivals"]
+__all__ = ["Answer", "Answers", "Arrivals"]
 
 # What a network brings in this time is memory enough for messages without a permit.
 _AT_ONCE_S = 0.1
 # Of methods that need no key: their messages are a few bytes, sent together with the headers.
 _OPEN_PERMITS, _OPEN_TIMEOUT_S = 2, 1.0
+# Streams that may be open, for each message that may be on its way.
+_STREAMS_PER_PERMIT = 8
 _RETRY_AFTER_S = 1.0
-SMALL_ANSWER_BYTES = 4096
-"""What is too little to be counted."""
+# What is too little to be counted.
+_SMALL_ANSWER_BYTES = 4096
 # Of all unread answers those of one connection may take this share.
 _CONNECTION_SHARE = 1 / 4
 
@@ -40,6 +44,7 @@ class Arrivals:
         self._waiting: OrderedDict[_Arrival, float] = OrderedDict()
         self._held_limit = permits * settings.grpc_max_message_bytes
         self.held_bytes = 0
+        self._streams = 0
 
     async def message(self, call: Call, deadline: Deadline | None = None) -> bytes:
         """The one message of a unary call.
@@ -58,6 +63,26 @@ class Arrivals:
             if await call.rpc.read() is not EOF:
                 raise MalformedRequest("the call holds a second message; its method takes one")
         return bytes(message)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Count an open stream, whose messages need no permit: it may be silent between them.
+
+        Raises
+        ------
+        Overloaded
+            As many are open as may be.
+        """
+        if self._streams >= _STREAMS_PER_PERMIT * self.permits:
+            raise Overloaded(
+                f"{self._streams} streams are open, and no more may be",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
 
     def held(self, size_bytes: int) -> Held:
         """Count a message that has been read until its tensors are in their places.
@@ -159,6 +184,16 @@ class Answers:
         self._bytes: Counter[str] = Counter()
         self._unread: OrderedDict[Answer, None] = OrderedDict()
         self._waiting: OrderedDict[asyncio.Future[Answer], tuple[Call, int]] = OrderedDict()
+
+    async def joined(self, call: Call, parts: Sequence[bytes | memoryview]) -> bytes:
+        """The only message that answers a call, counted until the call has ended.
+
+        Raises as `counted`.
+        """
+        size_bytes = sum(map(len, parts))
+        if size_bytes > _SMALL_ANSWER_BYTES:
+            call.rpc.add_done_callback((await self.counted(call, size_bytes)).left)
+        return b"".join(parts)
 
     async def counted(self, call: Call, size_bytes: int) -> Answer:
         """An answer of this size, once there is room for it; its caller says when it has left.

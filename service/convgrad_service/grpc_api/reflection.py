@@ -37,8 +37,9 @@ def reflection_handlers(exchanges: Exchanges) -> Mapping[str, grpc.RpcMethodHand
             yield parsed(body, reflection_pb2.ServerReflectionRequest)
 
     async def info(call: Call) -> None:
-        async for answer in servicer.ServerReflectionInfo(questions(call), call.rpc):
-            await call.rpc.write(answer.SerializeToString())
+        with exchanges.arrivals.stream():
+            async for answer in servicer.ServerReflectionInfo(questions(call), call.rpc):
+                await call.rpc.write(answer.SerializeToString())
 
     handler = exchanges.streaming("ServerReflectionInfo", info)
     return {f"/{service}/ServerReflectionInfo": handler for service in _SERVICES}

@@ -70,7 +70,10 @@ class RegisteredMemory:
 
     def _refuse_other(self, kind: Kind) -> None:
         if kind not in self._kinds:
-            raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
+            raise UnsupportedProblem(
+                f"{kind} shared memory is not enabled on this server; "
+                f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+            )
 
 
 def shared_memory_of(engine: Engine, *, system: bool, cuda: bool) -> SharedMemory:

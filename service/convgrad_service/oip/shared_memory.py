@@ -95,4 +95,7 @@ class NoSharedMemory:
 
     @staticmethod
     def _refuse(kind: Kind) -> NoReturn:
-        raise UnsupportedProblem(f"{kind} shared memory is not enabled on this server")
+        raise UnsupportedProblem(
+            f"{kind} shared memory is not enabled on this server; "
+            f"CONVGRAD_{kind.upper()}_SHARED_MEMORY=true enables it where the server is started"
+        )

@@ -40,12 +40,15 @@ class Operand:
 
     ``strides`` are of (N, G, C/G, D, H, W) for activations and pooling's tensors (G = 1 there),
     of (G, K/G, C/G, T, R, S) for weights; a dimension of extent 1 that the tensor lacks has 0.
-    The first element is at the buffer's start, which is aligned to 256 bytes.
+    The first element is at the buffer's start, which is aligned to 256 bytes. The channels of a
+    pixel of a ``padded`` activation are followed by room up to a multiple of 16 bytes, which may
+    be read and written.
     """
 
     buffer: str
     dtype: DType
     strides: tuple[int, int, int, int, int, int]
+    padded: bool = False
 
     @property
     def channels_last(self) -> bool:

@@ -261,6 +261,8 @@ def _plan(
     if weight:
         splits = min(units, -(-ENOUGH_TASKS // blocks))
         splits = max(1, min(splits, WORKSPACE_LIMIT_BYTES // (weights * a)))
+    # A weight's gradient has a vector of zeros past the end of each of its planes.
+    ends = _up64(block * len(src_phase) * channels[0] * lanes * a) if weight else 0
     return PlanarPlan(
         src_size=_triple(line.src_size for line in lines),
         dst_size=_triple(line.dst_size for line in lines),
@@ -277,7 +279,7 @@ def _plan(
         taps=np.array(rows, np.int64).reshape(-1, TAP_WORDS),
         splits=splits,
         tasks=blocks * (splits if weight else units),
-        scratch_bytes=scratch(tile, block),
+        scratch_bytes=scratch(tile, block) + ends,
         workspace_bytes=splits * weights * a if weight else 0,
     )
 

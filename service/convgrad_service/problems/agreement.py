@@ -102,11 +102,15 @@ def check_filter_inputs(layout: Layout, weight: Filter, input: Activation, group
     divisible(input.name, input.channels, groups)
     divisible(f"the output of {weight.name}", weight.out_channels, groups)
     expected = weight_shape(layout, groups, input.channels, weight.out_channels, weight.kernel)
+    # PyTorch keeps its weights in KCRS whatever the memory format.
+    order = (
+        "" if layout.weight.startswith("KC") else f"; in {layout.name} a weight is {layout.weight}"
+    )
     require_shape(
         weight.name,
         weight.shape,
         expected,
-        f"from {input.name}'s {input.channels} channels and groups {groups}",
+        f"from {input.name}'s {input.channels} channels and groups {groups}{order}",
     )
 
 

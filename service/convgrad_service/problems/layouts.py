@@ -133,8 +133,18 @@ class Layout:
         if len(shape) != len(letters):
             raise InvalidProblem(
                 f"{tensor} has shape {tuple_text(shape)}; expected {len(letters)} dimensions "
-                f"({letters}) in layout {self.name}"
+                f"({letters}) in layout {self.name}{self._batch_hint(len(shape), letters)}"
             )
+
+    def _batch_hint(self, rank: int, letters: str) -> str:
+        """What to add where a batch dimension may be missing, as PyTorch allows it to be."""
+        if self.grouped:
+            return ""
+        if letters == self.activation and rank == len(letters) - 1:
+            return "; a single sample needs a batch dimension too, N = 1"
+        if letters == self.weight and rank == len(letters) + 1:
+            return "; if that is right, a sample was sent without its batch dimension, N = 1"
+        return ""
 
     def activation_sizes(self, shape: Sequence[int]) -> tuple[int, int | None, int, Size]:
         """(N, G or None, C in all, spatial) of an activation's shape."""

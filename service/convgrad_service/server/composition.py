@@ -11,7 +11,6 @@ from convgrad_service.backends.selection import BackendOptions, backend_named
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Engine, Hub
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory.arena import default_arena_bytes
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
@@ -20,7 +19,9 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.server.logs import configure_logs
 from convgrad_service.server.malloc import keep_large_blocks
+from convgrad_service.server.memory_budget import memory_budget
 from convgrad_service.server.settings import Settings
+from convgrad_service.server.warm_up import warm_up
 
 __all__ = [
     "backend_of",
@@ -35,24 +36,21 @@ __all__ = [
 # What stays with the server of the memory that its requests have used: enough that a body in a
 # busy server finds its pages, little enough that a small machine gets them back.
 _KEEP_SHARE, _MOST_KEPT_BYTES = 1 / 4, 2**30
-# JSON bodies that may be in memory at the same time, if each were as long as may be.
-_LONG_TEXTS = 4
 
 
 def engine_options(settings: Settings) -> EngineOptions:
     """What the settings say of the engine."""
-    tensor_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
-    text_bytes = min(_LONG_TEXTS * settings.max_json_bytes, tensor_bytes // 4)
+    budget = memory_budget(settings)
     return EngineOptions(
-        tensor_bytes=tensor_bytes,
-        text_bytes=max(text_bytes, settings.max_json_bytes),
-        keep_bytes=min(int(tensor_bytes * _KEEP_SHARE), _MOST_KEPT_BYTES),
+        tensor_bytes=budget.tensors,
+        text_bytes=budget.texts,
+        keep_bytes=min(int(budget.tensors * _KEEP_SHARE), _MOST_KEPT_BYTES),
         wait_s=settings.max_memory_wait_s,
         slots=settings.compute_slots,
         max_queue=settings.max_queue,
         large_s=settings.large_problem_s,
         max_regions=settings.max_shared_regions,
-        stored_bytes=settings.max_stored_bytes,
+        stored_bytes=budget.stored,
         stored_longest_s=settings.stored_longest_s,
     )
 
@@ -61,7 +59,7 @@ def backend_of(settings: Settings, device: int = 0) -> ServingBackend:
     """The backend that the settings name; raises DeviceUnavailable where it cannot work."""
     options = BackendOptions(
         threads=settings.threads,
-        workspace_limit_bytes=settings.workspace_bytes,
+        workspace_limit_bytes=memory_budget(settings).workspace,
         kernel_cache=settings.kernel_cache,
         device=device,
     )
@@ -75,6 +73,7 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
         settings.compute_slots,
         partial(prepare_process, settings),
         inline_cpu_backend(settings),
+        None if settings.warm_up is None else partial(warm_up, settings.warm_up),
     )
 
 
@@ -82,13 +81,13 @@ def prepare_process(settings: Settings) -> None:
     """What every process of a server does first: logs, and malloc before the heap holds much."""
     configure_logs(settings.log_level)
     if settings.malloc_tuning:
-        budget_bytes = int(settings.max_inflight_bytes or default_arena_bytes())
-        keep_large_blocks(min(budget_bytes // 4, _MOST_KEPT_BYTES))
+        keep_large_blocks(min(memory_budget(settings).tensors // 4, _MOST_KEPT_BYTES))
 
 
 def inline_cpu_backend(settings: Settings) -> InlineBackend:
     """What computes small problems on the spot where workers compute on the CPU."""
-    make = partial(CpuBackend, threads=1, workspace_limit_bytes=settings.workspace_bytes)
+    workspace_bytes = memory_budget(settings).workspace
+    make = partial(CpuBackend, threads=1, workspace_limit_bytes=workspace_bytes)
     return InlineBackend(CpuBackend.name, make)
 
 

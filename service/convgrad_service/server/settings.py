@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.security.keys import read_keys
+from convgrad_service.server.warm_up import read_warm_up
 
 __all__ = ["Settings", "markdown_table", "setting_fields"]
 
@@ -31,6 +32,11 @@ _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 
 def _readable_keys(path: Path) -> Path:
     read_keys(path)  # a ValueError that says where
+    return path
+
+
+def _readable_warm_up(path: Path) -> Path:
+    read_warm_up(path)  # likewise
     return path
 
 
@@ -98,6 +104,12 @@ class Settings(BaseSettings):
         default=None,
         description="Folder of compiled GPU kernels; unset means one inside the package.",
     )
+    warm_up: Annotated[Path, AfterValidator(_readable_warm_up)] | None = Field(
+        default=None,
+        description="File of requests (JSON, a line each, with their operation) or of a network's "
+        "layers whose kernels are compiled, and which are computed once, before the server is "
+        "ready; unset means that the first request of a kind waits for its kernels.",
+    )
     api_keys: Annotated[Path, AfterValidator(_readable_keys)] | None = Field(
         default=None,
         description="File of API keys, a line each as convgrad key writes them; unset means that "
@@ -128,7 +140,8 @@ class Settings(BaseSettings):
     )
     threads: _Count | None = Field(
         default=None,
-        description="Threads one problem computes on; unset means one per available core.",
+        description="Threads one problem computes on; unset means one for each core that the "
+        "process may use, by its affinity and by the CPU time that its container is granted.",
     )
     compute_slots: _Count | None = Field(
         default=None,
@@ -159,7 +172,9 @@ class Settings(BaseSettings):
         default=256, description="Regions of shared memory that may be registered."
     )
     max_stored_bytes: _Bytes = Field(
-        default=ByteSize(_GiB), description="Most memory that stored tensors may take."
+        default=ByteSize(_GiB),
+        description="Most memory that stored tensors may take; less by "
+        "default where memory is short.",
     )
     stored_longest_s: _Seconds = Field(
         default=3600.0,
@@ -189,7 +204,7 @@ class Settings(BaseSettings):
         default=8,
         description="gRPC messages that may take longer than 0.1 s to come in at the same time; "
         "so many times grpc_max_message_bytes is what they may hold of each gRPC process's "
-        "memory.",
+        "memory. Eight times as many streams may be open.",
     )
     grpc_max_unread_bytes: _Bytes = Field(
         default=ByteSize(_GiB),
@@ -212,8 +227,9 @@ class Settings(BaseSettings):
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
         description="Most memory the tensors of all requests in flight may hold together, inputs "
-        "and outputs; unset means half of the machine's memory. JSON text has a quarter as much "
-        "besides, until it is decoded.",
+        "and outputs; unset means half of what the container's limit, or the machine, leaves "
+        "beside the server's processes. JSON text has a quarter as much besides, until it is "
+        "decoded.",
     )
     max_memory_wait_s: _Seconds = Field(
         default=5.0,
@@ -283,7 +299,7 @@ def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
 
 
 def markdown_table() -> str:
-    """All settings as the Markdown table that the README shows."""
+    """All settings as the Markdown table of docs/reference/settings.md."""
     rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
     for name, field, unit in setting_fields():
         default = _shown(field.default, unit)

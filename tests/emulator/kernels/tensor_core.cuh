@@ -84,15 +84,11 @@ static inline u32 transposed(u32 matrix) {
 }
 
 template <class T>
-static inline void mark_odd_if(bool wanted, u32& marked, u32 both) {
+static inline void mark_odd(u32& marked, u32 both) {
   const u32 exponent = narrow<T>(__uint_as_float(0x7f800000)).bits;
-  for (int half = 0; wanted && half < 32; half += 16) {
+  for (int half = 0; half < 32; half += 16) {
     if ((both >> half & exponent) == exponent) marked |= 0x7fffu << half;
   }
-}
-template <class T>
-static inline void mark_odd(u32& marked, u32 both) {
-  mark_odd_if<T>(true, marked, both);
 }
 
 static inline u32 load_word(u32 from) {
@@ -102,6 +98,9 @@ static inline u32 load_word(u32 from) {
 }
 static inline void load_words(u32 (&to)[4], u32 from) {
   memcpy(to, emulator::in_shared(from, 16, 16), 16);
+}
+static inline void store_words(u32 to, const u32 (&words)[4]) {
+  memcpy(emulator::in_shared(to, 16, 16), words, 16);
 }
 
 // Ties away from zero.

@@ -18,7 +18,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,12 +50,12 @@ def shapes_of(layer: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 class Caller:
     """One thread's client and tensors, over HTTP or through shared memory."""
 
-    transport = "http"
+    transport: Literal["http", "shm"] = "http"
     given: tuple[str, ...] = ("grad_output", "weight")
 
     def __init__(self, url: str, layer: dict[str, Any], number: int) -> None:
         self.layer = layer
-        self.client = convgrad.Client(url, transport=self.transport, timeout=120, retries=0)
+        self.client = convgrad.Client(url, transport=self.transport, timeout=120, max_retries=0)
         shapes = shapes_of(layer)
         # Every thread the same numbers, so that all answers must be the same.
         draw = np.random.default_rng(0)
@@ -100,8 +100,8 @@ class SumCaller(ShmCaller):
     def call(self) -> Any:
         layer = self.layer
         found = self.client.grouped_conv_bwd_weight(
-            self.tensors["input"],
-            self.tensors["grad_output"],
+            input=self.tensors["input"],
+            grad_output=self.tensors["grad_output"],
             weight_size=layer["kernel_size"],
             stride=layer["stride"],
             padding=layer["padding"],

@@ -33,6 +33,7 @@ def main() -> None:
         None if sys.argv[-1] == BY_WORKERS else InlineBackend(backend(0).name, partial(backend, 0))
     )
     prepare = partial(prepare_process, settings)
+    prepare()
     recipe = WorkerRecipe(backend, settings.compute_slots, prepare, beside)
     with listening_socket(settings.http_host, settings.http_port) as listening:
         tree = Tree(settings, listening, recipe)

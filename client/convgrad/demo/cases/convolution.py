@@ -71,7 +71,7 @@ def _(client: Client, draw: Draw) -> Pairs:
     conv = Convolution(stride=(2,), padding=((1, 1),), dilation=(1,), groups=4)
     input, grad_output = draw(3, 8, 11, dtype=np.float64), draw(3, 12, 6, dtype=np.float64)
     answer = client.grouped_conv_bwd_weight(
-        input, grad_output, stride=2, padding=1, groups=4, weight_size=[3]
+        input=input, grad_output=grad_output, stride=2, padding=1, groups=4, weight_size=[3]
     )
     expected = bounded(lambda x, g: conv.grad_weight(x, g, (3,)), input, grad_output)
     yield answer.grad_weight, expected
@@ -82,8 +82,8 @@ def _(client: Client, draw: Draw) -> Pairs:
     conv = Convolution(stride=(1, 1), padding=((1, 1),) * 2, dilation=(1, 1), groups=16)
     input, grad_output = (draw(2, 16, 7, 7, dtype=np.float16) for _ in range(2))
     answer = client.grouped_conv_bwd_weight(
-        input,
-        grad_output,
+        input=input,
+        grad_output=grad_output,
         padding=1,
         groups=16,
         weight_size=[3, 3],
@@ -102,8 +102,8 @@ def _(client: Client, draw: Draw) -> Pairs:
     conv = Convolution(stride=(1, 1, 1), padding=((1, 1),) * 3, dilation=(1, 2, 2))
     input, grad_output = draw(2, 3, 4, 6, 6), draw(2, 5, 4, 4, 4)
     answer = client.grouped_conv_bwd_weight(
-        channels_last(input),
-        channels_last(grad_output),
+        input=channels_last(input),
+        grad_output=channels_last(grad_output),
         padding=1,
         dilation=conv.dilation,
         layout="NDHWC",

@@ -62,7 +62,6 @@ class Control(ctypes.Structure):
         ("error", ctypes.c_int64),
         ("next", ctypes.c_int64 * PHASES),
         ("done", ctypes.c_int64 * PHASES),
-        ("found_nonfinite", ctypes.c_int64),
     )
 
 

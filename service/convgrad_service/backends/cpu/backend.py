@@ -16,7 +16,8 @@ from convgrad_service.backends.base import OnHost, Outcome, Plan
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.runner import Machine
 from convgrad_service.backends.cpu.runners import RUNNERS
-from convgrad_service.backends.cpu.threads import Workers, available_cores
+from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cpu_device import CpuDevice
 from convgrad_service.problems.base import Problem
 
@@ -47,7 +48,7 @@ class CpuBackend(OnHost):
         level: str | None = None,
     ) -> None:
         library = load(level)
-        threads = threads or available_cores()
+        threads = threads or usable_cores()
         self._machine = Machine(
             library,
             # Of the limit, what is kept while nothing runs.

@@ -8,7 +8,6 @@ side by side share the same few helpers.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,19 +21,12 @@ from convgrad_service.backends.cpu.arguments import Control, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
 from convgrad_service.thread_priority import give_way
 
-__all__ = ["Rehearsal", "Workers", "Workspaces", "available_cores"]
+__all__ = ["Rehearsal", "Workers", "Workspaces"]
 
 CANCEL_POLL_S = 0.01
 # `Team` of kernels/team.cpp: six words, then six for each slot.
 TEAM_SLOTS = 16
 TEAM_WORDS = 6 + 6 * TEAM_SLOTS
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Workspaces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from convgrad.errors import (
 )
 from convgrad_service.backends.base import Outcome, Plan, Vitals
 from convgrad_service.backends.cuda.cancelling import stop_if, wait_for
-from convgrad_service.backends.cuda.compile import BOUNDED_WAITS, DEFAULT_CACHE, Compiler
+from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
 from convgrad_service.backends.cuda.device import (
     cuda_driver_major,
     describe,
@@ -112,7 +112,7 @@ class CudaBackend:
                 find_nvrtc(cuda_driver_major()),
                 self.device.architecture,
                 cache,
-                options=(BOUNDED_WAITS,) if debug else (),
+                debug=debug,
             )
         except CompileError as error:
             raise DeviceUnavailable(str(error)) from error
@@ -216,9 +216,9 @@ class CudaBackend:
             spent.download_s,
         )
 
-    def compile_ahead(self, problem: Problem) -> Future[None] | None:
+    def compile_ahead(self, problems: Sequence[Problem]) -> Future[None] | None:
         """See `ServingBackend.compile_ahead`."""
-        pieces = problem.split(self._parts(problem))
+        pieces = (piece for each in problems for piece in each.split(self._parts(each)))
         plans = (self._prepared(piece.problem)[0] for piece in pieces)
         return self._kernels.compile_ahead(step for plan in plans for step in plan.steps)
 

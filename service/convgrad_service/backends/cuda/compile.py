@@ -21,11 +21,11 @@ from pathlib import Path
 
 from convgrad_service.backends.cuda.compile_process import CompileProcesses, Request, exclusive
 from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc
-from convgrad_service.backends.cuda.sources import KERNELS, source_hash
+from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
 from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.cuda_program import Instance
 
-__all__ = ["BOUNDED_WAITS", "DEFAULT_CACHE", "Compiler", "Cubin", "Resources"]
+__all__ = ["DEFAULT_CACHE", "Compiler", "Cubin", "Resources"]
 
 DEFAULT_CACHE = Path(__file__).resolve().parent / "_cubins"
 
@@ -38,8 +38,7 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--device-as-default-execution-space",
 )
-BOUNDED_WAITS = "--define-macro=BOUNDED_WAITS=1"
-"""An option of debug builds: a wait without an end becomes a fault (``hopper.cuh``: wait_for)."""
+WAITS = "waits.cuh"
 
 # As ptxas -v writes them, of one entry each.
 _FIELDS = {
@@ -88,9 +87,9 @@ class Compiler:
 
     ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
     What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
-    ``jobs`` are compiled at a time, by default as many as there are cores. ``options`` are the
-    compiler's, beside its usual ones. ``found`` and ``compiled`` count the cubins that were asked
-    for, ``compile_s`` is what the latter took, one after another.
+    ``jobs`` are compiled at a time, by default as many as there are cores. In a ``debug`` build a
+    kernel's wait without an end becomes a fault (``waits.cuh``). ``found`` and ``compiled`` count
+    the cubins that were asked for, ``compile_s`` is what the latter took, one after another.
     """
 
     def __init__(
@@ -100,12 +99,12 @@ class Compiler:
         cache: Path | None = DEFAULT_CACHE,
         *,
         jobs: int | None = None,
-        options: Iterable[str] = (),
+        debug: bool = False,
     ) -> None:
         self.architecture = architecture
         self._nvrtc = nvrtc
         self._cache = cache
-        self._more_options = tuple(options)
+        self._debug = debug
         self._processes = CompileProcesses()
         self._jobs = jobs or usable_cores()
         self._pool = ThreadPoolExecutor(self._jobs, "convgrad-compile")
@@ -193,13 +192,12 @@ class Compiler:
         return f"{instance.entry}-{self.architecture}-{key.hexdigest()[:32]}.cubin"
 
     def _options(self, instance: Instance) -> list[str]:
-        defines = [f"--define-macro={name}={value}" for name, value in instance.defines]
-        return [
-            *OPTIONS,
-            *self._more_options,
-            f"--gpu-architecture={self.architecture}",
-            *defines,
-        ]
+        defines = dict(instance.defines)
+        # What does not wait is the same in both builds, and compiled once.
+        if self._debug and WAITS in included(instance.source):
+            defines["BOUNDED_WAITS"] = "1"
+        macros = [f"--define-macro={name}={value}" for name, value in defines.items()]
+        return [*OPTIONS, f"--gpu-architecture={self.architecture}", *macros]
 
     def _want(self, instance: Instance) -> _Wanted:
         """What is or will be an instance's cubin, with one more that waits for it."""

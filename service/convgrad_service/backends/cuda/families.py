@@ -42,11 +42,13 @@ from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointw
 from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
 from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
 from convgrad_service.backends.cuda.kernels.pool_line_words import PoolLineWords
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool_separable import PoolSeparable
 from convgrad_service.backends.cuda.kernels.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
@@ -107,13 +109,21 @@ DENSE_WEIGHT = (
     DenseWeight(),
 )
 # First layers: few channels of the input.
-FIRST_FORWARD = (Patches(DENSE), FirstForward())
-FIRST_DATA = (Patches(DENSE), HopperFirstData(), FirstGroups(), FirstData())
+FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
+FIRST_DATA = (
+    Patches(DENSE),
+    PatchProducts(DENSE),
+    HopperFirstData(),
+    FirstGroups(),
+    FirstData(),
+)
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
+    PatchProducts(DENSE_WEIGHT),
     HopperFirstTaps(),
     HopperFirstSplit(),
     FirstWeight(),
+    PatchProducts((WeightTile(),)),
 )
 
 # Two convolutions with the intermediate on the chip.
@@ -149,6 +159,8 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolStacks(), COPIES),
         PoolThroughChannelsLast(PoolLines(), COPIES),
         PoolLines(),
+        PoolSeparable(),
+        PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),
     ),
     copy=COPIES,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from convgrad_service.engine.bounded_cache import BoundedCache
 from convgrad_service.problems.base import TensorSpec
 
-__all__ = ["ALIGNMENT_BYTES", "Arena", "arranged", "default_arena_bytes"]
+__all__ = ["ALIGNMENT_BYTES", "Arena", "arranged"]
 
 ALIGNMENT_BYTES = 256
 """Every tensor begins on a multiple of this: whole cache lines, and what GPUs copy best."""
@@ -86,11 +86,3 @@ def arranged(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return offsets, end
-
-
-def default_arena_bytes() -> int:
-    """Half of the machine's memory; the rest is for kernels, the system and its page cache."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):  # a system that does not say
-        return 4 * 2**30

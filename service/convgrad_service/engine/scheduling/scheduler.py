@@ -5,6 +5,9 @@ a minute. The last free slot is kept for small problems, else two large ones wou
 ones out just as one does; a large problem loses little by that, for it already has every core.
 Within those rules the order is that of arrival.
 
+A job whose kernels must be compiled first gives its slot back meanwhile: that takes seconds, which
+other processes spend, and as many such jobs as there are slots would keep all others waiting.
+
 Every job is a pure function of its inputs, which stay in the arena until it is done. So when a
 worker dies, what it held runs again. One of those jobs may have killed it: each is a suspect, and
 runs with nothing beside it, so that it can take no other along. One that is alone in two deaths is
@@ -74,7 +77,10 @@ def _cost(job: Job, part: int | None) -> float:
 
 
 class Worker(Protocol):
-    """What computes, as the schedule sees it; it calls `Scheduler.finished` for each task."""
+    """What computes, as the schedule sees it; it calls `Scheduler.finished` for each task.
+
+    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`.
+    """
 
     slots: int
     device: int
@@ -84,7 +90,7 @@ class Worker(Protocol):
         ...
 
     def cancel(self, task: Task) -> None:
-        """Tell it that nobody wants a running task any more."""
+        """Tell it that nobody wants a task any more that it runs or compiles kernels for."""
         ...
 
     def has_used(self, job: Job) -> int:
@@ -109,12 +115,14 @@ class Scheduler:
         self._large_s = large_s
         self._waiting: deque[Task] = deque()
         self._running: dict[Worker, list[Task]] = {}
+        self._compiling: dict[Task, Worker] = {}
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a slot; of those in parts, the ones of which none has begun."""
-        return sum(not task.part for task in self._waiting)
+        """Jobs that wait for a slot, or for kernels; of those in parts, the ones of which none has
+        begun."""
+        return sum(not task.part for tasks in (self._waiting, self._compiling) for task in tasks)
 
     @property
     def running(self) -> int:
@@ -129,7 +137,8 @@ class Scheduler:
     @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
-        return len(self._waiting) >= self.max_waiting and self.waiting >= self.max_waiting
+        tasks = len(self._waiting) + len(self._compiling)
+        return tasks >= self.max_waiting and self.waiting >= self.max_waiting
 
     @property
     def overload(self) -> Overloaded | None:
@@ -188,6 +197,8 @@ class Scheduler:
         if task.worker is not None:
             task.worker.cancel(task)
             return
+        if (worker := self._compiling.pop(task, None)) is not None:
+            worker.cancel(task)
         with contextlib.suppress(ValueError):
             self._waiting.remove(task)
         task.done.cancel()
@@ -211,9 +222,34 @@ class Scheduler:
         if self._waiting:
             self._dispatch()
 
+    def compiling(self, task: Task) -> None:
+        """A worker has put a task aside until its kernels are compiled, see `compiled`."""
+        assert task.worker is not None  # noqa: S101
+        self._running[task.worker].remove(task)
+        if task.wanted:
+            self._compiling[task] = task.worker
+        else:
+            task.worker.cancel(task)
+            task.done.cancel()
+        task.worker = task.started_s = None
+        self._dispatch()
+
+    def compiled(self, task: Task, error: BaseException | None) -> None:
+        """A worker has compiled a task's kernels, so that any may run it next, or could not."""
+        if self._compiling.pop(task, None) is None:
+            return  # nobody waits for it any more
+        if error is not None:
+            task.fail(error)
+        else:
+            self._waiting.appendleft(task)
+        self._dispatch()
+
     def lost(self, worker: Worker) -> None:
         """A worker has died: what it held runs again, or is refused for having killed it."""
         held = self._running.pop(worker, [])
+        for task in [task for task, by in self._compiling.items() if by is worker]:
+            del self._compiling[task]
+            self._waiting.appendleft(task)
         self.deaths += 1
         for task in reversed(held):
             task.worker = None
@@ -229,7 +265,9 @@ class Scheduler:
 
     def refuse_all(self, error: BaseException) -> None:
         """Fail what waits: nothing will ever compute it."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting = [*self._waiting, *self._compiling]
+        self._waiting.clear()
+        self._compiling.clear()
         for task in waiting:
             task.fail(error)
         self.changed()
@@ -237,7 +275,8 @@ class Scheduler:
     def close(self) -> None:
         """Drop what waits, ask what runs to stop, take no more."""
         self._closed = True
-        for task in [*self._waiting, *(task for held in self._running.values() for task in held)]:
+        running = (task for held in self._running.values() for task in held)
+        for task in [*self._waiting, *self._compiling, *running]:
             self.cancel(task)
 
     def _last(self, job: Job, deadline_s: float) -> Task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from convgrad_service.engine.shm.registry import InRegion
 from convgrad_service.problems.base import Piece
 from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
 
-__all__ = ["Finished", "Job", "run_job"]
+__all__ = ["Finished", "Job", "compile_ahead", "run_job"]
 
 Arrays = Mapping[str, Any]
 """Arrays by name; of those on a device `DeviceTensor`s."""
@@ -97,6 +98,15 @@ def _unfit(layout: TensorLayout, regions: tuple[InRegion, ...]) -> frozenset[str
         {tensor.name: tensor.spec for tensor in inside},
     )
     return frozenset(found)
+
+
+def compile_ahead(
+    backend: ServingBackend, layout: TensorLayout, part: int | None = None
+) -> Future[None] | None:
+    """See `ServingBackend.compile_ahead`; of what `run_job` would compute."""
+    chosen = _chosen(layout, part).values()
+    whole = [layout.problem] if layout.sizes.parts == 1 else []
+    return backend.compile_ahead([*whole, *(piece.problem for piece in chosen)])
 
 
 def run_job(

@@ -17,13 +17,15 @@ from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Channel
 from convgrad_service.engine.ipc.interning import InternTable
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.scheduling.scheduler import Task
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.registry import InRegion, RegionRegistry
 from convgrad_service.engine.workers.child_process import DescriptorReserve, spawn
 from convgrad_service.engine.workers.execute import Finished, Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import (
     Cancel,
+    Compiled,
+    Compiling,
     Forget,
     Hello,
     NewRegion,
@@ -45,12 +47,14 @@ _START_S = 300
 class WorkerRecipe(NamedTuple):
     """How to start a worker: in its process, ``prepare`` is called, then ``make_backend`` with the
     number of its device. It computes ``slots`` jobs at a time, or as many as its backend likes.
-    ``beside`` is what front ends may compute with themselves, see `inline_executor`."""
+    ``beside`` is what front ends may compute with themselves, see `inline_executor`. Of a device's
+    first worker, ``warm_up`` is called with the backend before it is ready, which may take long."""
 
     make_backend: Callable[[int], ServingBackend]
     slots: int | None = None
     prepare: Callable[[], None] = gc.enable  # which it is already: nothing is to be prepared
     beside: InlineBackend | None = None
+    warm_up: Callable[[ServingBackend], None] | None = None
 
 
 class ProcessWorker:
@@ -61,7 +65,7 @@ class ProcessWorker:
         recipe: WorkerRecipe,
         device: int,
         regions: RegionRegistry,
-        finished: Callable[..., None],
+        schedule: Scheduler,
     ) -> None:
         self.slots, self.device = recipe.slots or 1, device
         self._regions = regions
@@ -72,9 +76,10 @@ class ProcessWorker:
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[int] = loop.create_future()
         self._greeted: asyncio.Future[Hello] = loop.create_future()
-        self._finished = finished
+        self._schedule = schedule
         self._numbers = itertools.count()
         self._tasks: dict[int, tuple[Task, int]] = {}
+        self._compiling: dict[int, Task] = {}
         self._named = InternTable()
         self._brief: set[int] = set()  # of what it was told, what took it no time the last time
         self._probes: dict[int, asyncio.Future[ServiceError | None]] = {}
@@ -91,7 +96,7 @@ class ProcessWorker:
         device: int,
         arena: Arena,
         regions: RegionRegistry,
-        finished: Callable[..., None],
+        schedule: Scheduler,
         reserve: DescriptorReserve,
     ) -> ProcessWorker:
         """A worker that is ready; ``reserve`` is spent where there are no descriptors else.
@@ -103,7 +108,7 @@ class ProcessWorker:
         OSError
             The system has not what a process takes.
         """
-        worker = cls(recipe, device, regions, finished)
+        worker = cls(recipe, device, regions, schedule)
         with reserve.spent(), contextlib.ExitStack() as failing, contextlib.ExitStack() as after:
             ours = []
             theirs = []
@@ -112,7 +117,13 @@ class ProcessWorker:
                 ours.append(failing.enter_context(end))
                 theirs.append(after.enter_context(other).fileno())
             start = Start(
-                recipe.make_backend, recipe.prepare, device, recipe.slots, arena.descriptor, *theirs
+                recipe.make_backend,
+                recipe.prepare,
+                recipe.warm_up,
+                device,
+                recipe.slots,
+                arena.descriptor,
+                *theirs,
             )
             worker._process = spawn(
                 "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *theirs]
@@ -123,7 +134,7 @@ class ProcessWorker:
         worker._files = ours[2]
         regions.forgotten.append(worker._forget)
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(None if recipe.warm_up else _START_S):
                 worker.greeting = await worker._greeted
         except TimeoutError:
             worker._gone()
@@ -166,7 +177,9 @@ class ProcessWorker:
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""
-        for number, (held, _) in self._tasks.items():
+        compiling = self._compiling.items()
+        running = ((number, held) for number, (held, _) in self._tasks.items())
+        for number, held in (*compiling, *running):
             if held is task:
                 self._control.tell(Cancel(number))
 
@@ -211,16 +224,25 @@ class ProcessWorker:
             self._used.pop(region, None)
             self._control.tell(Forget(region))
 
-    def _answered(self, message: tuple[int, tuple[Any, ...] | BaseException]) -> None:
+    def _answered(
+        self, message: tuple[int, tuple[Any, ...] | Compiling | Compiled | BaseException]
+    ) -> None:
         number, plain = message
-        result = plain if isinstance(plain, BaseException) else Finished(*plain)
+        if isinstance(plain, Compiled):
+            self._schedule.compiled(self._compiling.pop(number), plain.error)
+            return
         task, named = self._tasks.pop(number)
+        if isinstance(plain, Compiling):
+            self._compiling[number] = task
+            self._schedule.compiling(task)
+            return
+        result = plain if isinstance(plain, BaseException) else Finished(*plain)
         assert task.started_s is not None  # noqa: S101
         if task.part is None and time.monotonic() - task.started_s < _BRIEF_S:
             self._brief.add(named)
         else:
             self._brief.discard(named)
-        self._finished(task, result)
+        self._schedule.finished(task, result)
 
     def _said(self, message: Any) -> None:
         if isinstance(message, Vitals):

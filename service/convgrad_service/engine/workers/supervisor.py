@@ -47,11 +47,11 @@ class Supervisor:
         DeviceUnavailable
             A device cannot be used at all; the sentence says why.
         """
-        first = await self._started(0)
+        first = await self._started(0, self._recipe)
         self._devices = first.greeting.devices
         if first.greeting.pins:
             self._hub.memory.keep_all()
-        others = [self._started(index) for index in range(1, self._devices)]
+        others = [self._started(index, self._recipe) for index in range(1, self._devices)]
         for index, worker in enumerate([first, *await asyncio.gather(*others)]):
             self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))
 
@@ -63,13 +63,13 @@ class Supervisor:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         self.reserve.close()
 
-    async def _started(self, index: int) -> ProcessWorker:
+    async def _started(self, index: int, recipe: WorkerRecipe) -> ProcessWorker:
         worker = await ProcessWorker.start_process(
-            self._recipe,
+            recipe,
             index,
             self._hub.arena,
             self._hub.regions,
-            self._hub.schedule.finished,
+            self._hub.schedule,
             self.reserve,
         )
         self.workers[index] = worker
@@ -94,7 +94,8 @@ class Supervisor:
         backoff = Backoff()
         while True:
             try:
-                worker = await self._started(index)
+                # What warmed the first up may be what ended it; its kernels lie in the cache.
+                worker = await self._started(index, self._recipe._replace(warm_up=None))
             # Whatever it was: a device without a worker would stay so for good.
             except Exception as error:  # noqa: BLE001
                 pause_s = backoff.failed()

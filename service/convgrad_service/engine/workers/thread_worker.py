@@ -8,23 +8,21 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.memory.arena import Arena
-from convgrad_service.engine.scheduling.scheduler import Task
+from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import RegionRegistry
-from convgrad_service.engine.workers.execute import Finished, Job, run_job
+from convgrad_service.engine.workers.execute import Finished, Job, compile_ahead, run_job
 from convgrad_service.thread_priority import give_way
 
 __all__ = ["ThreadWorker"]
 
-Report = Callable[[Task, Finished | BaseException], None]
-
 
 class ThreadWorker:
-    """``slots`` threads; ``finished`` is called in the loop's thread for every task."""
+    """``slots`` threads; ``schedule`` is told of every task in the loop's thread."""
 
     def __init__(
         self,
@@ -32,13 +30,14 @@ class ThreadWorker:
         arena: Arena,
         regions: RegionRegistry,
         slots: int,
-        finished: Report,
+        schedule: Scheduler,
     ) -> None:
         self.slots, self.device = slots, 0
-        self._backend, self._arena, self._finished = backend, arena, finished
+        self._backend, self._arena, self._schedule = backend, arena, schedule
         self._regions, self._segments = regions, RegionMappings(backend.open_handle)
         regions.forgotten += [self._segments.close, backend.forget]
         self._cancelled: dict[Task, threading.Event] = {}
+        self._compiling: dict[Task, Future[None]] = {}
         self._tasks: queue.SimpleQueue[
             tuple[Task, threading.Event, asyncio.AbstractEventLoop] | None
         ] = queue.SimpleQueue()
@@ -53,7 +52,10 @@ class ThreadWorker:
 
     def cancel(self, task: Task) -> None:
         """See `Worker.cancel`."""
-        self._cancelled[task].set()
+        if task in self._cancelled:
+            self._cancelled[task].set()
+        else:
+            self._compiling[task].cancel()
 
     def has_used(self, job: Job) -> int:
         """See `Worker.has_used`: all share one memory."""
@@ -72,15 +74,17 @@ class ThreadWorker:
         give_way()
         while (given := self._tasks.get()) is not None:
             task, cancelled, loop = given
-            result: Finished | BaseException
+            result: Finished | Future[None] | BaseException
+            compiling: Future[None] | None = None
             try:
                 job = task.job
+                compiling = compile_ahead(self._backend, job.layout.unpacked(), task.part)
                 for region in job.regions:
                     if (found := self._regions.handle(region.file)) is not None:
                         self._segments.open_on_device(region.file, *found)
                     else:
                         self._segments.open(region.file, self._regions.descriptor(region.file))
-                result = run_job(
+                result = compiling or run_job(
                     self._backend, self._arena, self._segments, job, cancelled, task.part
                 )
             # Whatever it was, the request that waits must hear of it.
@@ -89,8 +93,18 @@ class ThreadWorker:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._report, task, result)
             # Nothing of the request may stay alive in this thread while it waits for the next.
-            del given, task, result
+            del given, task, result, compiling
 
-    def _report(self, task: Task, result: Finished | BaseException) -> None:
+    def _report(self, task: Task, result: Finished | Future[None] | BaseException) -> None:
         del self._cancelled[task]
-        self._finished(task, result)
+        if not isinstance(result, Future):
+            self._schedule.finished(task, result)
+            return
+        loop = asyncio.get_running_loop()
+        self._compiling[task] = result
+        self._schedule.compiling(task)
+        result.add_done_callback(lambda _: loop.call_soon_threadsafe(self._compiled, task))
+
+    def _compiled(self, task: Task) -> None:
+        compiled = self._compiling.pop(task)
+        self._schedule.compiled(task, None if compiled.cancelled() else compiled.exception())

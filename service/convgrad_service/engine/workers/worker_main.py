@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from convgrad.errors import ServiceError
@@ -20,11 +22,13 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
 from convgrad_service.engine.shm.mappings import RegionMappings
 from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.engine.workers.execute import Finished, Job, run_job
+from convgrad_service.engine.workers.execute import Finished, Job, compile_ahead, run_job
 from convgrad_service.thread_priority import give_way
 
 __all__ = [
     "Cancel",
+    "Compiled",
+    "Compiling",
     "Forget",
     "Hello",
     "NewRegion",
@@ -44,6 +48,7 @@ class Start(NamedTuple):
 
     make_backend: Callable[[int], ServingBackend]
     prepare: Callable[[], None]
+    warm_up: Callable[[ServingBackend], None] | None
     device: int
     slots: int | None
     arena: int
@@ -112,6 +117,16 @@ class Probed(NamedTuple):
     error: ServiceError | None
 
 
+class Compiling(NamedTuple):
+    """Of a job, in place of its result: its kernels are being compiled. `Compiled` follows."""
+
+
+class Compiled(NamedTuple):
+    """They are, and the job may be sent again; or they cannot be."""
+
+    error: BaseException | None
+
+
 # How often the hub is told how the device is, where that has changed.
 _VITALS_S = 2.0
 
@@ -122,6 +137,10 @@ _NEVER = threading.Event()
 class WorkerFailed(Exception):
     """What a backend raised that is none of the service's errors, with its traceback as text."""
 
+    @classmethod
+    def of(cls, error: BaseException) -> WorkerFailed:
+        return cls("".join([f"{error!r}\n", *traceback.format_exception(error)]))
+
 
 def worker_main(start: Start) -> None:
     """Serve until the hub closes its end."""
@@ -129,6 +148,8 @@ def worker_main(start: Start) -> None:
     start.prepare()
     try:
         backend = start.make_backend(start.device)
+        if start.warm_up is not None:
+            start.warm_up(backend)
     except ServiceError as error:
         control.send(error)
         return
@@ -178,6 +199,9 @@ class _Worker:
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._cancelled: dict[int, threading.Event] = {}
+        self._compiling: dict[int, Future[None]] = {}
+        # Of arrangements by their names, the parts of which nothing needs to be compiled.
+        self._compiled: set[tuple[int, int | None]] = set()
         self._early: set[int] = set()
         self._last = -1
 
@@ -220,13 +244,16 @@ class _Worker:
         try:
             if isinstance(opened, ServiceError):
                 raise opened
+            if (compiling := self._compile_ahead(order, opened)) is not None:
+                self._put_aside(order.number, compiling)
+                return
             job = Job(opened, order.base, tuple(InRegion(*each) for each in order.regions))
             result = run_job(self._backend, self._arena, self._segments, job, cancelled, order.part)
         except ServiceError as error:
             result = error
         # Whatever it was, the request that waits must hear of it.
         except BaseException as error:  # noqa: BLE001
-            result = WorkerFailed(f"{error!r}\n{traceback.format_exc()}")
+            result = WorkerFailed.of(error)
         if self._backend.fault is not None:
             # Nothing will work here again. Unanswered, the job runs on a fresh worker.
             _log.error("the device has failed: %s", self._backend.fault)
@@ -237,6 +264,35 @@ class _Worker:
         # A plain tuple: a class's name takes longer to read than all the rest.
         plain = tuple(result) if isinstance(result, Finished) else result
         self._jobs.send((order.number, plain))
+
+    def _compile_ahead(self, order: RunTask, layout: TensorLayout) -> Future[None] | None:
+        key = order.named[0], order.part
+        if order.brief or key in self._compiled:
+            return None
+        compiling = compile_ahead(self._backend, layout, order.part)
+        if compiling is None:
+            self._compiled.add(key)
+        return compiling
+
+    def _put_aside(self, number: int, compiling: Future[None]) -> None:
+        """Leave a job until its kernels are compiled, then have the hub send it again."""
+
+        def tell(compiled: Future[None]) -> None:
+            with self._lock:
+                del self._compiling[number]
+            error = None if compiled.cancelled() else compiled.exception()
+            if error is not None and not isinstance(error, ServiceError):
+                error = WorkerFailed.of(error)
+            with contextlib.suppress(OSError):  # the hub has gone
+                self._jobs.send((number, Compiled(error)))
+
+        with self._lock:
+            cancelled = self._cancelled.pop(number)
+            self._compiling[number] = compiling
+        self._jobs.send((number, Compiling()))
+        if cancelled.is_set():
+            compiling.cancel()
+        compiling.add_done_callback(tell)
 
     def told(self, message: Cancel | Forget | Probe) -> None:
         """Do what the hub says beside jobs."""
@@ -258,10 +314,13 @@ class _Worker:
     def _cancel(self, message: Cancel) -> None:
         """Nobody wants a job, which may not have begun or may have ended."""
         with self._lock:
+            compiling = self._compiling.get(message.number)
             if message.number in self._cancelled:
                 self._cancelled[message.number].set()
             elif message.number > self._last:
                 self._early.add(message.number)
+        if compiling is not None:
+            compiling.cancel()
 
     def _learn(self, order: RunTask) -> TensorLayout | ServiceError:
         """What is to be computed, with the regions opened whose files or handles came with it; or
@@ -288,6 +347,7 @@ class _Worker:
         number, text = order.named
         if text is not None:
             self._arrangements[number] = PackedTensorLayout(text).unpacked()
+            self._compiled = {key for key in self._compiled if key[0] != number}
         return refusal or self._arrangements[number]
 
     def _begin(self, number: int) -> threading.Event:

@@ -98,7 +98,7 @@ def test_parts_run_on_every_worker() -> None:
         first, second = Gated(), Gated()
         plane = Plane(first)
         hub = plane.hub
-        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule.finished))
+        hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule))
         asking = asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept))
         for backend in (first, second):
             backend.gate.release()

@@ -254,3 +254,74 @@ def test_of_idle_workers_that_which_has_a_job_s_tensors_takes_it() -> None:
         assert [len(worker.held) for worker in workers] == [2, 1, 2]
 
     run(scenario())
+
+
+def test_a_job_whose_kernels_are_compiled_leaves_its_slot_to_others() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(2), Recorder()
+        schedule.add(worker)
+        cold, warm = submit(schedule), submit(schedule)
+        schedule.compiling(worker.held.pop(0))
+        assert worker.held == [warm]
+        assert cold.waited_s is None
+        # It is one of those that wait, of which there may be so many.
+        later = submit(schedule)
+        assert schedule.waiting == 2
+        with pytest.raises(Overloaded):
+            submit(schedule)
+        schedule.compiled(cold, None)
+        finish(schedule, worker)
+        assert worker.held == [cold], "before those that came later"
+        finish(schedule, worker)
+        assert worker.held == [later]
+        assert cold.done.result() is DONE
+
+    run(scenario())
+
+
+def test_a_job_whose_kernels_are_refused_fails() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        schedule.add(worker)
+        cold = submit(schedule)
+        schedule.compiling(worker.held.pop())
+        schedule.compiled(cold, ZeroDivisionError())
+        assert isinstance(cold.done.exception(), ZeroDivisionError)
+        assert (schedule.running, schedule.waiting) == (0, 0)
+
+    run(scenario())
+
+
+def test_cancelled_while_its_kernels_are_compiled_never_runs() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder()
+        schedule.add(worker)
+        cold = submit(schedule)
+        schedule.compiling(worker.held.pop())
+        schedule.cancel(cold)
+        assert cold.done.cancelled()
+        assert worker.told == [cold]
+        schedule.compiled(cold, None)
+        # One that was cancelled just before the worker said so.
+        other = submit(schedule)
+        schedule.cancel(other)
+        schedule.compiling(worker.held.pop())
+        assert other.done.cancelled()
+        assert worker.held == []
+        assert schedule.waiting == 0
+
+    run(scenario())
+
+
+def test_kernels_that_a_dead_worker_compiled_are_compiled_by_another() -> None:
+    async def scenario() -> None:
+        schedule, dying, other = Scheduler(10), Recorder(), Recorder()
+        schedule.add(dying)
+        cold = submit(schedule)
+        schedule.compiling(dying.held.pop())
+        schedule.lost(dying)
+        assert not cold.suspect, "it ran nothing"
+        schedule.add(other)
+        assert other.held == [cold]
+
+    run(scenario())

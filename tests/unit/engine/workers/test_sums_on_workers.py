@@ -43,9 +43,7 @@ class Plane(Pipeline):
         self.hub = embedded_hub(backends[0], EngineOptions(10**7, 10**5, slots=1, max_queue=2))
         hub = self.hub
         for backend in backends[1:]:
-            hub.schedule.add(
-                ThreadWorker(backend, hub.arena, hub.regions, 1, hub.schedule.finished)
-            )
+            hub.schedule.add(ThreadWorker(backend, hub.arena, hub.regions, 1, hub.schedule))
         super().__init__(hub, limits=Limits())
 
 

@@ -57,7 +57,6 @@ struct Control {
   int64_t error;      // set by a kernel; each kernel names its own values
   int64_t next[kPhases];
   int64_t done[kPhases];
-  int64_t found_nonfinite;  // set by a packing phase, read by the phases after it
 };
 
 // The index of the next task of this phase, or -1 where none is left or the launch is cancelled.

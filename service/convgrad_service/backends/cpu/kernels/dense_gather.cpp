@@ -16,8 +16,6 @@
 // Rows and planes outside the tensor are skipped, not multiplied.
 //
 // Weights are packed once per launch, phase 0, as panels [tap][source channel][tile columns].
-// If a weight is not finite, pixels next to the border in W go by their own tap lists, since
-// 0 * Inf must not appear; elsewhere no zero is ever multiplied that the definition does not have.
 //
 // Deterministic: each result is one chain of multiply-adds in the order of taps and channels,
 // whatever the tiles and threads.
@@ -87,8 +85,7 @@ struct Gather {
     return args.groups * blocks * panel * static_cast<i64>(sizeof(T));
   }
 
-  // Packs the panel of one group and block; true if some weight is not finite.
-  bool pack_panel(i64 g, i64 block) const {
+  void pack_panel(i64 g, i64 block) const {
     const i64 first = block * kColumns;
     const i64 width = least(kColumns, result_channels - first);
     T* to = panels + (g * blocks + block) * panel;
@@ -115,13 +112,6 @@ struct Gather {
                        to + tap * tap_row, kColumns);
       }
     }
-    // x - x is zero for finite x alone.
-    Vec<T> check = splat<T>(0);
-    for (i64 i = 0; i < panel; i += kLanes<T>) {
-      const Vec<T> value = load_raw<Vec<T>>(to + i);
-      check += value - value;
-    }
-    return !(sum_lanes<T>(check) == 0);
   }
   i64 tap_offset(i64 tap) const {
     const i64 s = tap % w.taps, r = tap / w.taps % h.taps, t = tap / w.taps / h.taps;
@@ -154,10 +144,9 @@ struct Gather {
     }
   }
 
-  // Lists the taps that one row of one phase meets; with `exact`, only those at which source
-  // column j * step + base lies inside the tensor. Adjacent taps that are contiguous in both the
+  // Lists the taps that one row of one phase meets. Adjacent taps that are contiguous in both the
   // slab and the panel become one segment.
-  i64 list_taps(i64 jd, i64 d0, i64 fd, i64 jh, i64 h0, i64 fh, i64 fw, bool exact, i64 jw) const {
+  i64 list_taps(i64 jd, i64 d0, i64 fd, i64 jh, i64 h0, i64 fh, i64 fw) const {
     i64 count = 0;
     const i64 tap_row = source_channels * kColumns;
     for (i64 t = 0; t < d.taps; ++t) {
@@ -175,10 +164,6 @@ struct Gather {
         for (i64 s = 0; s < w.taps; ++s) {
           i64 base_w;
           if (!w.base(fw, s, &base_w)) continue;
-          if (exact) {
-            const i64 source_w = jw * w.step + base_w;
-            if (source_w < 0 || source_w >= w.source) continue;
-          }
           const i64 a = z * slab_plane + y * slab_row + (base_w - w.lowest) * pixel;
           const i64 b = ((t * h.taps + r) * w.taps + s) * tap_row;
           if (count > 0) {
@@ -195,8 +180,7 @@ struct Gather {
     return count;
   }
 
-  void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block,
-                bool exact) const {
+  void run_tile(i64 n, i64 g, i64 td, i64 th, i64 tw, i64 first_block, i64 last_block) const {
     const i64 d0 = td * d.tile, h0 = th * h.tile, w0 = tw * w.tile;
     const i64 w_steps = least(w.tile, (w.result + w.phases - 1) / w.phases - w0);
     pack_slab(n, g, d0, h0, w0, w_steps);
@@ -217,39 +201,21 @@ struct Gather {
           T* row = stage + ((ud - ud0) * stage_h + uh - uh0) * width * kColumns;
           for (i64 fw = 0; fw < w.phases && uw0 + fw < uw1; ++fw) {
             const i64 steps = (width - fw + w.phases - 1) / w.phases;
-            for (i64 j = 0; j < steps;) {
-              // A run of pixels that meet the same taps.
-              const i64 stop = exact ? same_taps(fw, w0, j, steps) : steps;
-              product.segment_count =
-                  list_taps(jd, d0, fd, jh, h0, fh, fw, exact, w0 + j);
-              const Cut cut = cut_rows(stop - j, kTileRows);
-              for (i64 tile = 0; tile < cut.tiles; ++tile) {
-                const i64 rows = cut.base + (tile < cut.extra);
-                product.a = slab + j * w.step * pixel;
-                product.c = row + (fw + j * w.phases) * kColumns;
-                brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
-                j += rows;
-              }
+            product.segment_count = list_taps(jd, d0, fd, jh, h0, fh, fw);
+            const Cut cut = cut_rows(steps, kTileRows);
+            i64 j = 0;
+            for (i64 tile = 0; tile < cut.tiles; ++tile) {
+              const i64 rows = cut.base + (tile < cut.extra);
+              product.a = slab + j * w.step * pixel;
+              product.c = row + (fw + j * w.phases) * kColumns;
+              brgemm<T, Walk::kUnitStep, false>(product, static_cast<int>(rows), vectors);
+              j += rows;
             }
           }
         }
       }
       write_tile(n, g, block, columns, ud0, ud1, uh0, uh1, uw0, width);
     }
-  }
-
-  // The end of the run of steps, from j on, whose taps in W lie inside the tensor alike.
-  i64 same_taps(i64 fw, i64 w0, i64 j, i64 steps) const {
-    i64 stop = j + 1;
-    for (; stop < steps; ++stop) {
-      for (i64 s = 0; s < w.taps; ++s) {
-        i64 base;
-        if (!w.base(fw, s, &base)) continue;
-        const i64 here = (w0 + j) * w.step + base, there = (w0 + stop) * w.step + base;
-        if ((here >= 0 && here < w.source) != (there >= 0 && there < w.source)) return stop;
-      }
-    }
-    return stop;
   }
 
   void write_tile(i64 n, i64 g, i64 block, i64 columns, i64 ud0, i64 ud1, i64 uh0, i64 uh1,
@@ -300,13 +266,10 @@ void gather(const ConvArgs& args, bool backward, Control* control, void* scratch
   }
   const i64 panels = args.groups * work.blocks;
   for (i64 task; (task = take_task(control, 0, panels)) >= 0;) {
-    if (work.pack_panel(task / work.blocks, task % work.blocks)) {
-      __atomic_store_n(&control->found_nonfinite, 1, __ATOMIC_RELAXED);
-    }
+    work.pack_panel(task / work.blocks, task % work.blocks);
     finish_task(control, 0);
   }
   if (!wait_phase(control, 0, panels)) return;
-  const bool exact = __atomic_load_n(&control->found_nonfinite, __ATOMIC_RELAXED) != 0;
   const i64 per_task = args.block[3];
   const i64 shares = (work.blocks + per_task - 1) / per_task;
   const i64 tiles = work.d.tiles * work.h.tiles * work.w.tiles;
@@ -322,7 +285,7 @@ void gather(const ConvArgs& args, bool backward, Control* control, void* scratch
     const i64 td = rest % work.d.tiles;
     rest /= work.d.tiles;
     work.run_tile(rest / args.groups, rest % args.groups, td, th, tw, share * per_task,
-                  least(share * per_task + per_task, work.blocks), exact);
+                  least(share * per_task + per_task, work.blocks));
   }
 }
 

@@ -7,20 +7,18 @@
 // all terms. With a stride, bwd_data is one such correlation per phase of the result.
 //
 // Relies on: PlanarArgs as plans/planar.py makes it, scratch_bytes of scratch. Deterministic: every
-// element is summed by one thread in an order that the problem fixes. Indices are 64-bit.
-// Where a weight is not finite, padding is not multiplied: sums run over the taps that meet data.
+// element is summed by one thread in an order that the problem fixes. Indices are 64-bit. Padding
+// along every dimension is multiplied as zeros, so an infinite weight makes NaN of what it meets
+// there, in its own channel of the result.
 #include "planar_plan.hpp"
 
 namespace convgrad {
 namespace {
 
 // Packs a block's weights, group after group: phase, tile of channels, term, channel of the tile.
-// Returns true where one of them is not finite.
 template <class E>
-bool pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Acc* packed) {
-  using T = typename E::Acc;
+void pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Acc* packed) {
   const auto* weights = static_cast<const typename E::Storage*>(args.weight.data);
-  T watched = T(0);
   for (i64 g = tile.group; g < tile.group + tile.groups; ++g) {
     for (i64 p = 0; p < args.dst_phases; ++p) {
       for (i64 k = 0; k < args.dst_channels;) {
@@ -28,41 +26,15 @@ bool pack_weights(const PlanarArgs& args, const TileOrigin& tile, typename E::Ac
         for (i64 c = 0; c < args.src_channels; ++c) {
           for (i64 i = args.first_tap[p]; i < args.first_tap[p + 1]; ++i) {
             for (int kk = 0; kk < channels; ++kk) {
-              const T value = load_one<E>(weights + g * args.weight.stride[0] +
-                                          (k + kk) * args.weight.stride[1] +
-                                          c * args.weight.stride[2] + args.tap[i].weight);
-              watched += value * T(0);
-              *packed++ = value;
+              *packed++ = load_one<E>(weights + g * args.weight.stride[0] +
+                                      (k + kk) * args.weight.stride[1] +
+                                      c * args.weight.stride[2] + args.tap[i].weight);
             }
           }
         }
         k += channels;
       }
     }
-  }
-  return watched != watched;
-}
-
-// The sums of one phase over the taps that meet data alone.
-template <class T>
-void correlate_exactly(const PlanarArgs& args, const TileOrigin& tile, i64 phase, const T* src,
-                       const i64* offset, const T* weights, T* sums, i64 pitch) {
-  const i64 begin = args.first_tap[phase], taps = args.first_tap[phase + 1] - begin;
-  const i64 terms = taps * args.src_channels;
-  for (i64 k = 0; k < args.dst_channels;) {
-    const int channels = tile_channels(args.dst_channels - k);
-    fill_zero(sums + k * pitch, channels * pitch);
-    for (i64 j = 0; j < terms; ++j) {
-      for_met_rows(args, tile, args.tap[begin + j % taps], [&](i64 first, i64 count) {
-        for (int kk = 0; kk < channels; ++kk) {
-          const T w = weights[k * terms + j * channels + kk];
-          for (i64 t = first; t < first + count; ++t) {
-            sums[(k + kk) * pitch + t] += src[offset[j] + t] * w;
-          }
-        }
-      });
-    }
-    k += channels;
   }
 }
 
@@ -85,15 +57,14 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   const i64 units = args.batch * tiles_of(args);
   const i64 tasks = ceil_div(args.groups, args.group_block) * units;
   i64 packed_block = -1;
-  bool exact = false;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const i64 block = task / units;
     const TileOrigin tile = tile_at(args, block, task % units);
     if (block != packed_block) {
-      exact = pack_weights<E>(args, tile, weights);
+      pack_weights<E>(args, tile, weights);
       packed_block = block;
     }
-    read_source<E, false>(args, tile, full.plane, source);
+    read_source<E>(args, tile, full.plane, source);
     for (i64 p = 0; p < args.dst_phases; ++p) {
       Box box;
       box.batch = tile.batch;
@@ -119,11 +90,7 @@ void correlate_tasks(const PlanarArgs& args, Control* control, void* scratch) {
         const T* planes = source + g * source_of_group;
         const T* w = weights + g * weights_of_group + first * args.dst_channels;
         T* out = sums + g * args.dst_channels * pitch;
-        if (exact) {
-          correlate_exactly<T>(args, tile, p, planes, offsets + first, w, out, pitch);
-        } else {
-          correlate<T>(planes, offsets + first, terms, w, args.dst_channels, out, vectors, pitch);
-        }
+        correlate<T>(planes, offsets + first, terms, w, args.dst_channels, out, vectors, pitch);
       }
       write_box<E>(args.dst, args.accumulate, args.bias, epilogue, box, sums);
     }

@@ -9,27 +9,13 @@
 //
 // Relies on: PlanarArgs as plans/planar.py makes it (one dst phase, dst = grad_output, workspace of
 // splits * groups * dst channels * src channels * taps sums). Deterministic: the splits depend on
-// the problem alone. Indices are 64-bit. Where an element of a tile is not finite, the tile's sums
-// run over the taps that meet data, so that no gap or padding is multiplied.
+// the problem alone. Indices are 64-bit. Gaps and padding are multiplied as zeros, with elements of
+// the same two channels alone: a vector that reaches past a plane's end reads zeros, not the next
+// channel, so that what is not finite there stays in its own channel's sums.
 #include "planar_plan.hpp"
 
 namespace convgrad {
 namespace {
-
-template <class T>
-void contract_exactly(const PlanarArgs& args, const TileOrigin& tile, const T* y, i64 pitch,
-                      const T* x, const i64* offset, T* products) {
-  const i64 terms = args.taps * args.src_channels;
-  for (i64 j = 0; j < terms; ++j) {
-    for_met_rows(args, tile, args.tap[j % args.taps], [&](i64 first, i64 count) {
-      for (i64 k = 0; k < args.dst_channels; ++k) {
-        T sum = T(0);
-        for (i64 t = first; t < first + count; ++t) sum += y[k * pitch + t] * x[offset[j] + t];
-        products[k * terms + j] += sum;
-      }
-    });
-  }
-}
 
 template <class E, class Result>
 void finish_group(const PlanarArgs& args, const typename E::Acc* partials, i64 g) {
@@ -64,13 +50,14 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
   const Planes full = Planes::of<T>(args, args.tile);
   const i64 pitch = ceil_div(args.tile[0] * args.box[1] * args.box[2], L) * L;
   const i64 terms = args.taps * args.src_channels;
-  const i64 source_of_group = args.src_phases * args.src_channels * full.plane;
+  const i64 plane = full.plane + L;  // the last vector of positions may reach past its end
+  const i64 source_of_group = args.src_phases * args.src_channels * plane;
   Arena arena{static_cast<char*>(scratch)};
   i64* offsets = arena.take<i64>(terms);
   T* source = arena.take<T>(args.group_block * source_of_group + kSlackVectors * L);
   T* gradient = arena.take<T>(args.group_block * args.dst_channels * pitch);
   T* partials = static_cast<T*>(args.workspace);
-  tap_offsets(args, full.plane, offsets);
+  tap_offsets(args, plane, offsets);
   fill_zero(source, args.group_block * source_of_group + kSlackVectors * L);
   fill_zero(gradient, args.group_block * args.dst_channels * pitch);
 
@@ -84,7 +71,7 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
       const TileOrigin tile = tile_at(args, block, unit);
       T* products = partials + (split * args.groups + tile.group) * args.dst_channels * terms;
       if (unit == first) fill_zero(products, tile.groups * args.dst_channels * terms);
-      bool exact = read_source<E, true>(args, tile, full.plane, source);
+      read_source<E>(args, tile, plane, source);
       Box box;
       box.batch = tile.batch;
       box.group = tile.group;
@@ -102,7 +89,7 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
         box.extent[d] = d == 0 ? tile.extent[d] : args.box[d];
         box.limit[d] = tile.extent[d];
       }
-      exact |= read_box<E, true>(args.dst, box, gradient);
+      read_box<E>(args.dst, box, gradient);
       const i64 vectors = Planes::of<T>(args, tile.extent).vectors;
       const i64 read = tile.extent[0] * args.box[1] * args.box[2];
       for (i64 plane = 0; plane < tile.groups * args.dst_channels && read < pitch; ++plane) {
@@ -112,11 +99,7 @@ void contract_tasks(const PlanarArgs& args, Control* control, void* scratch) {
         const T* x = source + g * source_of_group;
         const T* y = gradient + g * args.dst_channels * pitch;
         T* out = products + g * args.dst_channels * terms;
-        if (exact) {
-          contract_exactly<T>(args, tile, y, pitch, x, offsets, out);
-        } else {
-          contract<T>(y, args.dst_channels, pitch, x, offsets, terms, vectors, out);
-        }
+        contract<T>(y, args.dst_channels, pitch, x, offsets, terms, vectors, out);
       }
     }
     finish_task(control, 0);

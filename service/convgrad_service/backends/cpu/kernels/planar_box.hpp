@@ -89,9 +89,8 @@ CONVGRAD_INLINE bool channels_adjacent(const View& view, i64 channels) {
   return (channels == 1 || view.stride[2] == 1) && view.stride[1] == channels;
 }
 
-// Reads a box. With `watch`, returns true where a value read is not finite.
-template <class E, bool watch>
-bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
+template <class E>
+void read_box(const View& view, const Box& box, typename E::Acc* planes) {
   using T = typename E::Acc;
   using S = typename E::Storage;
   constexpr int L = kLanes<T>;
@@ -101,7 +100,6 @@ bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
   const i64 all = box.groups * box.channels;
   const bool swap = column_stride != 1 && all > 1 && channels_adjacent(view, box.channels);
   const i64 block = swap ? L : 1;
-  Vec<T> watched = splat(T(0));
   for (i64 channel = 0; channel < all; channel += block) {
     const int together = static_cast<int>(all - channel < block ? all - channel : block);
     T* plane[L];
@@ -142,9 +140,6 @@ bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
                 square[i] = load_first<E>(from + i * column_stride, together);
               }
             }
-            if constexpr (watch) {
-              for (int i = 0; i < L; ++i) watched += square[i] * T(0);
-            }
             transpose<T>(square);
             T* to = nullptr;
             if (together == L && columns == L) {
@@ -161,40 +156,23 @@ bool read_box(const View& view, const Box& box, typename E::Acc* planes) {
           T* to = plane[0] + row + begin;
           i64 column = 0;
           for (; column + L <= n; column += L) {
-            const Vec<T> v = load<E>(source + column);
-            if constexpr (watch) watched += v * T(0);
-            store_raw(to + column, v);
+            store_raw(to + column, load<E>(source + column));
           }
           if (column < n) {
             const int rest = static_cast<int>(n - column);
-            const Vec<T> v = load_first<E>(source + column, rest);
-            if constexpr (watch) watched += v * T(0);
-            store_raw_first<T, L>(to + column, v, rest);
+            store_raw_first<T, L>(to + column, load_first<E>(source + column, rest), rest);
           }
         } else if (column_stride == 2) {
-          T* to = plane[0] + row + begin;
-          read_even<E>(source, n, to);
-          if constexpr (watch) {
-            for (i64 column = 0; column < n; column += L) {
-              const int rest = static_cast<int>(n - column < L ? n - column : L);
-              watched += load_raw_first<T, L>(to + column, rest) * T(0);
-            }
-          }
+          read_even<E>(source, n, plane[0] + row + begin);
         } else {
           T* to = plane[0] + row + begin;
-          T seen = T(0);
           for (i64 column = 0; column < n; ++column) {
-            const T value = load_one<E>(source + column * column_stride);
-            if constexpr (watch) seen += value * T(0);
-            to[column] = value;
+            to[column] = load_one<E>(source + column * column_stride);
           }
-          if constexpr (watch) watched[0] += seen;
         }
       }
     }
   }
-  const T sum = watch ? sum_lanes<T>(watched) : T(0);
-  return sum != sum;
 }
 
 // Writes a box through an epilogue. `accumulate` has the tensor's shape and strides of its own.

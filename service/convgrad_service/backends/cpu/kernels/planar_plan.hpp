@@ -81,9 +81,9 @@ CONVGRAD_INLINE void tap_offsets(const PlanarArgs& args, i64 plane, i64* offsets
   }
 }
 
-// Reads all phases of a tile's source box; true where `watch` saw a value that is not finite.
-template <class E, bool watch>
-bool read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
+// Reads all phases of a tile's source box into planes that lie `plane` elements apart.
+template <class E>
+void read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
                  typename E::Acc* planes, double fill = 0) {
   Box box;
   box.fill = fill;
@@ -95,7 +95,6 @@ bool read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
   box.slice_pitch = args.box[1] * args.box[2];
   box.channel_pitch = plane;
   box.group_pitch = args.src_phases * args.src_channels * plane;
-  bool seen = false;
   for (i64 p = 0; p < args.src_phases; ++p) {
     for (int d = 0; d < 3; ++d) {
       box.size[d] = args.src_size[d];
@@ -106,35 +105,7 @@ bool read_source(const PlanarArgs& args, const TileOrigin& tile, i64 plane,
       box.extent[d] = args.box[d];
       box.limit[d] = args.box[d];
     }
-    seen |= read_box<E, watch>(args.src, box, planes + p * args.src_channels * plane);
-  }
-  return seen;
-}
-
-// The positions t of one dimension at which a tap meets an element of src: [low, high).
-CONVGRAD_INLINE void meets(const PlanarArgs& args, const TileOrigin& tile, const PlanarTap& tap,
-                           int d, i64& low, i64& high) {
-  Box box;
-  box.size[d] = args.src_size[d];
-  box.step[d] = args.src_step[d];
-  box.phase[d] = args.src_phase[tap.src_phase * 3 + d];
-  box.first[d] = tile.start[d] + args.origin[d] + tap.offset[d];
-  box.limit[d] = tile.extent[d];
-  inside(box, d, low, high);
-}
-
-// Calls row(first position, count) for the rows of positions at which a tap meets src: the exact
-// path, where padding must not be multiplied because a factor is not finite.
-template <class Row>
-CONVGRAD_INLINE void for_met_rows(const PlanarArgs& args, const TileOrigin& tile,
-                                  const PlanarTap& tap, Row row) {
-  i64 low[3], high[3];
-  for (int d = 0; d < 3; ++d) meets(args, tile, tap, d, low[d], high[d]);
-  if (low[2] >= high[2]) return;
-  for (i64 t0 = low[0]; t0 < high[0]; ++t0) {
-    for (i64 t1 = low[1]; t1 < high[1]; ++t1) {
-      row((t0 * args.box[1] + t1) * args.box[2] + low[2], high[2] - low[2]);
-    }
+    read_box<E>(args.src, box, planes + p * args.src_channels * plane);
   }
 }
 

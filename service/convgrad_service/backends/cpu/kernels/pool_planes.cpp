@@ -69,7 +69,7 @@ void forward_planes(const PoolPlanesArgs& args, Control* control, void* scratch)
   const i64 tasks = ceil_div(planar.groups, planar.group_block) * planar.batch;
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const TileOrigin tile = tile_at(planar, task / planar.batch, task % planar.batch);
-    read_source<E, false>(planar, tile, planes.plane, s.source, -__builtin_inf());
+    read_source<E>(planar, tile, planes.plane, s.source, -__builtin_inf());
     for (i64 g = 0; g < tile.groups; ++g) {
       search_plane<T>(planar, planes, g, s);
       for (i64 o0 = 0; o0 < pool.output[0]; ++o0) {
@@ -261,7 +261,7 @@ void backward_planes(const PoolPlanesArgs& args, Control* control, void* scratch
   for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
     const TileOrigin tile = tile_at(planar, task / planar.batch, task % planar.batch);
     if (!pool.from_indices) {
-      read_source<E, false>(planar, tile, planes.plane, s.source, -__builtin_inf());
+      read_source<E>(planar, tile, planes.plane, s.source, -__builtin_inf());
     }
     for (i64 g = 0; g < tile.groups; ++g) {
       const i64 channel = tile.group + g;

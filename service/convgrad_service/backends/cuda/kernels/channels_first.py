@@ -1,8 +1,9 @@
-"""Channels-first tensors, by way of channels-last copies of them.
+"""Channels-first tensors, by way of channels-last copies of them, padded where that is needed.
 
 A copy moves a tensor once at the memory's speed, and so do these kernels: at most three times the
 channels-last time, where kernels whose lanes run along W share no loads, or have a product for
-each tap. Tensors that are channels last already are left where they are.
+each tap. Tensors that are channels last already are left where they are; but those of depthwise
+works whose pixels are no whole chunks of channels are copied too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
 
+from convgrad_service.backends.cuda.kernels.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines, lies_flat
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Family, Work, choose
-from convgrad_service.plans.cuda_program import Fragment, Instance, Step, Workspace
+from convgrad_service.plans.cuda_program import Fragment, Instance, Step, Workspace, ceil_div
 from convgrad_service.plans.cuda_works import (
     ConvWork,
     Copy,
@@ -47,17 +49,33 @@ class _Tensor:
 
     given: Operand
     last: Operand
-    extents: tuple[int, ...]  # N D H W, channels of a group, groups
+    extents: tuple[int, ...]  # N D H W, channels of all groups
+    room: int  # of a pixel, for so many channels
 
     @classmethod
     def of(
-        cls, given: Operand, batch: int, size: Size3, groups: int, channels: int, buffer: str
+        cls,
+        given: Operand,
+        batch: int,
+        size: Size3,
+        groups: int,
+        channels: int,
+        buffer: str,
+        pads: bool = False,
     ) -> _Tensor:
-        """``given``, with ``channels`` a group; its copy would be in ``buffer``."""
-        extents = (batch, *size, groups * channels)
-        image, plane, row, pixel, _ = contiguous_strides(extents)
-        last = Operand(buffer, given.dtype, (image, channels, 1, plane, row, pixel))
-        return cls(given, given if given.channels_last else last, extents)
+        """``given``, with ``channels`` a group; its copy would be in ``buffer``.
+
+        With ``pads`` its pixels are whole chunks of channels, or so is its copy.
+        """
+        every = groups * channels
+        extents = (batch, *size, every)
+        chunk = CHUNK_BYTES // given.dtype.itemsize if pads else 1
+        room = ceil_div(every, chunk) * chunk
+        image, plane, row, pixel, _ = contiguous_strides((*extents[:-1], room))
+        strides = (image, channels, 1, plane, row, pixel)
+        last = Operand(buffer, given.dtype, strides, padded=room > every)
+        stays = given.channels_last and room == every
+        return cls(given, given if stays else last, extents, room)
 
     @property
     def copied(self) -> bool:
@@ -65,14 +83,20 @@ class _Tensor:
 
     @property
     def workspace(self) -> Workspace:
-        return Workspace(self.last.buffer, prod(self.extents) * self.given.dtype.itemsize)
+        elements = prod(self.extents[:-1]) * self.room
+        return Workspace(self.last.buffer, elements * self.given.dtype.itemsize)
 
     def copy(self, out: bool) -> Copy:
         """Out of the workspace, or into it."""
         first, second = (self.last, self.given) if out else (self.given, self.last)
         strides = ([one.strides[axis] for axis in (*ORDER, 2)] for one in (first, second))
         axes = tuple(CopyAxis(*axis) for axis in zip(self.extents, *strides, strict=True))
-        return Copy(first.buffer, second.buffer, self.given.dtype, axes)
+        if out or not self.last.padded:
+            return Copy(first.buffer, second.buffer, self.given.dtype, axes)
+        # A bound joins two axes; the outer one here has one position.
+        padded = (CopyAxis(1, 0, 0), *axes[:-1], replace(axes[-1], extent=self.room))
+        bounds = ((0, len(axes), self.extents[-1]),)
+        return Copy(first.buffer, second.buffer, self.given.dtype, padded, bounds, pads=True)
 
 
 class ThroughChannelsLast(Generic[W]):
@@ -119,9 +143,10 @@ class ConvThroughChannelsLast(ThroughChannelsLast[ConvWork]):
         sides = (work.x, work.in_channels), (work.y, work.out_channels)
         if any(one.strides[1] != channels * one.strides[2] for one, channels in sides):
             return APART
-        if work.x.channels_last and work.y.channels_last:
+        tensors = _activations(work)
+        if not any(tensor.copied for tensor in tensors.values()):
             return AS_THEY_ARE
-        return self._inner.why_not(_lasting(work, _activations(work)), device)
+        return self._inner.why_not(_lasting(work, tensors), device)
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
@@ -139,8 +164,9 @@ def _activations(work: ConvWork) -> dict[str, _Tensor]:
     if work.accumulate is not None and work.direction == "bwd_data":
         sides["accumulate"] = (work.accumulate, work.in_channels, work.input)
     lead = f"{work.prefix}{work.direction}.last_"
+    pads = work.groups > 1 and work.in_channels == 1
     return {
-        name: _Tensor.of(given, work.batch, size, work.groups, channels, lead + name)
+        name: _Tensor.of(given, work.batch, size, work.groups, channels, lead + name, pads)
         for name, (given, channels, size) in sides.items()
     }
 

@@ -16,9 +16,7 @@
 // chunks: strides and addresses are multiples of 16 bytes, and where the channels do not fill the
 // last chunk, zeros follow. The weight's chunks run along the source's channels (ACROSS 0) or along
 // the result's (ACROSS 1).
-// Deterministic: one order of additions for each result. Positions outside the source enter as
-// zeros, which times an infinity is NaN: results that are not finite are summed again, in order,
-// over the positions inside.
+// Deterministic: one order of additions for each result. Positions outside the source enter as zeros.
 // Index limits: pixels of a phase below 2^31; element offsets below 2^31, or 64-bit WIDE.
 #include "dense_epilogue.cuh"
 #include "dense_mma.cuh"
@@ -83,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Index* const source_at = reinterpret_cast<Index*>(tap_at + all_taps);  // of a pixel at offset 0
   u32* const kept = reinterpret_cast<u32*>(source_at + BM);  // a bit for each tap that is left
   u32* const meets = kept + words;                           // likewise for each pixel: [words][BM]
-  auto* const too_small = reinterpret_cast<TooSmall<TileA, TileB>*>(meets + words * BM);
+  auto* const flags = reinterpret_cast<FactorFlags*>(meets + words * BM);
 
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   const u32 channel_tiles = (args.out_channels + BN - 1) / BN;
@@ -232,15 +230,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     // Rows so many apart that the permutation is the same.
     static_assert(kARows % 8 == 0, "whole turns of the permutation");
     const int row = b_row + (i - kACount) * kBRows;
-    return i < kACount ? OwnChunk{a_to + i * kARows * TileA::kRowBytes, true, a_row + i * kARows, 0}
-                       : OwnChunk{TileA::kBytes + TileB::at(row, b_chunk), false, row, b_chunk};
+    return i < kACount ? a_to + i * kARows * TileA::kRowBytes : TileA::kBytes + TileB::at(row, b_chunk);
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i).at, x_now + a_from[i], a_there >> i & 1);
+      copy_chunk(stage + own(i), x_now + a_from[i], a_there >> i & 1);
     } else {
       const int j = i - kACount;
-      copy_chunk(stage + own(i).at, w_now + j * b_step, b_there >> j & 1);
+      copy_chunk(stage + own(i), w_now + j * b_step, b_there >> j & 1);
     }
   };
 
@@ -250,15 +247,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   multiply<T, TileA, TileB, SPLIT, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments,
            kColumnPairs>(
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
-      too_small);
+      flags);
 
   // From here on what follows from the group is computed again: it would keep registers that the
   // products need.
   const int own_group = kept_value(static_cast<int>(blockIdx.y));
   T* const y = static_cast<T*>(args.y) + own_group * args.y_stride[1];
-  const bool some_odd = __syncthreads_or(any_odd(sum));
   // Most results are sums that only need to be rounded: they pass through the ring as such.
-  if (!some_odd && args.plain && args.wide_stores) {
+  if (args.plain && args.wide_stores) {
     // Rows a chunk apart meet in fewer banks.
     constexpr int kPitch = BM * (BN + kChunk) * sizeof(T) <= kRingBytes ? BN + kChunk : BN;
     static_assert(BM * kPitch * sizeof(T) <= kRingBytes, "a tile of results");
@@ -301,27 +297,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
   __syncthreads();
-  // A sum that is not finite is taken again, from its valid taps alone.
-  if (some_odd) {
-#pragma unroll 1
-    for (int i = thread; i < BM * BN; i += kThreads) {
-      const int pixel = i / BN, column = i % BN, channel_at = first_channel + column;
-      if (is_finite(slab[Sums::at(pixel, column)])) continue;
-      if (result_at[pixel] < 0 || channel_at >= args.out_channels) continue;
-      float value = 0;
-      for (int t = 0; t < taps; ++t) {
-        const Tap by = tap_at[t];
-        if (!(meets[by.number / 32 * BM + pixel] >> (by.number & 31) & 1)) continue;
-        const T* const xs = static_cast<const T*>(args.x) + own_group * args.x_stride[1] + by.x +
-                            source_at[pixel];
-        const T* const ws = static_cast<const T*>(args.w) + own_group * args.w_stride[0] + by.w +
-                            channel_at * w_result;
-        for (int c = 0; c < args.in_channels; ++c) value += widen(xs[c]) * widen(ws[c * w_source]);
-      }
-      slab[Sums::at(pixel, column)] = value;
-    }
-    __syncthreads();
-  }
   if (args.activation != kNone) {
     activate_sums<T, BM, BN, kThreads>(args, slab, result_at, own_group, first_channel);
   }

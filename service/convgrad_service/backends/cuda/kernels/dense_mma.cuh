@@ -9,6 +9,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "factor_powers.cuh"
 #include "tensor_core.cuh"
 
 namespace convgrad {
@@ -106,8 +107,9 @@ __device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step)
 // where what is left out, and what mma cuts off low, are 2^-21 of |a * b| at most. mma's sums are
 // added up in float32 after every tile's depth, as mma itself cuts off each of its sums.
 //
-// Infinities, and what would round to one, make sums that are not finite and are taken again; so do
-// the rows and columns of factors whose low part may be too small for TF32.
+// An infinity's low part is NaN, so it makes what it feeds NaN. Factors whose low part would be too small
+// for TF32, or whose high part would round to an infinity, are scaled by powers of two beforehand, see
+// FactorPowers.
 __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -115,39 +117,6 @@ __device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32
     low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
   }
 }
-// Grows with the magnitude of a float32; 0 is above all.
-__device__ __forceinline__ constexpr u32 magnitude(u32 word) { return word * 2 - 1; }
-constexpr u32 kTooSmall = magnitude((127 - 102) << 23);  // 2^-102
-
-// In shared memory: the rows of a block's A and columns of its B that hold factors too small to split.
-template <class TileA, class TileB>
-struct TooSmall {
-  int any;
-  unsigned char row[TileA::kExtent], column[TileB::kExtent];
-};
-
-// A chunk that this thread copies: where in a stage it is, and of which tile.
-struct OwnChunk {
-  u32 at;
-  bool of_a;
-  int row, chunk;
-};
-
-// Whether some sum is not finite.
-template <int kRows, int kColumns>
-__device__ __forceinline__ bool any_odd(const float (&sum)[kRows][kColumns][4]) {
-  float finite[4] = {};
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) finite[e] = fmaf(sum[i][j][e], 0.0f, finite[e]);
-    }
-  }
-  return finite[0] + finite[1] + finite[2] + finite[3] != 0.0f;
-}
-
 // Two neighbouring results, rounded.
 template <class T>
 __device__ __forceinline__ void store_two(T* to, float first, float second) {
@@ -157,42 +126,6 @@ __device__ __forceinline__ void store_two(float* to, float first, float second) 
   *reinterpret_cast<float2*>(to) = make_float2(first, second);
 }
 
-// Notes the rows or columns of one chunk's factors that are too small.
-template <class TileA, class TileB>
-__device__ __forceinline__ void note(TooSmall<TileA, TileB>& too_small, const OwnChunk& own,
-                                     u32 stage) {
-  u32 words[4];
-  load_words(words, stage + own.at);
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (magnitude(words[e]) >= kTooSmall) continue;
-    const bool across = own.of_a ? TileA::kAcross : TileB::kAcross;
-    const int at = across ? own.chunk * 4 + e : own.row;
-    (own.of_a ? too_small.row : too_small.column)[at] = 1;
-    too_small.any = 1;
-  }
-}
-
-// The sums with such a factor become NaN.
-template <class TileA, class TileB, int kRowFragments, int kColumns>
-__device__ __forceinline__ void mark(float (&sum)[kRowFragments][kColumns][4],
-                                     const TooSmall<TileA, TileB>& too_small, int warp_row,
-                                     int warp_column) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < kRowFragments; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = warp_row + i * 16 + e / 2 * 8 + lane / 4;
-        const int column = warp_column + j * 8 + lane % 4 * 2 + e % 2;
-        if (too_small.row[row] | too_small.column[column]) sum[i][j][e] = __uint_as_float(0x7fffffff);
-      }
-    }
-  }
-}
-
 // One block's product over `tiles` tiles of the reduction, through a ring of kStages in shared
 // memory. A tile's copies are started one by one between the products, so that the tensor cores do
 // not wait for addresses:
@@ -200,19 +133,17 @@ __device__ __forceinline__ void mark(float (&sum)[kRowFragments][kColumns][4],
 //   fetch(i)        what copy i needs from shared memory, some products ahead of it;
 //   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
 // All threads call them together. With kSplit, float32 factors are split, else rounded to TF32; then
-// own(i) says where copy i goes, and every thread looks for factors that are too small among its own
-// copies, while the products run.
+// own(i) says where in a stage copy i goes, and each thread looks at its own copies of the next tile
+// while the products of this one run.
 template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStages, int kCopies, int kGroups,
           int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy, class Own>
 __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
                                          u32 ring, int tiles, int warp_row, int warp_column,
                                          Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
-                                         TooSmall<TileA, TileB>* too_small) {
+                                         FactorFlags* flags) {
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
-  if constexpr (kSplit) {
-    u32* const words = reinterpret_cast<u32*>(too_small);
-    for (int i = threadIdx.x; i < sizeof(*too_small) / 4; i += blockDim.x) words[i] = 0;
-  }
+  FactorPowers<kCopies, TileA::kBytes, TileB::kBytes> powers;
+  if constexpr (kSplit) powers.begin(flags);
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     prepare(stage);
@@ -223,7 +154,13 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
     commit_copies();
   }
   wait_copies<kStages - 2>();
+  if constexpr (kSplit) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) powers.look(i, ring + own(i));
+    powers.apply(flags, ring, own);
+  }
   __syncthreads();
+  if constexpr (kSplit) powers.settle(flags, ring, own);
 
   // Fragments are loaded one ahead: A by the step, B, of which there is not room for two steps, by
   // 16 columns.
@@ -238,13 +175,19 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
   // Copies go in groups: each group costs some waiting, and so do addresses all at once.
   constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
   constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
+  // The next tile's copies are looked at in the second half of the turns.
+  constexpr int kLookFrom = kTurns / 2, kLookTurns = kTurns - 1 - kLookFrom;
+  constexpr int kLooks = (kCopies + kLookTurns - 1) / kLookTurns;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     prepare(tile + kStages - 1);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) fetch(i);
     float part[kRowFragments][kColumnPairs * 2][4] = {};
-    u32 a_high[kRowFragments][4], a_low[kRowFragments][4], least = ~0u;
+    u32 a_high[kRowFragments][4], a_low[kRowFragments][4];
+    const float back = powers.back;
+    u32 next = read + kStageBytes;
+    if (next == end) next = ring;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -274,24 +217,19 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
           if (write == end) write = ring;
           // The next tile has landed for everyone, and everyone has read all of this one.
           wait_copies<kStages - 2>();
+          if constexpr (kSplit) powers.apply(flags, next, own);
           __syncthreads();
-          read += kStageBytes;
-          if (read == end) read = ring;
+          read = next;
+          if constexpr (kSplit) powers.settle(flags, read, own);
           load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
           load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
         }
         if constexpr (kSplit) {
-          constexpr int kLooks = (kCopies + kTurns - 2) / (kTurns - 1);
+          // Copies of this tile that are under way belong to no group yet, and are not waited for.
+          if (turn == kLookFrom) wait_copies<kStages - 3>();
 #pragma unroll
-          for (int i = turn * kLooks; i < (turn + 1) * kLooks && i < kCopies; ++i) {
-            u32 words[4];
-            load_words(words, read + own(i).at);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) least = min(least, magnitude(words[e]));
-          }
-          if (turn == kTurns - 2 && least < kTooSmall) {
-#pragma unroll 1
-            for (int i = 0; i < kCopies; ++i) note<TileA, TileB>(*too_small, own(i), read);
+          for (int i = (turn - kLookFrom) * kLooks; i < (turn - kLookFrom + 1) * kLooks; ++i) {
+            if (i >= 0 && i < kCopies) powers.look(i, next + own(i));
           }
           if (pair == 0) {
 #pragma unroll
@@ -332,16 +270,13 @@ __device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPair
 #pragma unroll
         for (int j = 0; j < kColumnPairs * 2; ++j) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) sum[i][j][e] += part[i][j][e];
+          for (int e = 0; e < 4; ++e) sum[i][j][e] = fmaf(part[i][j][e], back, sum[i][j][e]);
         }
       }
     }
   }
   wait_copies<0>();
   __syncthreads();
-  if constexpr (kSplit) {
-    if (too_small->any) mark(sum, *too_small, warp_row, warp_column);
-  }
 }
 
 }  // namespace convgrad

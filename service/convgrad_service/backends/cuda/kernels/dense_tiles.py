@@ -55,8 +55,8 @@ class DenseTile:
 
     @property
     def flag_bytes(self) -> int:
-        """One for each row and column, and one word, where factors are split."""
-        return 4 + self.m + self.n if self.split else 0
+        """``FactorFlags`` of factor_powers.cuh, where factors are split."""
+        return 24 if self.split else 0
 
     def depth(self, dtype: DType) -> int:
         """Elements of the reduction in a step."""

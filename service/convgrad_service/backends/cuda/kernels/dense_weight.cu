@@ -14,10 +14,9 @@
 // Relies on its launcher for the grid (column tiles running fastest, then row tiles; groups;
 // splits), and for tensors whose channels are side by side in whole 16-byte chunks: strides and
 // addresses are multiples of 16 bytes, and where the channels do not fill the last chunk, anything
-// finite may follow.
+// may follow.
 // Deterministic: one order of additions for each result and number of splits. Positions outside the
-// input enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
-// order, over the positions inside.
+// input enter as zeros.
 // Index limits: pixels below 2^31; element offsets below 2^31, or 64-bit WIDE.
 #include "dense_mma.cuh"
 
@@ -136,8 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Offsets of the pixels of two batches of steps: in y, then in x for each tap; kNowhere outside.
   Index* const y_at = reinterpret_cast<Index*>(shifts + tile_taps);
   Index* const x_at = y_at + 2 * kBatch * BK;
-  auto* const too_small =
-      reinterpret_cast<TooSmall<TileA, TileB>*>(x_at + tile_taps * (2 * kBatch * BK));
+  auto* const flags = reinterpret_cast<FactorFlags*>(x_at + tile_taps * (2 * kBatch * BK));
 
   // The pixels to count: all, or where the tile has one tap, those that it meets.
   const bool one_tap = channels % BN == 0;
@@ -232,14 +230,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   auto own = [&](int i) {
     const int row = i < kACount ? a_row + i * kARows : b_row + (i - kACount) * kBRows;
-    return i < kACount ? OwnChunk{TileA::at(row, a_chunk), true, row, a_chunk}
-                       : OwnChunk{TileA::kBytes + TileB::at(row, b_chunk), false, row, b_chunk};
+    return i < kACount ? TileA::at(row, a_chunk) : TileA::kBytes + TileB::at(row, b_chunk);
   };
   auto copy = [&](int i, u32 stage) {
     if (i < kACount) {
-      copy_chunk(stage + own(i).at, y_here + from[i], from[i] < a_limit);
+      copy_chunk(stage + own(i), y_here + from[i], from[i] < a_limit);
     } else {
-      copy_chunk(stage + own(i).at, x_here + from[i], from[i] < b_limit);
+      copy_chunk(stage + own(i), x_here + from[i], from[i] < b_limit);
     }
   };
 
@@ -249,9 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   multiply<T, TileA, TileB, SPLIT, kSteps, STAGES, kACount + kBCount, GROUPS, kRowFragments,
            kColumnPairs>(
       sum, shared_address(base), tiles, warp_row, warp_column, prepare, fetch, copy, own,
-      too_small);
+      flags);
 
-  const bool odd = __syncthreads_or(any_odd(sum));
   const i64 columns_of_all = static_cast<i64>(taps) * args.in_channels;
   const i64 group_row = static_cast<i64>(group) * args.out_channels;
   float* const partials =
@@ -259,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // Sums of taps and channels lie side by side among partial sums, and in most results: then a
   // column of the tile is a column there.
   const bool direct = channels == args.in_channels && (args.splits > 1 || args.plain);
-  if (direct && !odd) {
+  if (direct) {
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
@@ -285,20 +281,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     return;
   }
 
-  // Any other sums go one at a time, through shared memory; one that is not finite is taken again.
+  // Any other sums go one at a time, through shared memory.
   auto put = [&](int t, int c, int k, i64 row, float value) {
     const int t01 = t / args.kernel[2], t0 = t01 / args.kernel[1];
     const int t1 = t01 - t0 * args.kernel[1], t2 = t - t01 * args.kernel[2];
-    if (!is_finite(value)) {
-      const Shift by = shifts[t - first_tap];
-      value = 0;
-      for (int pixel = first_step * BK; pixel < end; ++pixel) {
-        const Place at = place_of(pixel);
-        if (!meets(at, by)) continue;
-        value += widen(y[static_cast<Index>(at.y + k)]) *
-                 widen(x[static_cast<Index>(at.x + by.x + c)]);
-      }
-    }
     if (args.splits > 1) {
       partials[row + static_cast<i64>(t) * args.in_channels + c] = value;
       return;

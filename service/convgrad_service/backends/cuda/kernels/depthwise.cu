@@ -8,10 +8,10 @@
 // Warps: depthwise_args.cuh; each takes one item. A row is added to every row of the result that it
 // reaches; those that are open live in a ring of accumulators whose slots are known when compiling.
 // Shared memory: the weights as sums, KERNEL_H * KERNEL_W * LANES * VECTOR, then STAGES rows a warp.
-// Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
-// elements. Deterministic: sums run in the order of rows, then taps.
-// Padding enters as zeros; a sum that is not finite is computed again with the valid taps alone,
-// since 0 * Inf is NaN. A kernel that is launched to overlap this one may start with it (overlap.cuh).
+// Relies on its launcher for: channels and strides in multiples of PIECE; an image's extent below 2^31
+// elements. Deterministic: sums run in the order of rows, then planes of the kernel, then taps.
+// Padding enters as zeros, and so do taps of KERNEL_W that the kernel lacks. A kernel that is launched to overlap this one may start with it
+// (overlap.cuh).
 #include "depthwise_args.cuh"
 #include "overlap.cuh"
 
@@ -24,22 +24,23 @@ using S = Sum<T>;
 using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
-constexpr int kTaps = KERNEL_H * KERNEL_W;
+constexpr int kTaps = KERNEL_H * KERNEL_W;  // of one plane
 // Taps kept in registers, where there are few enough.
-constexpr bool kWeightsInRegisters = kTaps * VECTOR * sizeof(S) <= 80;
-constexpr int kReachH = (KERNEL_H + STRIDE - 1) / STRIDE;
+constexpr bool kWeightsInRegisters = !PLANES && kTaps * VECTOR * sizeof(S) <= 80;
+constexpr int kStrideH = KERNEL_H == 1 ? 1 : STRIDE;
+constexpr int kReachH = (KERNEL_H + kStrideH - 1) / kStrideH;
 #if BACKWARD
 constexpr int kReachW = (KERNEL_W + STRIDE - 1) / STRIDE;
 constexpr int kOwn = COLUMNS * STRIDE;        // columns of the result
 constexpr int kRead = COLUMNS + kReachW - 1;  // columns of x
-constexpr int kSlots = kReachH * STRIDE;      // open rows of the result
+constexpr int kSlots = kReachH * kStrideH;    // open rows of the result
 constexpr int kTurn = kReachH;                // rows of x after which the slots repeat
 constexpr int kApart = 1;                     // columns of x between neighbouring results
 #else
 constexpr int kOwn = COLUMNS;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
 constexpr int kSlots = kReachH;
-constexpr int kTurn = kReachH * STRIDE;
+constexpr int kTurn = kReachH * kStrideH;
 constexpr int kApart = STRIDE;
 #endif
 constexpr int kStrips = 32 / LANES;
@@ -50,10 +51,8 @@ constexpr int kStageBytes = Copier::kElements * sizeof(T);
 // costs moves between registers.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// Whether results are judged two at a time, once they are rounded.
-constexpr bool kProbesPairs = !EPILOGUE && VECTOR == 2 && sizeof(T) == 2;
 // Whether the first tap to reach a sum begins it: with taps left out, another may be the first.
-constexpr bool kBegins = !kSkipTaps && (!BACKWARD || STRIDE == 1);
+constexpr bool kBegins = !PLANES && !kSkipTaps && (!BACKWARD || STRIDE == 1);
 
 // Of two in a word each takes one instruction.
 template <class E>
@@ -67,44 +66,14 @@ __device__ __forceinline__ void widen_all(Sum<E> (&to)[VECTOR], const Vector<E, 
   }
 }
 
-// What is not 0 once a result, or the sum that it is of, was not finite.
-template <bool kPairs>
-struct OddOf {
-  using type = bool;
-};
-template <>
-struct OddOf<true> {
-  using type = u32;
-};
-using Odd = OddOf<kProbesPairs>::type;
-
-template <class E, class Marked>
-__device__ __forceinline__ void judge(Marked& odd, const Vector<E, VECTOR>& result) {
-  if constexpr (kProbesPairs && sizeof(E) == 2) mark_odd<E>(odd, result.raw);
-}
-
-// One result from its valid taps alone.
-__device__ S exact(const DepthwiseArgs& args, int n, int c, int row, int column) {
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0] + c;
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
-  S sum = 0;
-#pragma unroll 1
-  for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll 1
-    for (int s = 0; s < KERNEL_W; ++s) {
-#if BACKWARD
-      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
-      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
-      const int h = u / STRIDE, k = v / STRIDE;
+// Where image n begins, or plane n of all images.
+__device__ __forceinline__ i64 image_at(const DepthwiseArgs& args, int n, i64 image, i64 plane) {
+#if PLANES
+  const int above = n / args.planes.y;
+  return above * image + (n - above * args.planes.y) * plane;
 #else
-      const int h = row * STRIDE + r - args.pad[0], k = column * STRIDE + s - args.pad[1];
+  return n * image;
 #endif
-      if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
-             widen(w[r * args.w_stride[1] + s * args.w_stride[2]]);
-    }
-  }
-  return sum;
 }
 
 // The result of a sum.
@@ -112,9 +81,11 @@ __device__ __forceinline__ T finished(const DepthwiseArgs& args, S sum, int n, i
                                       int column) {
 #if EPILOGUE
   const T* accumulate = static_cast<const T*>(args.accumulate);
+  // Lanes may have channels beyond the last.
+  c = min(c, args.channels - 1);
   if (accumulate != nullptr) {
-    accumulate += n * args.accumulate_stride[0] + row * args.accumulate_stride[1] +
-                  column * args.accumulate_stride[2] + c;
+    accumulate += image_at(args, n, args.accumulate_stride[0], args.planes.accumulate_stride) +
+                  row * args.accumulate_stride[1] + column * args.accumulate_stride[2] + c;
   }
   const T* bias = static_cast<const T*>(args.bias);
   if (bias != nullptr) bias += c;
@@ -130,18 +101,17 @@ struct Strip {
   T* y;
   int n, c, column;
   u32 inside;  // where there are few taps: the columns that lie in the result, a bit each
-  Odd odd;
 
   // Lanes beyond the last channel compute with zeros, since all copy, and write nothing.
   __device__ __forceinline__ Strip(const DepthwiseArgs& args, int n, int c, int first_row,
                                    int column)
       : args(args),
-        y(static_cast<T*>(args.y) + n * args.y_stride[0] + column * args.y_stride[2] + c),
+        y(static_cast<T*>(args.y) + image_at(args, n, args.y_stride[0], args.planes.y_stride) +
+          column * args.y_stride[2] + c),
         n(n),
         c(c),
         column(c < args.channels ? column : args.y_size[1]),
-        inside(0),
-        odd(0) {
+        inside(0) {
     if constexpr (kSkipTaps) return;
     y += first_row * args.y_stride[1];
 #pragma unroll
@@ -164,14 +134,9 @@ struct Strip {
       y += args.y_stride[1];
     }
     const int pitch = static_cast<int>(args.y_stride[2]);
-    S probe = 0;  // NaN once any sum is not finite
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       Channels result;
-      if constexpr (!kProbesPairs) {
-#pragma unroll
-        for (int v = 0; v < VECTOR; ++v) probe += sums[i][v] * S(0);
-      }
       const bool wanted = kSkipTaps ? i >= low && i < high : (columns & 1u << i) != 0;
 #if EPILOGUE
       if (wanted)
@@ -182,27 +147,7 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      judge<T>(odd, result);
-      if constexpr (kSkipTaps) {
-        store_if(wanted, to, result.raw);
-        to += pitch;
-      } else {
-        store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
-      }
-    }
-    if constexpr (!kProbesPairs) odd |= probe != S(0);
-  }
-
-  // Rows of results, each from its valid taps alone.
-  __device__ void put_exact(int first_row, int rows) const {
-    T* const image = static_cast<T*>(args.y) + n * args.y_stride[0] + c;
-    for (int row = max(first_row, 0); row < min(first_row + rows, args.y_size[0]); ++row) {
-      for (int at = max(column, 0); at < min(column + kOwn, args.y_size[1]); ++at) {
-        for (int v = 0; v < VECTOR; ++v) {
-          image[row * args.y_stride[1] + at * args.y_stride[2] + v] =
-              finished(args, exact(args, n, c + v, row, at), n, c + v, row, at);
-        }
-      }
+      store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
     }
   }
 };
@@ -210,6 +155,32 @@ struct Strip {
 __device__ __forceinline__ int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((-a + b - 1) / b);
 }
+
+// The planes of the source that plane n of the result meets: the first, the distance to the next, how
+// many, and the kernel's planes that they meet. Where there is none, one that is not inside.
+struct Met {
+  int image, first, next, count, tap, next_tap;
+  bool inside;
+
+  __device__ __forceinline__ Met(const DepthwiseArgs& args, int n) {
+    const Planes& of = args.planes;
+    image = n / of.y;
+    const int at = n - image * of.y;
+#if BACKWARD
+    const int from = at + of.pad;
+    tap = from % of.stride, next_tap = of.stride;
+    first = from / of.stride, next = -1;
+#else
+    tap = 0, next_tap = 1;
+    first = at * of.stride - of.pad, next = of.dilation;
+#endif
+    while (tap < of.kernel && (first < 0 || first >= of.x)) tap += next_tap, first += next;
+    count = 0;
+    for (int t = tap, z = first; t < of.kernel && z >= 0 && z < of.x; t += next_tap, z += next) ++count;
+    inside = count > 0;
+    if (!inside) tap = 0, first = 0, count = 1;
+  }
+};
 
 }  // namespace
 
@@ -221,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const Tiling& tiling = args.tiling;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int stages = kept_value(warp * STAGES * Copier::kElements);
-  T* const all_stages = reinterpret_cast<T*>(weights + kTaps * kChannels);
+  const int all_taps = PLANES ? args.planes.kernel * kTaps : kTaps;
+  T* const all_stages = reinterpret_cast<T*>(weights + all_taps * kChannels);
   const int first_channel = blockIdx.x % tiling.channel_tiles * kChannels;
   const ItemAt item = item_at(tiling, blockIdx.x / tiling.channel_tiles * WARPS + warp);
   const int n = item.n;
@@ -231,33 +203,63 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   int first_row = item.chunk * tiling.rows;
   int first_column = item.group * kStrips * COLUMNS;
 #if BACKWARD
-  first_row += floor_div(args.pad[0], STRIDE);
+  first_row += floor_div(args.pad[0], kStrideH);
   first_column += floor_div(args.pad[1], STRIDE);
   const int top = first_row - (kReachH - 1), left = first_column - (kReachW - 1);
   const int steps = tiling.rows + kReachH - 1;
 #else
-  const int top = first_row * STRIDE - args.pad[0], left = first_column * STRIDE - args.pad[1];
-  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+  const int top = first_row * kStrideH - args.pad[0], left = first_column * STRIDE - args.pad[1];
+  const int steps = (tiling.rows - 1) * kStrideH + KERNEL_H;
 #endif
+#if PLANES
+  // A row is one of each plane that is met.
+  const Met met(args, has_item ? n : 0);
+  const int planes = met.count;
+  const i64 next_plane = met.next * args.planes.x_stride;
+  const i64 next_row = args.x_stride[1] - (planes - 1) * next_plane;
+  int to_copy = 0;  // planes of the row that is next
+  Copier copier(all_stages + stages,
+                static_cast<const T*>(args.x) + met.image * args.x_stride[0] +
+                    met.first * args.planes.x_stride,
+                args.x_stride, top, met.inside ? args.x_size[0] : 0, left, args.x_size[1],
+                first_channel, args.channels, lane);
+  const auto copy = [&](int row) {
+    if (row < steps * planes) {
+      const bool last = ++to_copy == planes;
+      if (last) to_copy = 0;
+      copier.copy(row % STAGES * kStageBytes, last ? next_row : next_plane, last);
+    }
+    commit_copies();
+  };
+#else
   Copier copier(all_stages + stages,
                 static_cast<const T*>(args.x) + (has_item ? n : 0) * args.x_stride[0],
                 args.x_stride, top, args.x_size[0], left, args.x_size[1], first_channel,
                 args.channels, lane);
+  const auto copy = [&](int row) {
+    if (row < steps) copier.copy(row % STAGES * kStageBytes);
+    commit_copies();
+  };
+#endif
   if (has_item) {
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-      if (stage < steps) copier.copy(stage * kStageBytes);
-      commit_copies();
-    }
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
   }
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kChannels * kTaps; i += WARPS * 32) {
-    const int channel = i / kTaps, tap = i % kTaps;
+  for (int i = threadIdx.x; i < kChannels * all_taps; i += WARPS * 32) {
+    const int channel = i / all_taps, tap = i % all_taps;
+    int s = tap % KERNEL_W;
+    bool there = first_channel + channel < args.channels;
+    if constexpr (KERNEL_H == 1) {
+      const int own = s / args.dilation;
+      there = there && own * args.dilation == s && own < args.columns;
+      s = own;
+    }
     S weight = 0;
-    if (first_channel + channel < args.channels) {
+    if (there) {
       weight = widen(static_cast<const T*>(args.w)[(first_channel + channel) * args.w_stride[0] +
                                                    (tap / KERNEL_W) * args.w_stride[1] +
-                                                   (tap % KERNEL_W) * args.w_stride[2]]);
+                                                   s * args.w_stride[2]]);
     }
     weights[tap * kChannels + channel] = weight;
   }
@@ -266,13 +268,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
   const int c = first_channel + own;
-  const S* const own_weights = weights + own;
+  const S* const all_weights = weights + own;
   S kept[kWeightsInRegisters ? kTaps : 1][VECTOR];
   if constexpr (kWeightsInRegisters) {
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) {
 #pragma unroll
-      for (int v = 0; v < VECTOR; ++v) kept[tap][v] = own_weights[tap * kChannels + v];
+      for (int v = 0; v < VECTOR; ++v) kept[tap][v] = all_weights[tap * kChannels + v];
     }
   }
   const int own_row = kept_value(stages + strip * COLUMNS * kApart * kChannels + own);
@@ -283,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int column = first_column;
 #endif
 #if BACKWARD
-  Strip result(args, n, c, first_row * STRIDE - args.pad[0], column);
+  Strip result(args, n, c, first_row * kStrideH - args.pad[0], column);
 #else
   Strip result(args, n, c, first_row, column);
 #endif
@@ -294,12 +296,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int j = 0; j < kTurn; ++j) {
       const int step = turn + j;
       if (step < steps) {
-        wait_for_copies<STAGES - 2>();
-        if (step + STAGES - 1 < steps) copier.copy((step + STAGES - 1) % STAGES * kStageBytes);
-        commit_copies();
         const int h = top + step;
+#if PLANES
+        const S* own_weights = all_weights + met.tap * (kTaps * kChannels);
+#pragma unroll 1
+        for (int row_at = step * planes; row_at < (step + 1) * planes;
+             ++row_at, own_weights += met.next_tap * (kTaps * kChannels)) {
+#else
+        const S* const own_weights = all_weights;
+        {
+          const int row_at = step;
+#endif
+        wait_for_copies<STAGES - 2>();
+        copy(row_at + STAGES - 1);
         if (!kSkipTaps || (h >= 0 && h < args.x_size[0])) {
-          const T* const from = all_stages + own_row + step % STAGES * Copier::kElements;
+          const T* const from = all_stages + own_row + row_at % STAGES * Copier::kElements;
           S row[kRead][VECTOR];
 #pragma unroll
           for (int i = 0; i < kRead; ++i) {
@@ -309,13 +320,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           for (int r = 0; r < KERNEL_H; ++r) {
 #if BACKWARD
             constexpr bool reached = true;
-            const int slot = (j * STRIDE + r) % kSlots;
-            const int to_row = (step - (kReachH - 1)) * STRIDE + r;
-            const bool needed = to_row >= 0 && to_row < tiling.rows * STRIDE;
+            const int slot = (j * kStrideH + r) % kSlots;
+            const int to_row = (step - (kReachH - 1)) * kStrideH + r;
+            const bool needed = to_row >= 0 && to_row < tiling.rows * kStrideH;
 #else
-            const bool reached = positive_mod(j - r, STRIDE) == 0;
-            const int slot = positive_mod(j - r, kTurn) / STRIDE;
-            const bool needed = step >= r && step - r <= (tiling.rows - 1) * STRIDE;
+            const bool reached = positive_mod(j - r, kStrideH) == 0;
+            const int slot = positive_mod(j - r, kTurn) / kStrideH;
+            const bool needed = step >= r && step - r <= (tiling.rows - 1) * kStrideH;
 #endif
             if (!reached || (kSkipTaps && !needed)) continue;
 #pragma unroll
@@ -352,19 +363,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             }
           }
         }
+        }
         // What no later row of x reaches is done.
 #if BACKWARD
 #pragma unroll
-        for (int a = 0; a < STRIDE; ++a) {
-          const int slot = (j * STRIDE + a) % kSlots;
+        for (int a = 0; a < kStrideH; ++a) {
+          const int slot = (j * kStrideH + a) % kSlots;
           if (step >= kReachH - 1) {
-            result.put(sums[slot], (top + step) * STRIDE + a - args.pad[0]);
+            result.put(sums[slot], (top + step) * kStrideH + a - args.pad[0]);
           }
 #else
-        if (positive_mod(j - (KERNEL_H - 1), STRIDE) == 0) {
-          const int slot = positive_mod(j - (KERNEL_H - 1), kTurn) / STRIDE;
+        if (positive_mod(j - (KERNEL_H - 1), kStrideH) == 0) {
+          const int slot = positive_mod(j - (KERNEL_H - 1), kTurn) / kStrideH;
           if (step >= KERNEL_H - 1) {
-            result.put(sums[slot], first_row + (step - (KERNEL_H - 1)) / STRIDE);
+            result.put(sums[slot], first_row + (step - (KERNEL_H - 1)) / kStrideH);
           }
 #endif
           if constexpr (!kBegins) {
@@ -378,9 +390,4 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
     }
   }
-#if BACKWARD
-  if (result.odd != 0) result.put_exact(first_row * STRIDE - args.pad[0], tiling.rows * STRIDE);
-#else
-  if (result.odd != 0) result.put_exact(first_row, tiling.rows);
-#endif
 }

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.depthwise_tiles import (
     BLOCK_CHANNELS,
+    CHUNK_BYTES,
+    PIECES,
+    Kernel,
     Plane,
+    Planes,
     Tiling,
     chunk_rows,
+    deep_plane_of,
     fill_operands,
+    fill_planes,
+    is_deep,
+    kernel_of,
+    piece_of,
     plane_of,
     resident_blocks,
     why_not_plane,
@@ -32,8 +41,11 @@ from convgrad_service.plans.cuda_works import ConvWork
 __all__ = ["TILES", "Depthwise", "Tile"]
 
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
-# Of 16-bit types, beside one-dimensional kernels: where tensor cores are not faster, or have none.
+# Of 16-bit types, beside kernels of one row: where tensor cores are not faster, or have none. They
+# take whole chunks of channels alone.
 IN_16_BITS = ((3, 3, 1), (3, 3, 2), (7, 7, 2))
+# Of kernels with several planes, in whole chunks.
+DEEP = ((3, 3, 1), (3, 3, 2))
 # Their registers do not suffice for more than the sums.
 TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 
@@ -41,8 +53,8 @@ TOO_LARGE_FOR_EPILOGUES = ((13, 13, 1),)
 WARPS = 4
 # Rows that a warp keeps in shared memory, by the bytes of an element.
 STAGES = {2: 4, 4: 4}
-# Of lines, whose rows are short.
-LINE_STAGES = {2: 8, 4: 4}
+# Of one row of taps, whose rows are long.
+LINE_STAGES = {2: 4, 4: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class Tile:
 # Before this capability the compiler finds fewer registers.
 NARROW_BEFORE = (8, 9)
 # By kernel rows, kernel columns and stride.
-TILES = {
+TILES: dict[Kernel, Tile] = {
     (3, 3, 1): Tile(2, 7, 4),
     # Chunks longer than 8 rows were up to a quarter slower.
     (3, 3, 2): Tile(2, 4, 4, 8),
@@ -69,21 +81,20 @@ TILES = {
     (7, 7, 1): Tile(1, 7, 4),
     (7, 7, 2): Tile(2, 2, 3),
     (13, 13, 1): Tile(1, 3, 2, architectures=architectures_since(NARROW_BEFORE)),
-    (3, 1, 1): Tile(2, 1, 5),
-    (4, 1, 1): Tile(2, 1, 5),
-    (5, 1, 1): Tile(2, 1, 5),
-    (7, 1, 1): Tile(2, 1, 5),
-    (9, 1, 1): Tile(2, 1, 5),
-    (15, 1, 1): Tile(2, 1, 4),
-    (31, 1, 1): Tile(2, 1, 3),
+    (1, 5, 1): Tile(2, 14, 4),
+    (1, 15, 1): Tile(2, 14, 3),
+    (1, 31, 1): Tile(2, 14, 3),
+    (1, 5, 2): Tile(2, 7, 4),
+    (1, 15, 2): Tile(2, 7, 3),
+    (1, 31, 2): Tile(2, 7, 2),
 }
 
 
 # Beside them, for rows that strips of those columns would leave mostly empty.
-NARROWER = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
+NARROWER: dict[Kernel, tuple[Tile, ...]] = {(3, 3, 1): (Tile(2, 5, 4), Tile(2, 4, 4))}
 # What a strip takes beside its columns, in columns.
 STRIP_COLUMNS = 2.5
-NARROW_TILES = {(13, 13, 1): Tile(1, 1, 2, architectures=architectures_before(NARROW_BEFORE))}
+NARROW_TILES = {(13, 13, 1): (Tile(1, 1, 2, architectures=architectures_before(NARROW_BEFORE)),)}
 
 
 class DepthwiseArgs(ctypes.Structure):
@@ -97,9 +108,34 @@ class DepthwiseArgs(ctypes.Structure):
         ("batch", ctypes.c_int32),
         ("channels", ctypes.c_int32),
         *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
-        ("activation", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("columns", "dilation", "activation")),
         ("tiling", Tiling),
+        ("planes", Planes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An instance's bytes of a copy, whether results may have an epilogue, and whether the kernel
+    has several planes."""
+
+    piece: int = CHUNK_BYTES
+    epilogue: bool = False
+    deep: bool = False
+
+    @classmethod
+    def of(cls, work: ConvWork) -> Variant:
+        """Where copies are small, or planes several, one instance has all epilogues."""
+        piece, deep = piece_of(work), is_deep(work)
+        return cls(piece, deep or piece < CHUNK_BYTES or not work.epilogue_free, deep)
+
+
+VARIANTS = (
+    Variant(),
+    Variant(epilogue=True),
+    Variant(PIECES[1], epilogue=True),
+    Variant(epilogue=True, deep=True),
+)
 
 
 class Depthwise:
@@ -111,15 +147,16 @@ class Depthwise:
         """See `Family.why_not`."""
         if work.dtype not in DTYPES:
             return f"{work.dtype}"
-        reason = why_not_plane(work)
+        variant = Variant.of(work)
+        reason = why_not_plane(work, general=True, chunk_bytes=PIECES[-1], deep=variant.deep)
         if reason is not None:
             return reason
-        plane = plane_of(work)
-        if plane is None or not _has_instance(
-            work.dtype, (*plane.kernel, plane.stride), not work.epilogue_free
-        ):
+        if work.out_channels > 1:
+            return f"{work.out_channels} channels a group"
+        plane, kernel = _plane_and_kernel(work)
+        if plane is None or kernel is None or not _has_instance(work.dtype, kernel, variant):
             return f"no instance for kernel {work.kernel} and stride {work.stride}"
-        launch = self.launch(work, device, plane, _tile(work, plane, device))
+        launch = self.launch(work, device, plane, _tile(work, plane, kernel, device))
         reason = device.why_not_shared(launch.shared_bytes)
         if reason is not None:
             return reason
@@ -129,13 +166,11 @@ class Depthwise:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        plane = plane_of(work)
-        if plane is None:
+        plane, kernel = _plane_and_kernel(work)
+        if plane is None or kernel is None:
             raise ValueError("not a plane")
-        return Fragment(
-            f"{self.name}_{work.direction}",
-            (self.launch(work, device, plane, _tile(work, plane, device)),),
-        )
+        tile = _tile(work, plane, kernel, device)
+        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
 
     def launch(
         self, work: ConvWork, device: CudaDevice, plane: Plane, tile: Tile, chunk: int | None = None
@@ -146,33 +181,37 @@ class Depthwise:
         sizes = plane.output, plane.input
         x_size, y_size = sizes if backward else sizes[::-1]
         rows, columns = y_size
+        kernel, variant = kernel_of(plane, TILES), Variant.of(work)
+        if kernel is None:
+            raise ValueError("no instance")
         if backward:
             # From the last multiple of the stride up to the padding, in units of the stride.
+            strides = 1 if kernel[0] == 1 else plane.stride, plane.stride
             rows, columns = (
-                ceil_div(extent + pad, plane.stride) - pad // plane.stride
-                for extent, pad in zip(y_size, plane.pad, strict=True)
+                ceil_div(extent + pad, stride) - pad // stride
+                for extent, pad, stride in zip(y_size, plane.pad, strides, strict=True)
             )
-        kernel = (*plane.kernel, plane.stride)
-        shared_bytes = _shared_bytes(work.dtype, kernel, tile, backward)
+        shared_bytes = _shared_bytes(work, kernel, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         groups = ceil_div(columns, _strips(tile) * tile.columns)
         per_chunk = plane.batch * groups
         if chunk is None:
-            blocks = _blocks(tile, not work.epilogue_free)
-            resident = resident_blocks(device, shared_bytes, blocks) * WARPS
-            reach = ceil_div(plane.kernel[0], plane.stride) - 1
+            resident = resident_blocks(device, shared_bytes, _blocks(tile, variant)) * WARPS
+            reach = ceil_div(kernel[0], plane.stride) - 1
             chunk = chunk_rows(rows, reach, per_chunk * channel_tiles, resident)
             chunk = min(chunk, tile.most_rows)
         chunks = ceil_div(rows, chunk)
 
         args = DepthwiseArgs()
         fill_operands(args, work, plane, source, result)
+        fill_planes(args.planes, work, source, result)
         args.channels = work.groups
         args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, plane.pad
+        args.columns, args.dilation = plane.kernel[1], plane.dilation[1]
         args.activation = ACTIVATIONS[work.activation]
         args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
         return Launch(
-            _instance(work.dtype, kernel, tile, backward, not work.epilogue_free),
+            _instance(work.dtype, kernel, tile, backward, variant),
             (ceil_div(per_chunk * chunks, WARPS) * channel_tiles, 1, 1),
             (WARPS * 32, 1, 1),
             pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -182,42 +221,56 @@ class Depthwise:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(dtype, kernel, tile, backward, epilogue)
-            for kernel, tile in _tiles()
+            _instance(dtype, kernel, tile, backward, variant)
+            for kernel in TILES
             for dtype in DTYPES
             for backward in (False, True)
-            for epilogue in (False, True)
-            if _has_instance(dtype, kernel, epilogue)
+            for variant in VARIANTS
+            if _has_instance(dtype, kernel, variant)
+            for tile in (*NARROW_TILES.get(kernel, ()), *_tiles_of(kernel, dtype, variant))
         ]
 
 
-def _tiles() -> Iterator[tuple[tuple[int, int, int], Tile]]:
-    """By kernel."""
-    yield from TILES.items()
-    yield from NARROW_TILES.items()
-    for kernel, tiles in NARROWER.items():
-        for tile in tiles:
-            yield kernel, tile
-
-
-def _has_instance(dtype: DType, kernel: tuple[int, int, int], epilogue: bool) -> bool:
-    if kernel not in TILES or (epilogue and kernel in TOO_LARGE_FOR_EPILOGUES):
+def _has_instance(dtype: DType, kernel: Kernel, variant: Variant) -> bool:
+    if kernel not in TILES or (variant.epilogue and kernel in TOO_LARGE_FOR_EPILOGUES):
         return False
-    return dtype.itemsize == 4 or kernel[1] == 1 or kernel in IN_16_BITS
+    if variant not in VARIANTS:
+        return False
+    if variant.deep:
+        return kernel in DEEP
+    if dtype.itemsize == 4 or variant.piece < CHUNK_BYTES:
+        return True
+    return kernel[0] == 1 or kernel in IN_16_BITS
 
 
-def _blocks(tile: Tile, epilogue: bool) -> int:
+def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
+    """The plane as its kernel is compiled for, and that kernel."""
+    plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
+    if plane is None:
+        return None, None
+    return plane.across, kernel_of(plane.across, TILES)
+
+
+def _tiles_of(kernel: Kernel, dtype: DType, variant: Variant) -> tuple[Tile, ...]:
+    """All give the same bits. Where pieces are small a lane has one: single channels of float32."""
+    tile = TILES[kernel]
+    if variant.piece < CHUNK_BYTES:
+        return (replace(tile, vector=1) if dtype.itemsize == variant.piece else tile,)
+    return (tile,) if variant.deep else (tile, *NARROWER.get(kernel, ()))
+
+
+def _blocks(tile: Tile, variant: Variant) -> int:
     """An epilogue takes registers."""
-    return max(1, tile.blocks - epilogue)
+    return max(1, tile.blocks - variant.epilogue)
 
 
-def _tile(work: ConvWork, plane: Plane, device: CudaDevice) -> Tile:
-    """All that a kernel has give the same bits."""
+def _tile(work: ConvWork, plane: Plane, kernel: Kernel, device: CudaDevice) -> Tile:
     width = (plane.input if work.direction == "bwd_data" else plane.output)[1]
-    kernel = (*plane.kernel, plane.stride)
-    narrow = NARROW_TILES if device.capability < NARROW_BEFORE else {}
-    return narrow.get(kernel) or min(
-        (TILES[kernel], *NARROWER.get(kernel, ())),
+    tiles = _tiles_of(kernel, work.dtype, Variant.of(work))
+    if device.capability < NARROW_BEFORE:
+        tiles = NARROW_TILES.get(kernel, tiles)
+    return min(
+        tiles,
         key=lambda tile: (
             ceil_div(width, _strips(tile) * tile.columns) * (tile.columns + STRIP_COLUMNS)
         ),
@@ -229,20 +282,23 @@ def _strips(tile: Tile) -> int:
     return 32 * tile.vector // BLOCK_CHANNELS
 
 
-def _stages(dtype: DType, kernel: tuple[int, int, int]) -> int:
-    return (LINE_STAGES if kernel[1] == 1 else STAGES)[dtype.itemsize]
+def _stages(dtype: DType, kernel: Kernel) -> int:
+    return (LINE_STAGES if kernel[0] == 1 else STAGES)[dtype.itemsize]
 
 
-def _shared_bytes(dtype: DType, kernel: tuple[int, int, int], tile: Tile, backward: bool) -> int:
+def _shared_bytes(work: ConvWork, kernel: Kernel, tile: Tile) -> int:
     height, width, stride = kernel
     columns = _strips(tile) * tile.columns
-    read = columns + ceil_div(width, stride) - 1 if backward else (columns - 1) * stride + width
-    rows = WARPS * _stages(dtype, kernel) * read
-    return BLOCK_CHANNELS * (height * width * 4 + rows * dtype.itemsize)
+    read = (columns - 1) * stride + width
+    if work.direction == "bwd_data":
+        read = columns + ceil_div(width, stride) - 1
+    rows = WARPS * _stages(work.dtype, kernel) * read
+    taps = height * width * (work.kernel[0] if is_deep(work) else 1)
+    return BLOCK_CHANNELS * (taps * 4 + rows * work.dtype.itemsize)
 
 
 def _instance(
-    dtype: DType, kernel: tuple[int, int, int], tile: Tile, backward: bool, epilogue: bool
+    dtype: DType, kernel: Kernel, tile: Tile, backward: bool, variant: Variant
 ) -> Instance:
     defines = {
         "ELEMENT": CUDA_TYPES[dtype],
@@ -254,9 +310,11 @@ def _instance(
         "COLUMNS": tile.columns,
         "WARPS": WARPS,
         "STAGES": _stages(dtype, kernel),
-        "BLOCKS": _blocks(tile, epilogue),
+        "BLOCKS": _blocks(tile, variant),
         "BACKWARD": int(backward),
-        "EPILOGUE": int(epilogue),
+        "EPILOGUE": int(variant.epilogue),
+        "PIECE": variant.piece,
+        "PLANES": int(variant.deep),
     }
     return Instance.of(
         "depthwise.cu",

@@ -3,8 +3,11 @@
 //
 // A warp owns LANES * VECTOR neighbouring channels of 32 / LANES strips of COLUMNS columns, side by
 // side, and walks down a chunk of rows. It brings each row into shared memory of its own with
-// asynchronous 16-byte copies, zeros where there are no pixels, some rows ahead of their use; so
-// warps wait for nothing but their own copies, and read pixels at addresses known when compiling.
+// asynchronous copies of PIECE bytes, zeros where there are no pixels, some rows ahead of their use;
+// so warps wait for nothing but their own copies, and read pixels at addresses known when compiling.
+// Pixels and channels are multiples of PIECE: 16, or 4 for any even number of channels in 16 bits and
+// any number in float32. Of one row of taps, as 1D works have, the rows are the images.
+// PLANES: kernels with an extent along D; an item is a plane of the result.
 #pragma once
 
 #include "epilogue.cuh"
@@ -20,6 +23,13 @@ struct Tiling {
   int chunks;
   int rows;
   int channel_tiles;
+};
+
+// Planes along D, of the input and the output, and the kernel's; backward has no dilation there.
+struct Planes {
+  int x, y;  // of the tensors of these names in the arguments
+  int kernel, stride, dilation, pad;
+  i64 x_stride, y_stride, accumulate_stride;  // from plane to plane, in elements
 };
 
 struct DepthwiseArgs {
@@ -39,8 +49,11 @@ struct DepthwiseArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
+  int columns;   // of the kernel's taps: at most KERNEL_W, so many columns apart
+  int dilation;
   int activation;
   Tiling tiling;
+  Planes planes;
 };
 
 struct DepthwiseWeightArgs {
@@ -61,11 +74,12 @@ struct DepthwiseWeightArgs {
   int x_size[2];
   int y_size[2];
   int pad[2];
-  int kernel_rows;
+  int kernel_rows;  // of all planes
+  int columns;      // as above
+  int dilation;
   Tiling tiling;
+  Planes planes;
 };
-
-constexpr int kChunkBytes = 16;
 
 // Until all groups of copies but the last kLater are there, for the whole warp.
 template <int kLater>
@@ -74,18 +88,35 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncwarp();
 }
 
+// Bits, one for each of so many.
+template <bool kMoreThan32>
+struct BitsOf {
+  using type = u32;
+};
+template <>
+struct BitsOf<true> {
+  using type = u64;
+};
+
 // A lane's part in copying rows of kColumns pixels of kChannels channels, one after another.
 template <class T, int kChannels, int kColumns>
 struct RowCopier {
   static constexpr int kElements = kColumns * kChannels;
-  static constexpr int kChunk = kChunkBytes / sizeof(T);
+  static constexpr int kChunk = PIECE / sizeof(T);
   static constexpr int kChunks = kElements / kChunk;
   static constexpr int kCopies = (kChunks + 31) / 32;
+  // Small pieces are many, so a lane has one address, and a distance between its columns.
+  static constexpr bool kMany = PIECE < 16;
+  static constexpr int kColumnsApart = 32 * kChunk / kChannels;
+  static_assert(!kMany || 32 * kChunk % kChannels == 0, "a lane keeps to its channels");
 
-  const T* next[kCopies];
-  i64 pitch;
+  const T* next[kMany ? 1 : kCopies];
+  i64 pitch, apart;
   int row, rows;
-  u32 inside, target;
+  using Bits = typename BitsOf<(kCopies > 32)>::type;
+  static_assert(kCopies <= 64, "a bit for each");
+  Bits inside;
+  u32 target;
   int has_last;  // whether this lane has a chunk in the last round
 
   // Rows from `row` on, which may be outside as may the first column, `left`; `channel` is the
@@ -93,33 +124,42 @@ struct RowCopier {
   __device__ __forceinline__ RowCopier(T* to, const T* image, const i64 (&stride)[3], int row,
                                        int rows, int left, int columns, int channel, int channels,
                                        int lane)
-      : pitch(stride[1]), row(row), rows(rows), inside(0) {
+      : pitch(stride[1]), apart(kColumnsApart * stride[2]), row(row), rows(rows), inside(0) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       const int chunk = lane + 32 * i;
       const int column = left + chunk * kChunk / kChannels;
       const int c = channel + chunk * kChunk % kChannels;
       const bool there = chunk < kChunks && column >= 0 && column < columns && c < channels;
-      next[i] = kept_pointer(image + (row * stride[1] + (there ? column * stride[2] + c : 0)));
-      inside |= static_cast<u32>(there) << i;
+      if constexpr (!kMany) {
+        next[i] = kept_pointer(image + (row * stride[1] + (there ? column * stride[2] + c : 0)));
+      } else if (i == 0) {
+        next[0] = kept_pointer(image + (row * stride[1] + column * stride[2] + c));
+      }
+      inside |= static_cast<Bits>(there) << i;
     }
-    inside = kept_value(inside);
-    target = kept_value(shared_address(to) + lane * kChunkBytes);
+    if constexpr (kCopies <= 32) inside = kept_value(inside);
+    target = kept_value(shared_address(to) + lane * PIECE);
     has_last = kept_value(kChunks % 32 == 0 || lane + 32 * (kCopies - 1) < kChunks);
   }
 
   // The next row, `offset_bytes` from the first stage on.
-  __device__ __forceinline__ void copy(int offset_bytes) {
+  __device__ __forceinline__ void copy(int offset_bytes) { copy(offset_bytes, pitch, 1); }
+  // This one, and on by so many elements and rows.
+  __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
+    const T* from = next[0];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
-        copy_async<kChunkBytes>(target + offset_bytes + i * 32 * kChunkBytes, next[i],
-                                exists && ((inside >> i) & 1) ? kChunkBytes : 0);
+        copy_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
+                          exists && ((inside >> i) & 1) ? PIECE : 0);
       }
-      next[i] += pitch;
+      // In turn: the compiler would keep all of these distances.
+      if constexpr (kMany) from = kept_pointer(from + apart);
+      if (!kMany || i == 0) next[kMany ? 0 : i] += step;
     }
-    ++row;
+    row += rows_on;
   }
 };
 

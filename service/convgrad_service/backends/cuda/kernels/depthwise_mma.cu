@@ -21,8 +21,7 @@
 // place, first, the kernel's taps.
 // Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes.
 // Deterministic: sums run in the order of the source's rows.
-// Padding and the second factor's zeros meet elements that may be Inf; a sum that is not finite is
-// computed again from the valid taps alone.
+// A row of a product is a strip of one channel of one image, so a NaN stays in its plane.
 #include "depthwise_mma.cuh"
 #include "overlap.cuh"
 
@@ -186,7 +185,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   };
 
   float sums[kOwn][kOpen][kPhases][4] = {};
-  float probe = 0;  // NaN once any sum was not finite
   wait_copies<STAGES - 1>();
   __syncthreads();  // nor is the table read any more
 #pragma unroll
@@ -277,10 +275,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll
             for (int phase = 0; phase < kPhases; ++phase) {
               float(&sum)[4] = sums[channel][slot][phase];
+#if EPILOGUE
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
-                probe = fmaf(sum[i], 0.0f, probe);
-#if EPILOGUE
                 const int row = result_row + (step - kFirst) / kStepsApart * kPhases + a;
                 const int c = first_channel + warp * kOwn + channel;
                 const bool adding = step >= kFirst && row >= 0 && row < args.y_size[0] &&
@@ -290,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 if (c < args.channels) {
                   sum[i] = finished(args, sum[i], adding ? from : nullptr, c);
                 }
-#endif
               }
+#endif
               unsigned char* const to = shared + results + (now * ROWS + i) * kResultsBytes +
                                         (a * kPhases + phase) * kResultBytes + own_result +
                                         channel * kResultPitch;
@@ -310,24 +307,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #endif
         }
         if (LATE) copy();
-      }
-    }
-  }
-  __syncthreads();
-  if (probe == 0) return;
-  // This lane's strips again.
-  const int last_row = result_row + tiling.rows * kPhases;
-  for (int half = 0; half < 2; ++half) {
-    const StripAt at = strip_at<kApart>(tiling, tile, g + half * 8, tiling.units);
-    if (at.n >= args.batch) continue;
-    for (int i = 0; i < kOwn * kPhases * 2; ++i) {
-      const int c = first_channel + warp * kOwn + i / (kPhases * 2);
-      const int column = first_column + at.strip * kColumns + i / 2 % kPhases * kStripColumns +
-                         2 * t + i % 2;
-      if (c >= args.channels || column < 0 || column >= args.y_size[1]) continue;
-      for (int row = max(result_row, 0); row < min(last_row, args.y_size[0]); ++row) {
-        static_cast<T*>(args.y)[at.n * args.y_stride[0] + row * args.y_stride[1] +
-                                column * args.y_stride[2] + c] = exact(args, at.n, c, row, column);
       }
     }
   }

@@ -1,4 +1,4 @@
-// What depthwise_mma.cu is made of: its argument, its sizes, exact results, the kernel's taps.
+// What depthwise_mma.cu is made of: its argument, its sizes, the kernel's taps.
 // Made for the same preprocessor's names.
 #pragma once
 
@@ -88,37 +88,6 @@ __device__ __forceinline__ float finished(const DepthwiseMmaArgs& args, float su
                          args.activation);
 #endif
   return sum;
-}
-
-// One result from its valid taps alone.
-__device__ __noinline__ T exact(const DepthwiseMmaArgs& args, int n, int c, int row, int column) {
-  const T* const x =
-      static_cast<const T*>(args.x) + n * args.x_stride[0] + c / args.multiplier;
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
-  float sum = 0;
-  for (int r = 0; r < args.kernel[0]; r += args.dilation[0]) {
-    for (int s = 0; s < args.kernel[1]; s += args.dilation[1]) {
-#if BACKWARD
-      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
-      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
-      const int h = u / STRIDE, k = v / STRIDE;
-#else
-      const int h = row * STRIDE + r - args.pad[0], k = column * STRIDE + s - args.pad[1];
-#endif
-      if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-      const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
-      const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
-      sum += widen(x[h * args.x_stride[1] + k * args.x_stride[2]]) *
-             widen(w[from_r / args.dilation[0] * args.w_stride[1] +
-                     from_s / args.dilation[1] * args.w_stride[2]]);
-    }
-  }
-  const T* added = static_cast<const T*>(args.accumulate);
-  if (added != nullptr) {
-    added += n * args.accumulate_stride[0] + row * args.accumulate_stride[1] +
-             column * args.accumulate_stride[2] + c;
-  }
-  return narrow<T>(finished(args, sum, added, c));
 }
 
 using Taps = u32[kOwn][KERNEL_H][kPhases][UNITS];

@@ -21,8 +21,8 @@
 // Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; tensors
 // below 2^33 elements, weights and rows of all tiles below 2^31.
 // Deterministic: sums run in the order of x's rows.
-// The second factor's zeros meet elements that may be Inf; a sum that is not finite is computed again
-// from the valid taps alone.
+// The second factor's zeros would make NaN of a pair's other channel: elements that are not finite
+// are multiplied as zeros, and make NaN of all open sums of their strip and channel.
 #include "depthwise_pairs.cuh"
 
 using namespace convgrad;
@@ -97,7 +97,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     writes = kept_value(writes);
 
     float sums[kOpen][PAIRS][4] = {};
-    u32 marked = 0;                                  // once any sum was not finite
     int now = 0, before = (STAGES - 1) * row_bytes;  // this row's stage, and the last one's
     int buffer = 0;                                  // where the results are that it finishes
     // One step more, which writes what the last one finished.
@@ -128,6 +127,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
         // Rows outside are zeros; below x they are of no use to any result that is still to begin.
         if (step < rows || (step < steps && top + step < args.x_size[0])) {
+          const bool spoilt = __any_sync(0xffffffffu, any_odd(pixels));
+          if (spoilt) clear_odd(pixels);
           u32 factors[PAIRS][UNITS][2];
 #pragma unroll
           for (int pair = 0; pair < PAIRS; ++pair) {
@@ -151,6 +152,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                 mma<T>(sum, both, own_taps[0], own_taps[1]);
               }
               if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
+            }
+          }
+          if (spoilt) {
+            // Read once more: there are no registers to keep what was not finite.
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+              load_shared(from + now + place_of(block * kApart), pixels[block].raw);
+            }
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+              const u32 odd = odd_of_strip(pixels, pair);
+#pragma unroll
+              for (int r = 0; r < KERNEL_H; ++r) spoil(sums[(j * STRIDE + r) % kOpen][pair], odd);
             }
           }
 #pragma unroll
@@ -189,10 +203,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                                                         half * 4 * kResultPixelBytes) =
                   result[half].raw;
             }
-#pragma unroll
-            for (int word = 0; word < 2 * PAIRS; ++word) {
-              mark_odd<T>(marked, result[word / PAIRS].words[word % PAIRS]);
-            }
           }
         }
         buffer = kResultsBytes - buffer;
@@ -201,10 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         if (now == results) now = 0;
       }
     }
-    // Once all are written, which are not finite again.
-    if (__syncthreads_or(marked != 0) && marked != 0) {
-      put_exact(args, n, strip + own_strip, first_channel + part * kOwnChannels, result_row,
-                result_row + rows * STRIDE);
-    }
+    // Nobody reads this part's rows any more.
+    __syncthreads();
   }
 }

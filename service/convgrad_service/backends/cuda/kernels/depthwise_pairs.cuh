@@ -1,5 +1,5 @@
-// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps,
-// exact results. Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
+// What depthwise_pairs.cu is made of: its argument, its sizes, copies of rows, the kernel's taps.
+// Made for the same preprocessor's names. The host's side is depthwise_pairs.py.
 #pragma once
 
 #include "accesses.cuh"
@@ -95,6 +95,42 @@ union Pixels {
   u32 words[PAIRS];
 };
 
+// Whether any element is not finite.
+__device__ __forceinline__ bool any_odd(const Pixels (&pixels)[kBlocks]) {
+  u32 odd[2] = {};  // that do not wait for one another
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) mark_odd<T>(odd[pair % 2], pixels[block].words[pair]);
+  }
+  return (odd[0] | odd[1]) != 0;
+}
+// Zeros in the place of such elements.
+__device__ __forceinline__ void clear_odd(Pixels (&pixels)[kBlocks]) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      u32 odd = 0;
+      mark_odd<T>(odd, pixels[block].words[pair]);
+      pixels[block].words[pair] &= ~odd;
+    }
+  }
+}
+// Whether a pair's channels have any in this lane's strip, a half for each; four lanes read a strip.
+__device__ __forceinline__ u32 odd_of_strip(const Pixels (&pixels)[kBlocks], int pair) {
+  u32 odd = 0;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) mark_odd<T>(odd, pixels[block].words[pair]);
+  odd |= __shfl_xor_sync(0xffffffffu, odd, 1);
+  return odd | __shfl_xor_sync(0xffffffffu, odd, 2);
+}
+__device__ __forceinline__ void spoil(float (&sum)[4], u32 odd) {
+  const float nan = __uint_as_float(0x7fffffffu);
+  if ((odd & 0xffff) != 0) sum[0] = sum[2] = nan;
+  if (odd >> 16 != 0) sum[1] = sum[3] = nan;
+}
+
 // A thread's part in copying rows of x.
 struct RowsCopier {
   const T* from;
@@ -154,18 +190,17 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
   for (int unit = 0; unit < UNITS; ++unit) {
     const int s = args.first_tap + g / 2 - (unit * 4 + t) * STRIDE;
     const int tap = divide(s, args.by_dilation);
-    // All channels of an octet are there, or none.
-    const bool wanted = s >= 0 && s < args.kernel[1] && tap * args.dilation[1] == s &&
-                        channel < args.channels;
+    const bool wanted = s >= 0 && s < args.kernel[1] && tap * args.dilation[1] == s;
+    const int pairs = wanted ? (args.channels - channel - g % 2 + 1) / 2 : 0;
     const T* w = static_cast<const T*>(args.w) +
                  (args.w_first + (channel + g % 2) * args.w_stride[0] + tap * args.w_step[1]);
     int between = 0;  // rows since the last of taps
 #pragma unroll
     for (int r = 0; r < KERNEL_H; ++r) {
-      const bool there = wanted && between == 0 && r < args.kernel[0];
+      const bool there = between == 0 && r < args.kernel[0];
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
-        load_if(there, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
+        load_if(there && pair < pairs, w + 2 * pair * args.w_stride[0], raw[r][pair][unit]);
       }
       if (between == 0) w += args.w_step[0];
       if (++between == args.dilation[0]) between = 0;
@@ -178,53 +213,6 @@ __device__ __forceinline__ void load_taps(Taps& taps, const DepthwisePairsArgs& 
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         taps[r][pair][unit] = static_cast<u32>(raw[r][pair][unit]) << (g % 2 * 16);
-      }
-    }
-  }
-}
-
-// One result from its valid taps alone.
-__device__ __noinline__ T exact(const DepthwisePairsArgs& args, int n, int c, int row, int column) {
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[0];
-  float sum = 0;
-  // In the order of x's rows, then of its columns.
-  for (int r = args.kernel[0] - 1; r >= 0; --r) {
-    for (int s = args.kernel[1] - 1; s >= 0; --s) {
-      const int u = row + args.pad[0] - r, v = column + args.pad[1] - s;
-      if (u < 0 || v < 0 || u % STRIDE != 0 || v % STRIDE != 0) continue;
-      const int h = u / STRIDE, k = v / STRIDE;
-      if (h >= args.x_size[0] || k >= args.x_size[1]) continue;
-      const int from_r = args.flipped ? args.kernel[0] - 1 - r : r;
-      const int from_s = args.flipped ? args.kernel[1] - 1 - s : s;
-      if (from_r % args.dilation[0] != 0 || from_s % args.dilation[1] != 0) continue;
-      const u32 piece = n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2] + c / 8;
-      sum += widen(static_cast<const T*>(args.x)[static_cast<i64>(piece) * 8 + c % 8]) *
-             widen(w[from_r / args.dilation[0] * args.w_stride[1] +
-                     from_s / args.dilation[1] * args.w_stride[2]]);
-    }
-  }
-  return narrow<T>(sum);
-}
-
-// A lane's results of rows from `first` to `end`, each from its valid taps alone; `along` is its
-// strip, from image n on.
-__device__ __noinline__ void put_exact(const DepthwisePairsArgs& args, int n, int along, int channel,
-                                       int first, int end) {
-  const int images = divide(along, args.by_strips);
-  n += images;
-  if (n >= args.batch) return;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    const int column = (along - images * args.strips) * 8 + half * 4 + threadIdx.x % 4;
-    if (column >= args.y_size[1]) continue;
-#pragma unroll 1
-    for (int row = max(first, 0); row < min(end, args.y_size[0]); ++row) {
-#pragma unroll 1
-      for (int c = channel; c < min(channel + kOwnChannels, args.channels); ++c) {
-        const u32 piece =
-            n * args.y_stride[0] + row * args.y_stride[1] + column * args.y_stride[2] + c / 8;
-        static_cast<T*>(args.y)[static_cast<i64>(piece) * 8 + c % 8] =
-            exact(args, n, c, row, column);
       }
     }
   }

@@ -5,16 +5,15 @@
 // then alpha and beta*accumulate, and one rounding.
 // Warps: depthwise_args.cuh; each takes items, one after another, and multiplies each row of x by the
 // rows of y that meet it, which wait in a ring of registers. A lane keeps KERNEL_H x KERNEL_W sums;
-// kernels of more rows are cut into groups of so many.
-// Grid: (blocks * channel tiles, 1, groups of kernel rows).
+// kernels of more rows are cut into groups of so many, and those of several planes into planes.
+// Grid: (blocks * channel tiles, 1, groups of kernel rows of all planes).
 // Shared memory: STAGES rows of x and y a warp, then in their place the strips' sums, added up in
 // order; the last block of a channel tile to arrive adds the blocks' partial sums up, in an order
 // that depends on their number alone.
 // Deterministic.
-// Relies on its launcher for: 16-byte chunks of channels, aligned; an image's extent below 2^31
-// elements; `arrived` being 0, and partials with more than one block.
-// Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
-// since 0 * Inf is NaN.
+// Relies on its launcher for: channels and strides in multiples of PIECE; an image's extent below 2^31
+// elements; rows of weights of all planes at the same distance; `arrived` being 0, and partials with more than one block.
+// Padding enters as zeros.
 #include "depthwise_args.cuh"
 #include "depthwise_weight_args.cuh"
 #include "partial_sums.cuh"
@@ -30,8 +29,9 @@ using Channels = Vector<T, VECTOR>;
 
 constexpr int kChannels = LANES * VECTOR;
 constexpr int kTaps = KERNEL_H * KERNEL_W;
-constexpr int kSlots = (KERNEL_H + STRIDE - 1) / STRIDE;
-constexpr int kTurn = kSlots * STRIDE;
+constexpr int kStrideH = KERNEL_H == 1 ? 1 : STRIDE;
+constexpr int kSlots = (KERNEL_H + kStrideH - 1) / kStrideH;
+constexpr int kTurn = kSlots * kStrideH;
 constexpr int kRead = (COLUMNS - 1) * STRIDE + KERNEL_W;
 constexpr int kStrips = 32 / LANES;
 constexpr int kColumnsX = (kStrips - 1) * COLUMNS * STRIDE + kRead;
@@ -44,29 +44,15 @@ constexpr int kPixelBytes = kChannels * sizeof(T);
 // As in depthwise.cu.
 constexpr bool kSkipTaps = KERNEL_H >= 5;
 
-// One thread's sum for one tap and channel, over its items, from the pairs that exist.
-__device__ __noinline__ S exact(const DepthwiseWeightArgs& args, int c, int r, int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  const Tiling& tiling = args.tiling;
-  const int items = tiling.groups * tiling.chunks * args.batch;
-  const int step = static_cast<int>(gridDim.x / tiling.channel_tiles) * WARPS;
-  S sum = 0;
-  for (int item = blockIdx.x / tiling.channel_tiles * WARPS + threadIdx.x / 32; item < items;
-       item += step) {
-    const ItemAt at = item_at(tiling, item);
-    const int n = at.n, first = at.chunk * tiling.rows;
-    const int left = (at.group * kStrips + threadIdx.x % 32 / LANES) * COLUMNS;
-    for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
-      for (int q = left; q < min(left + COLUMNS, args.y_size[1]); ++q) {
-        const int h = p * STRIDE + r - args.pad[0], k = q * STRIDE + s - args.pad[1];
-        if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) continue;
-        sum += widen(x[n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-               widen(y[n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
-      }
-    }
+// The gradient of a tap, if the kernel has it.
+__device__ __forceinline__ void put(const DepthwiseWeightArgs& args, int c, int r, int s, S sum) {
+  if (r >= args.kernel_rows || c >= args.channels) return;
+  if constexpr (KERNEL_H == 1) {
+    const int own = s / args.dilation;
+    if (own * args.dilation != s || own >= args.columns) return;
+    s = own;
   }
-  return sum;
+  put_gradient<R>(args, c, r, s, sum);
 }
 
 }  // namespace
@@ -82,8 +68,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int block = blockIdx.x / tiling.channel_tiles, blocks = gridDim.x / tiling.channel_tiles;
   const int first_channel = channel_tile * kChannels;
   const int strip = lane / LANES, own = lane % LANES * VECTOR;
-  const int c = first_channel + own;
-  const int first_tap_row = blockIdx.z * KERNEL_H;
+#if PLANES
+  // Of this plane of the kernel, then of all.
+  const int plane_rows = args.kernel_rows / args.planes.kernel;
+  const int plane_groups = (plane_rows + KERNEL_H - 1) / KERNEL_H;
+  const int kernel_plane = blockIdx.z / plane_groups;
+  const int top_tap = (blockIdx.z - kernel_plane * plane_groups) * KERNEL_H;
+  const int first_tap_row = kernel_plane * plane_rows + top_tap;
+  const int tap_rows = min(KERNEL_H, plane_rows - top_tap);
+#else
+  const int top_tap = blockIdx.z * KERNEL_H, first_tap_row = top_tap;
+  constexpr int tap_rows = KERNEL_H;
+#endif
   const int items = tiling.groups * tiling.chunks * args.batch;
   T* const all_stages = reinterpret_cast<T*>(shared);
   const int stages = warp * STAGES * kStage;
@@ -93,25 +89,35 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       kept_value(first_stage + (strip * COLUMNS * STRIDE * kChannels + own) * sizeof(T));
   const int own_y = kept_value(
       first_stage + (CopierX::kElements + strip * COLUMNS * kChannels + own) * sizeof(T));
-  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+  const int steps = (tiling.rows - 1) * kStrideH + KERNEL_H;
 
   S sums[KERNEL_H][KERNEL_W][VECTOR] = {};
   for (int item = block * WARPS + warp; item < items; item += blocks * WARPS) {
     const ItemAt at = item_at(tiling, item);
     const int first_row = at.chunk * tiling.rows, first_column = at.group * kColumnsY;
-    const int top = first_row * STRIDE - args.pad[0] + first_tap_row;
+    const int top = first_row * kStrideH - args.pad[0] + top_tap;
     const int y_end = min(args.y_size[0], first_row + tiling.rows);
-    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + at.n * args.x_stride[0],
-              args.x_stride, top, args.x_size[0], first_column * STRIDE - args.pad[1],
-              args.x_size[1], first_channel, args.channels, lane);
-    CopierY y(all_stages + stages + CopierX::kElements,
-              static_cast<const T*>(args.y) + at.n * args.y_stride[0], args.y_stride, first_row,
-              y_end, first_column, args.y_size[1], first_channel, args.channels, lane);
+#if PLANES
+    const Planes& of = args.planes;
+    const int image = at.n / of.y, z = at.n - image * of.y;
+    const int d = z * of.stride + kernel_plane * of.dilation - of.pad;
+    if (d < 0 || d >= of.x) continue;
+    const i64 x_image = image * args.x_stride[0] + d * of.x_stride;
+    const i64 y_image = image * args.y_stride[0] + z * of.y_stride;
+#else
+    const i64 x_image = at.n * args.x_stride[0], y_image = at.n * args.y_stride[0];
+#endif
+    CopierX x(all_stages + stages, static_cast<const T*>(args.x) + x_image, args.x_stride, top,
+              args.x_size[0], first_column * STRIDE - args.pad[1], args.x_size[1], first_channel,
+              args.channels, lane);
+    CopierY y(all_stages + stages + CopierX::kElements, static_cast<const T*>(args.y) + y_image,
+              args.y_stride, first_row, y_end, first_column, args.y_size[1], first_channel,
+              args.channels, lane);
     const auto fetch = [&](int step) {
       if (step < steps) {
         const int offset = step % STAGES * kStageBytes;
         x.copy(offset);
-        if (STRIDE == 1 || step % STRIDE == 0) y.copy(offset);
+        if (kStrideH == 1 || step % kStrideH == 0) y.copy(offset);
       }
       commit_copies();
     };
@@ -128,13 +134,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           wait_for_copies<STAGES - 2>();
           fetch(step + STAGES - 1);
           const int stage = step % STAGES * kStageBytes;
-          if (j % STRIDE == 0) {
+          if (j % kStrideH == 0) {
 #pragma unroll
             for (int i = 0; i < COLUMNS; ++i) {
               Channels read;
               load_shared(own_y + stage + i * kPixelBytes, read.raw);
 #pragma unroll
-              for (int v = 0; v < VECTOR; ++v) ring[j / STRIDE][i][v] = widen(read.at[v]);
+              for (int v = 0; v < VECTOR; ++v) ring[j / kStrideH][i][v] = widen(read.at[v]);
             }
           }
           const int h = top + step;
@@ -149,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             }
 #pragma unroll
             for (int r = 0; r < KERNEL_H; ++r) {
-              if (positive_mod(j - r, STRIDE) != 0) continue;
-              const int slot = positive_mod(j - r, kTurn) / STRIDE;
-              if (kSkipTaps && (step < r || step - r > (tiling.rows - 1) * STRIDE)) continue;
+              if (positive_mod(j - r, kStrideH) != 0) continue;
+              const int slot = positive_mod(j - r, kTurn) / kStrideH;
+              if (kSkipTaps && (step < r || step - r > (tiling.rows - 1) * kStrideH)) continue;
 #pragma unroll
               for (int s = 0; s < KERNEL_W; ++s) {
 #pragma unroll
@@ -166,15 +172,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
           }
         }
       }
-    }
-  }
-  bool odd = false;
-#pragma unroll
-  for (int r = 0; r < KERNEL_H; ++r) {
-#pragma unroll
-    for (int s = 0; s < KERNEL_W; ++s) {
-#pragma unroll
-      for (int v = 0; v < VECTOR; ++v) odd |= !is_finite(sums[r][s][v]);
     }
   }
 
@@ -194,13 +191,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       }
     }
   }
-  if (odd && c < args.channels) {
-    for (int i = 0; i < kTaps * VECTOR; ++i) {
-      const int tap = i / VECTOR, v = i % VECTOR;
-      S& sum = units_sums[(tap * units + unit) * kChannels + own + v];
-      if (!is_finite(sum)) sum = exact(args, c + v, first_tap_row + tap / KERNEL_W, tap % KERNEL_W);
-    }
-  }
   __syncthreads();
   constexpr int kPart = kTaps * kChannels;
   S* const partials =
@@ -216,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
     if (!alone) {
       partials[static_cast<i64>(block) * kPart + i] = sum;
-    } else if (r < args.kernel_rows && first_channel + channel < args.channels) {
-      put_gradient<R>(args, first_channel + channel, r, s, sum);
+    } else if (tap / KERNEL_W < tap_rows) {
+      put(args, first_channel + channel, r, s, sum);
     }
   }
   if (alone) return;
@@ -244,8 +234,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int r = first_tap_row + tap / KERNEL_W, s = tap % KERNEL_W;
     S sum = 0;
     for (int share = 0; share < shares; ++share) sum += units_sums[share * kPart + i];
-    if (r < args.kernel_rows && first_channel + channel < args.channels) {
-      put_gradient<R>(args, first_channel + channel, r, s, sum);
-    }
+    if (tap / KERNEL_W < tap_rows) put(args, first_channel + channel, r, s, sum);
   }
 }

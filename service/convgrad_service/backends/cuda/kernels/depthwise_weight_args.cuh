@@ -35,17 +35,6 @@ struct DepthwiseWeightOperands : Maps {
   int pad[2];
 };
 
-// Adds what pixel (n, p, q) of y has to tap (r, s), if it meets a pixel of x there; x and y are those
-// of one channel.
-template <int kStride, class Args, class T, class S>
-__device__ __forceinline__ void add_pair(S& sum, const Args& args, const T* x, const T* y, int n,
-                                         int p, int q, int r, int s) {
-  const int h = p * kStride + r - args.pad[0], k = q * kStride + s - args.pad[1];
-  if (h < 0 || h >= args.x_size[0] || k < 0 || k >= args.x_size[1]) return;
-  sum += widen(x[n * args.x_stride[0] + h * args.x_stride[1] + k * args.x_stride[2]]) *
-         widen(y[n * args.y_stride[0] + p * args.y_stride[1] + q * args.y_stride[2]]);
-}
-
 // A finished sum, to where the gradient of channel c and tap (r, s) lies.
 template <class R, class Args, class S>
 __device__ __forceinline__ void put_gradient(const Args& args, int c, int r, int s, S sum) {

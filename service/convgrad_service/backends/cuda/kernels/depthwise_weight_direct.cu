@@ -17,8 +17,7 @@
 // Relies on its launcher for: channels and strides in multiples of 8 elements; an image's extent
 // below 2^31 elements, and items; `arrived` being 0, and partials with more than one block. INNER:
 // units end where rows of y do, and nothing is padded by more than half a kernel.
-// Padding enters as zeros; a sum that is not finite is computed again from the pairs that exist,
-// since 0 * Inf is NaN.
+// Padding enters as zeros.
 #include "depthwise_weight_args.cuh"
 #include "divider.cuh"
 #include "kept.cuh"
@@ -97,24 +96,6 @@ __device__ __forceinline__ void widen_all(u32 raw, u32 mask, float* wide) {
 __device__ __forceinline__ void widen_all(uint2 raw, u32 mask, float* wide) {
   widen_both(raw.x & mask, T{}, wide);
   widen_both(raw.y & mask, T{}, wide + 2);
-}
-
-// One thread's sum for one tap and channel, over its unit's items, from the pairs that exist.
-__device__ __noinline__ float exact(const DepthwiseWeightDirectArgs& args, int first, int step,
-                                    int strip, int c, int r, int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  float sum = 0;
-  for (int item = first; item < args.batch * args.chunks * args.groups; item += step) {
-    const ItemAt at = item_at(args, item);
-    const int top = at.chunk * args.rows, left = (at.group * args.strips + strip) * COLUMNS;
-    for (int p = top; p < min(top + args.rows, args.y_size[0]); ++p) {
-      for (int q = left; q < min(left + COLUMNS, args.y_size[1]); ++q) {
-        add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
-      }
-    }
-  }
-  return sum;
 }
 
 __device__ void put(const DepthwiseWeightDirectArgs& args, int c, int r, int s, float sum) {
@@ -240,26 +221,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // The block's strips, then units, in order.
-  bool odd = false;
 #pragma unroll
   for (int r = 0; r < KERNEL; ++r) {
 #pragma unroll
     for (int s = 0; s < KERNEL; ++s) {
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
-        odd |= !is_finite(sums[r][s][v]);
         shared[((r * KERNEL + s) * VECTOR + v) * threads + thread] = sums[r][s][v];
       }
-    }
-  }
-  if (odd) {
-#pragma unroll 1
-    for (int i = 0; i < kTaps * VECTOR; ++i) {
-      float& sum = shared[i * threads + thread];
-      const int tap = i / VECTOR;
-      if (is_finite(sum)) continue;
-      sum = exact(args, first_item, item_step, strip, c + i % VECTOR,
-                  tap / KERNEL, tap % KERNEL);
     }
   }
   __syncthreads();

@@ -20,8 +20,6 @@
 // order.
 // Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
 // and partials with more than one block.
-// Padding and diagonals that are not wanted meet elements that may be Inf; a sum that is not finite
-// is computed again from the pairs that exist.
 #include "depthwise_strips.cuh"
 #include "depthwise_weight_args.cuh"
 #include "partial_sums.cuh"
@@ -85,31 +83,6 @@ constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
 constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
 // A lane's sums: for each channel, of each two columns of y.
 constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
-
-// A tap's sum over the items of `block`, from the pairs that exist.
-__device__ __noinline__ float exact(const DepthwiseWeightMmaArgs& args, int block, int c, int r,
-                                    int s) {
-  const T* const x = static_cast<const T*>(args.x) + c / args.multiplier;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  const StripTiling& tiling = args.tiling;
-  const int items = tiling.tiles * tiling.chunks;
-  float sum = 0;
-  for (int item = block; item < items; item += args.blocks) {
-    const TileAt tile = tile_at(tiling, item);
-    const int first = tile.chunk * tiling.rows;
-    for (int strip = 0; strip < kTileStrips; ++strip) {
-      const StripAt at = strip_at<1>(tiling, tile, strip, tiling.strips);
-      if (at.n >= args.batch) break;
-      const int left = at.strip * kStripColumns;
-      for (int p = first; p < min(first + tiling.rows, args.y_size[0]); ++p) {
-        for (int q = left; q < min(left + kStripColumns, args.y_size[1]); ++q) {
-          add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
-        }
-      }
-    }
-  }
-  return sum;
-}
 
 // The gradient of tap (r, s), if there is one.
 __device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
@@ -310,7 +283,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
       const int diagonal = s / STRIDE + j;
       sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
     }
-    if (!is_finite(sum) && c < args.channels) sum = exact(args, block, c, first_r + r, first_s + s);
     if (!alone) {
       partials[static_cast<i64>(block) * part + i] = sum;
     } else {

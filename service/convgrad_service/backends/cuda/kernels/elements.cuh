@@ -62,11 +62,6 @@ __device__ __forceinline__ double narrow<double>(double value) {
   return value;
 }
 
-template <class S>
-__device__ __forceinline__ bool is_finite(S value) {
-  return value - value == S(0);
-}
-
 __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
 // a / b and a % b for 0 <= a and 0 < b. Most are small, and 64-bit division is many times slower.

@@ -291,15 +291,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
         if (++stage == STAGES) stage = 0;
       }
-      // Rows that the kernel does not have took zeros times y, which need not be zeros.
-      if (args.kernel[1] < ROWS) {
-#pragma unroll
-        for (int r = 1; r < ROWS; ++r) {
-          if (r < args.kernel[1]) continue;
-#pragma unroll
-          for (int e = 0; e < 8; ++e) sum[e / 4][r][e % 4] = 0;
-        }
-      }
     } else {
       __syncthreads();
     }

@@ -13,8 +13,7 @@
 // rows of x as they come and of their windows, and the weights.
 // Relies on its launcher for the grid (blocks of channels running fastest, then ranges of units),
 // dilation 1, one group, and x with channels and W side by side, 4-byte aligned.
-// Deterministic: one order of additions for each result. Positions outside the input enter as zeros,
-// which times an infinity is NaN: sums that are not finite are taken again over those inside.
+// Deterministic: one order of additions for each result. Positions outside the input enter as zeros.
 // Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "epilogue.cuh"
 #include "first_windows.cuh"
@@ -152,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   float sum[2][4][4];
   const u32 windows_at = shared_address(base);
   // This lane's address of its tile of a pair; the upper lanes' is the second one's. Beyond the last
-  // tile any: its weights are zeros, and so is what is taken of x.
+  // tile it is the last one again, whose weights there are zeros.
   const int half = lane >> 4, tile_half = kWide ? 0 : half;
   const u32 lane_at = windows_at + (warp_q + (lane & 15)) * x.pitch() + (kWide ? half * 16 : 0);
   const auto window_of = [&](int first_slot, int pair) {
@@ -174,7 +173,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       for (int n = 0; n < 4; ++n) load_b(weight[n], tap * pairs + pair, n);
 #endif
       const u32 from = window_of(first_slot, pair);
-      const bool whole = kWide || pair * 2 + 1 < tiles;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         u32 a[4];
@@ -183,7 +181,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = to_tf32(a[e]);
         }
-        if (!whole) a[2] = a[3] = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
 #if RESIDENT
@@ -196,31 +193,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   };
 
-  // One sum by the definition.
-  const auto taken_again = [&](const Unit& unit, int p, int q, int k) {
-    float value = 0;
-#pragma unroll 1
-    for (int t = 0; t < taps; ++t) {
-      Unit of = unit;
-      of.d = unit.z * geometry.stride[0] + t - geometry.pad[0];
-      if (of.d < 0 || of.d >= geometry.x_size[0]) continue;
-#pragma unroll 1
-      for (int r = 0; r < rows; ++r) {
-        const int h = p * geometry.stride[1] + r - geometry.pad[1];
-        if (h < 0 || h >= geometry.x_size[1]) continue;
-#pragma unroll 1
-        for (int column = 0; column < x.columns(); ++column) {
-          const int element = x.window_at(q) + column;
-          if (element < 0 || element >= x.row_elements()) continue;
-          const int s = column / geometry.channels, c = column - s * geometry.channels;
-          value += widen(x.x[x.row_of(of, h) + element]) *
-                   widen(w[k * args.w_stride[1] + c * args.w_stride[2] + t * args.w_stride[3] +
-                           r * args.w_stride[4] + s * args.w_stride[5]]);
-        }
-      }
-    }
-    return value;
-  };
   const auto write = [&](const Unit& unit) {
     const int p = unit.p0 + warp_row;
     if (p >= geometry.y_size[1]) return;
@@ -228,21 +200,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (channel >= args.y_channels) return;
     const i64 row_at = unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
                        p * args.y_stride[4] + channel * args.y_stride[2];
-    const T* const bias = static_cast<const T*>(args.bias);
     // Eight neighbouring channels of a position at a time.
-    u32 odd = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int q = warp_q + i * 8 + (lane >> 2);
-      if (q >= unit.width) continue;
-      float values[8], finite = 0;
+      if (q >= unit.width || !args.plain) continue;
+      float values[8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        values[e] = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
-        finite = fmaf(values[e], 0.0f, finite);
-      }
-      if (finite != 0.0f || !args.plain) odd |= 1u << i;
-      if (!args.plain) continue;
+      for (int e = 0; e < 8; ++e) values[e] = sum[i / 2][e / 2][i % 2 * 2 + e % 2];
       T* const to = static_cast<T*>(args.y) + row_at + (unit.q0 + q) * args.y_stride[5];
       if (args.wide_stores) {
         store_eight(to, values, channel + kChunk < args.y_channels);
@@ -253,28 +218,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
       }
     }
-    if (odd == 0) return;
-    // One at a time: with an epilogue, or by the definition where it is not finite.
+    if (args.plain) return;
+    // With an epilogue one at a time.
 #pragma unroll 1
     for (int i = 0; i < 32; ++i) {
-      const int q = unit.q0 + warp_q + i / 8 * 8 + (lane >> 2), k = channel + i % 8;
-      if ((odd >> i / 8 & 1) == 0 || k >= args.y_channels) continue;
+      const int q = warp_q + i / 8 * 8 + (lane >> 2), k = channel + i % 8;
+      if (q >= unit.width || k >= args.y_channels) continue;
       float value = 0;
 #pragma unroll
       for (int other = 0; other < 32; ++other) {
         const int of = other / 8, e = other % 8;
         value = other == i ? sum[of / 2][e / 2][of % 2 * 2 + e % 2] : value;
       }
-      if (args.plain && is_finite(value)) continue;
-      const bool again = !is_finite(value);
-      if (again) value = taken_again(unit, p, q, k);
-      const bool biased = args.plain && !again;  // already
-      const i64 place = row_at + q * args.y_stride[5] + i % 8 * args.y_stride[2];
+      const i64 place = row_at + (unit.q0 + q) * args.y_stride[5] + i % 8 * args.y_stride[2];
       const T* accumulate = static_cast<const T*>(args.accumulate);
       if (accumulate != nullptr) accumulate += place;
-      static_cast<T*>(args.y)[place] =
-          narrow<T>(finish<T, float>(value, args.alpha, args.beta, accumulate,
-                                     bias == nullptr || biased ? nullptr : bias + k, args.activation));
+      const T* bias = static_cast<const T*>(args.bias);
+      if (bias != nullptr) bias += k;
+      static_cast<T*>(args.y)[place] = narrow<T>(
+          finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
     }
   };
 

@@ -79,43 +79,13 @@ struct Share {
   }
 };
 
-// One result by the definition.
-template <class T>
-__device__ inline float by_definition(const FirstGroupsArgs& args, const Share& share, int h, int w_at,
-                                      int c) {
-  const T* const y = static_cast<const T*>(args.y) + share.n * args.y_stride[0] +
-                     share.z * args.y_stride[3];
-  const T* const w = static_cast<const T*>(args.w) + c * args.w_stride[2];
-  float value = 0;
-#pragma unroll 1
-  for (int r = 0; r < args.kernel[1]; ++r) {
-    const int rows = h + args.pad[1] - r, p = floor_div(rows, args.stride[1]);
-    if (p * args.stride[1] != rows || p < 0 || p >= args.y_size[1] || !share.met) continue;
-#pragma unroll 1
-    for (int s = 0; s < args.kernel[2]; ++s) {
-      const int reach = w_at + args.pad[2] - s, q = floor_div(reach, args.stride[2]);
-      if (q * args.stride[2] != reach || q < 0 || q >= args.y_size[2]) continue;
-      const T* const pixel = y + p * args.y_stride[4] + q * args.y_stride[5];
-      const T* const tap = w + r * args.w_stride[4] + s * args.w_stride[5];
-#pragma unroll 1
-      for (int k = 0; k < args.y_channels; ++k) {
-        value += widen(pixel[k]) * widen(tap[k * args.w_stride[1]]);
-      }
-    }
-  }
-  return value;
-}
-
-// One sum of group `group` in row h, where it did not go by the short way: with an epilogue, or taken
-// again because it is not finite.
+// One sum of group `group` in row h, with an epilogue.
 template <class T>
 __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, int h, int group,
                                int column, float value) {
-  if (args.plain && is_finite(value)) return;
   const int b = column / args.channels, c = column - b * args.channels;
   const int w_at = group * args.group + b;
   if (b >= args.group || w_at >= args.x_size[2]) return;
-  if (!is_finite(value)) value = by_definition<T>(args, share, h, w_at, c);
   const i64 at = share.n * args.x_stride[0] + share.d * args.x_stride[3] + h * args.x_stride[4] +
                  w_at * args.x_stride[5] + c * args.x_stride[2];
   const T* accumulate = static_cast<const T*>(args.accumulate);
@@ -126,7 +96,7 @@ __device__ inline void put_one(const FirstGroupsArgs& args, const Share& share, 
       finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
 }
 
-// Two neighbouring columns by the short way: `x` is the row, `at` the first column's place in it where
+// Two neighbouring columns of plain results: `x` is the row, `at` the first column's place in it where
 // columns are neighbours.
 template <class T>
 __device__ __forceinline__ void put_two(const FirstGroupsArgs& args, T* x, int at, int group,

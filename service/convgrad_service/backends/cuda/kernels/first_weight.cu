@@ -15,8 +15,7 @@
 // blocks of channels, splits), dilation 1, one group, for y with channels, or with ALONG_W W, side by
 // side in whole 16-byte chunks, and x with channels and W side by side, both 4-byte aligned.
 // Deterministic: one order of additions for each result and number of splits. Positions outside the
-// input enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
-// order, over the positions inside.
+// input enter as zeros.
 // Index limits: units and positions of a row below 2^31; 64-bit offsets elsewhere.
 #include "epilogue.cuh"
 #include "first_windows.cuh"
@@ -288,26 +287,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int k = first_channel + channel, r = first_row + row;
     const int s = column / geometry.channels, c = column - s * geometry.channels;
     if (k >= args.y_channels) break;
-    float value = total[channel * total_pitch + row * geometry.column_tiles * 8 + column];
-    if (!is_finite(value)) {
-      value = 0;
-      for (int index = unit0; index < unit1; ++index) {
-        const Unit unit = unit_of(index);
-        if (!unit.inside) continue;
-        for (int p = unit.p0; p < min(unit.p0 + geometry.unit_rows, geometry.y_size[1]); ++p) {
-          const int h = p * geometry.stride[1] - geometry.pad[1] + r;
-          if (h < 0 || h >= geometry.x_size[1]) continue;
-          const T* const x_row = x.x + x.row_of(unit, h);
-          const T* const y_row = y + unit.n * args.y_stride[0] + unit.z * args.y_stride[3] +
-                                 p * args.y_stride[4] + k * args.y_stride[2];
-          for (int q = unit.q0; q < unit.q0 + unit.width; ++q) {
-            const int element = x.window_at(q) + column;
-            if (element < 0 || element >= x.row_elements()) continue;
-            value += widen(y_row[q * args.y_stride[5]]) * widen(x_row[element]);
-          }
-        }
-      }
-    }
+    const float value = total[channel * total_pitch + row * geometry.column_tiles * 8 + column];
     if (args.splits > 1) {
       const i64 all = static_cast<i64>(geometry.kernel[0]) * geometry.kernel[1] * columns;
       const i64 at = k * all + (static_cast<i64>(tap) * geometry.kernel[1] + r) * columns + column;

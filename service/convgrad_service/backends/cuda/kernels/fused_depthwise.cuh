@@ -62,9 +62,8 @@ __device__ __forceinline__ void sum_taps(float (&sum)[kStripPixels][kVector],
 }
 
 // A kernel of kWidth columns without dilation along them: every input is read once for a row of
-// taps, and what lies outside counts as zero. The weights must be finite. One plane of taps, of at
-// most 32 rows; kRows, where it is not 0, is their number, and all are read at once, the first kAhead
-// of them ahead of time.
+// taps, and what lies outside counts as zero. One plane of taps, of at most 32 rows; kRows, where it
+// is not 0, is their number, and all are read at once, the first kAhead of them ahead of time.
 template <class T, int kWidth, int kStride, int kRows, int kAhead>
 struct Sliding {
   static constexpr int kColumns = (kStripPixels - 1) * kStride + kWidth;

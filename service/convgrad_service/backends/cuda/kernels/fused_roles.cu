@@ -110,7 +110,6 @@ extern "C" __global__ void __launch_bounds__(kAll, BLOCKS)
   const bool kept = chunks <= 2;  // the widened weights
   const int all = tiles * chunks;
 
-  if (own_thread() == 0) *shared.odd = 0;
 #pragma unroll 1
   for (int i = 0; i < kRaw && i < (kept ? chunks : all); ++i) copy_taps(args, raw_at(i), i % chunks);
   commit_copies();
@@ -121,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kAll, BLOCKS)
   meet();
 #pragma unroll 1
   for (int i = 0; i < 2 && i < all; ++i) {
-    if (i < chunks || !kept) widen_taps(args, taps_at(i), raw_at(i), i % chunks, shared.odd);
+    if (i < chunks || !kept) widen_taps(args, taps_at(i), raw_at(i), i % chunks);
   }
   meet();
 
@@ -152,8 +151,7 @@ extern "C" __global__ void __launch_bounds__(kAll, BLOCKS)
       }
       ++made;
       if (!kept && made > 1 && made < all) {
-        widen_taps(args, taps_at(made), raw_at(made), chunk + 1 == chunks ? 0 : chunk + 1,
-                   shared.odd);
+        widen_taps(args, taps_at(made), raw_at(made), chunk + 1 == chunks ? 0 : chunk + 1);
       }
     }
     wait_copies<1>();

@@ -18,8 +18,7 @@
 // strips and pixels.
 // Relies on its launcher for the grid (blocks, each taking every gridDim.x-th tile; parts of the
 // output channels) and for what FusedArgs says of operands.
-// Deterministic: one order of additions for each result. Zeros that stand for inputs outside would
-// make NaN of weights that are not finite: with such weights only taps inside are computed.
+// Deterministic: one order of additions for each result.
 // Index limits: pixels below 2^31; 64-bit offsets.
 #include "fused_tile.cuh"
 
@@ -73,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (++copy_stage == stages) copy_stage = 0;
   };
 
-  if (threadIdx.x == 0) *shared.odd = 0;
 #pragma unroll 1
   for (int i = 0; i < kRaw && i < (kept ? chunks : tiles * chunks); ++i) {
     copy_taps(args, raw_at(i), i % chunks);
@@ -91,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < 2 && i < tiles * chunks; ++i) {
-    if (i < chunks || !kept) widen_taps(args, taps_at(i), raw_at(i), i % chunks, shared.odd);
+    if (i < chunks || !kept) widen_taps(args, taps_at(i), raw_at(i), i % chunks);
   }
   __syncthreads();
   // The next chunk to compute: of which tile, and how many there were.
@@ -113,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       make_table(tile + 2);
     }
     if (!kept && made > 1 && made < tiles * chunks) {
-      widen_taps(args, taps_at(made), raw_at(made), made_chunk, shared.odd);
+      widen_taps(args, taps_at(made), raw_at(made), made_chunk);
     }
   };
   if (!kept && 3 < tiles * chunks) copy_taps(args, raw_at(3), 3 % chunks);

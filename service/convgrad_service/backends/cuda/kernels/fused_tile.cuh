@@ -19,10 +19,9 @@ struct Shared {
   float* taps;         // two chunks, widened
   unsigned char* raw;  // three chunks as they come
   Strip* strips;       // kTables x kPixels
-  Corner* corners;     // kTables x kPixels
+  Corner* corners;     // kTables x kPixels, where no window slides
   i64* outputs;        // kTables x kPixels
   int* counts;         // strips of each table
-  int* odd;            // whether some depthwise weight was not finite
 };
 
 __device__ __forceinline__ int taps_of(const FusedArgs& args) {
@@ -47,9 +46,8 @@ __device__ __forceinline__ Shared shared_of(const FusedArgs& args, unsigned char
   shared.strips = reinterpret_cast<Strip*>(at);
   at += kTables * kPixels * static_cast<int>(sizeof(Strip));
   shared.corners = reinterpret_cast<Corner*>(at);
-  at += kTables * kPixels * static_cast<int>(sizeof(Corner));
+  if (WIDTH == 0) at += kTables * kPixels * static_cast<int>(sizeof(Corner));
   shared.counts = reinterpret_cast<int*>(at);
-  shared.odd = shared.counts + kTables;
   return shared;
 }
 
@@ -67,18 +65,14 @@ __device__ __forceinline__ void copy_taps(const FusedArgs& args, unsigned char* 
 
 // From how they come to how they are read: a channel a thread, and every so many taps.
 __device__ __forceinline__ void widen_taps(const FusedArgs& args, float* to,
-                                           const unsigned char* from, int chunk, int* odd) {
+                                           const unsigned char* from, int chunk) {
   const int taps = taps_of(args), channel = own_thread() % kChunk;
   if (chunk * kChunk + channel >= args.channels) return;
   const Element* const raw = reinterpret_cast<const Element*>(from) + channel * taps;
   to += weight_place(channel);
-  bool finite = true;
   for (int tap = own_thread() / kChunk; tap < taps; tap += kThreads / kChunk) {
-    const float value = widen(raw[tap]);
-    finite = finite && is_finite(value);
-    to[tap * kChunk] = value;
+    to[tap * kChunk] = widen(raw[tap]);
   }
-  if (!finite) *odd = 1;
 }
 
 // Where the pixels of a tile are in y.
@@ -95,7 +89,7 @@ __device__ __forceinline__ void find_strips(const FusedArgs& args, const Shared&
   for (int i = kThreads - 1 - own_thread(); i < strips; i += kThreads) {
     Corner corner = {};
     shared.strips[table * kPixels + i] = strip_of(args, rows, i, corner);
-    shared.corners[table * kPixels + i] = corner;
+    if (WIDTH == 0) shared.corners[table * kPixels + i] = corner;
   }
   if (own_thread() == 0) shared.counts[table] = strips;
 }
@@ -148,23 +142,24 @@ __device__ __forceinline__ void compute_middle(const FusedArgs& args, const Shar
   const bool there = channel < args.channels;
   unsigned char* const to = shared.middle_at + slot * kMiddleBytes;
   const Element* const bias0 = static_cast<const Element*>(args.bias0);
-  const bool odd = *shared.odd != 0;
   const int strips = shared.counts[table];
   for (int i = own_thread() >> args.lanes; i < strips; i += kThreads >> args.lanes) {
+#ifdef MULTIPLIERS
+    // Read again where it is needed: registers are few in one of two roles.
+    const Strip& strip = shared.strips[table * kPixels + i];
+#else
     const Strip strip = shared.strips[table * kPixels + i];
+#endif
     float sum[kStripPixels][kVector] = {};
     if (there && strip.count > 0) {
 #if WIDTH != 0
-      if (!odd) {
-        if (i >= kThreads >> args.lanes) inputs.fetch(args, strip, channel);
-        inputs.finish(sum, args, strip, channel, weights, vector);
-      } else
+      if (i >= kThreads >> args.lanes) inputs.fetch(args, strip, channel);
+      inputs.finish(sum, args, strip, channel, weights, vector);
+#else
+      const Corner corner = shared.corners[table * kPixels + i];
+      const Element* const x = static_cast<const Element*>(args.x) + static_cast<int>(strip.at);
+      sum_taps(sum, args, corner, strip.count, x + channel, weights, vector);
 #endif
-      {
-        const Corner corner = shared.corners[table * kPixels + i];
-        const Element* const x = static_cast<const Element*>(args.x) + static_cast<int>(strip.at);
-        sum_taps(sum, args, corner, strip.count, x + channel, weights, vector);
-      }
     }
     if (there && (bias0 != nullptr || args.activation0 != kNone)) {
       float bias[kVector] = {};

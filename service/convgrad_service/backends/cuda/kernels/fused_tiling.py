@@ -98,7 +98,7 @@ def tilings(
                 1024
                 + slots * shape.pixels * ROW_BYTES
                 + first.taps * CHUNK * (2 * 4 + 3 * 2)
-                + 4 * shape.pixels * (8 + 16 + 12)
+                + 4 * shape.pixels * (8 + 16 + (12 if sliding_of(first) == (0, 0) else 0))
                 + 64
             )
             stage = shape.outputs * ROW_BYTES

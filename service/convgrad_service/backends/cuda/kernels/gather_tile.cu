@@ -6,8 +6,7 @@
 // source channels of one tap. Static shared memory: 13 KiB for the steps (double 26) and 5 KiB for
 // the pixels' coordinates and offsets. Deterministic: every result is one sum over taps, then
 // channels, in order, whatever the tile.
-// Source positions outside the tensor enter as zeros. Zero times a weight that is not finite would
-// be NaN, so where a step's weights hold such a value the products are predicated instead.
+// Source positions outside the tensor enter as zeros.
 // Relies on its launcher for the grid: x = phases * pixel tiles (of the largest phase) * groups *
 // channel tiles, the last running fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.
@@ -113,18 +112,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Sum<ELEMENT>) == 4
               from += kThreads / kPixels * args.x_stride[2];
             }
           }
-          bool odd = false;
           const int c = c0 + thread % kStep;
           int k = first_channel + thread / kStep;
           const T* from = weight + c * args.w_stride[2] + k * args.w_stride[1];
 #pragma unroll
           for (int i = 0; i < kChannels * kStep / kThreads; ++i) {
             b[i] = c < args.in_channels && k < args.out_channels ? S(widen(*from)) : S(0);
-            odd |= !is_finite(b[i]);
             k += kThreads / kStep;
             from += kThreads / kStep * args.w_stride[1];
           }
-          odd = __syncthreads_or(odd);  // and nobody reads the last step's tiles any more
+          __syncthreads();  // nobody reads the last step's tiles any more
 #pragma unroll
           for (int i = 0; i < kPixels * kStep / kThreads; ++i) {
             const int at = thread + i * kThreads;
@@ -137,31 +134,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, sizeof(Sum<ELEMENT>) == 4
             b_tile[at % kStep][at / kStep] = b[i];
           }
           __syncthreads();
-          if (!odd) {
 #pragma unroll
-            for (int k = 0; k < kStep; ++k) {
-              S left[kRows], right[kColumns];
+          for (int k = 0; k < kStep; ++k) {
+            S left[kRows], right[kColumns];
 #pragma unroll
-              for (int i = 0; i < kRows; ++i) left[i] = a_tile[k][row + i];
+            for (int i = 0; i < kRows; ++i) left[i] = a_tile[k][row + i];
 #pragma unroll
-              for (int j = 0; j < kColumns; ++j) right[j] = b_tile[k][column + j];
+            for (int j = 0; j < kColumns; ++j) right[j] = b_tile[k][column + j];
 #pragma unroll
-              for (int i = 0; i < kRows; ++i) {
+            for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-                for (int j = 0; j < kColumns; ++j) sum[i][j] += left[i] * right[j];
-              }
-            }
-          } else {
-            const int steps = min(kStep, args.in_channels - c0);
-            for (int k = 0; k < steps; ++k) {
-#pragma unroll
-              for (int i = 0; i < kRows; ++i) {
-                if (offset[row + i] < 0) continue;
-#pragma unroll
-                for (int j = 0; j < kColumns; ++j) {
-                  sum[i][j] += a_tile[k][row + i] * b_tile[k][column + j];
-                }
-              }
+              for (int j = 0; j < kColumns; ++j) sum[i][j] += left[i] * right[j];
             }
           }
         }

@@ -17,8 +17,8 @@
 // Relies on its launcher for the grid (slices running fastest, then phases, then boxes) and for
 // tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
 // Deterministic: one order of additions for each result, whatever box it falls in. Positions outside
-// the source and other groups' channels enter as products with zero, which an infinity makes NaN:
-// results that are not finite are summed again, in order, over what belongs to them.
+// the source and other groups' channels enter as products with zero, so NaN and infinities spread to
+// the groups merged with theirs: grouped_merge.py merges those that may share them.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped_result.cuh"
 #include "grouped_units.cuh"
@@ -255,66 +255,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int f = 0; f < MF; ++f) from_a[f] = a_at(f);
       multiply(sum, from_a, from);
 #endif
-      // Most results are sums that only need to be rounded.
-      float finite = 0;
-#pragma unroll
-      for (int s = 0; s < PACK; ++s) {
-#pragma unroll
-        for (int f = 0; f < MF; ++f) {
-#pragma unroll
-          for (int j = 0; j < NF; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) finite = fmaf(sum[s][f][j][e], 0.0f, finite);
-          }
-        }
-      }
-      if (__all_sync(~0u, finite == 0.0f)) {
+      // Sums that only need to be rounded.
 #if WINDOWS
-        // 16 bytes of 16 positions at a time: two rows of a window.
-        const int row = lane / 2, line = lane % 2, s = line ^ (row >> 2 & 1);
-        const bool mine = merge + s < merges;
+      // 16 bytes of 16 positions at a time: two rows of a window.
+      const int row = lane / 2, line = lane % 2, s = line ^ (row >> 2 & 1);
+      const bool mine = merge + s < merges;
 #pragma unroll
-        for (int f = 0; f < MF; ++f) {
-          if (fragment + f >= fragments) break;
-          put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
-          __syncwarp();
-          const int position = (fragment + f) * 16;
-          if (mine && real(position + row)) {
-            T* const to = y + result_at[position] + s * y_merge_stride + lane_to;
-            *reinterpret_cast<uint4*>(to + merge * y_merge_stride) =
-                *reinterpret_cast<const uint4*>(rows + lane * 16);
-          }
-          __syncwarp();
+      for (int f = 0; f < MF; ++f) {
+        if (fragment + f >= fragments) break;
+        put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+        __syncwarp();
+        const int position = (fragment + f) * 16;
+        if (mine && real(position + row)) {
+          T* const to = y + result_at[position] + s * y_merge_stride + lane_to;
+          *reinterpret_cast<uint4*>(to + merge * y_merge_stride) =
+              *reinterpret_cast<const uint4*>(rows + lane * 16);
         }
-#else
-        // 16 bytes of 16 rows at a time: this lane's rows and channels.
-        constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
-        constexpr int kRounds = (16 * kLine + 31) / 32;
-#pragma unroll
-        for (int f = 0; f < MF; ++f) {
-          if (fragment + f >= fragments) break;
-          put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
-          __syncwarp();
-#pragma unroll
-          for (int i = 0; i < kRounds; ++i) {
-            const int slot = i * 32 + lane, row = slot / kLine;
-            const int line = slot % kLine ^ (kSwapped ? row >> 2 & 1 : 0), s = line / kMergeLine;
-            const int channel = first_channel + (line - s * kMergeLine) * kChunk;
-            const int position = (fragment + f) * 16 + row;
-            if (slot >= 16 * kLine || merge + s >= merges || channel >= y_merge) continue;
-            const u32 at = result_at[position];
-            if (at == kNowhere || !real(position)) continue;
-            T* const to = y + (merge + s) * y_merge_stride + channel;
-            *reinterpret_cast<uint4*>(to + at) =
-                *reinterpret_cast<const uint4*>(rows + row * kRowPitch + slot % kLine * 16);
-          }
-          __syncwarp();
-        }
-#endif
-        continue;
+        __syncwarp();
       }
+#else
+      // 16 bytes of 16 rows at a time: this lane's rows and channels.
+      constexpr int kLine = kColumns / kChunk, kMergeLine = NF * 8 / kChunk;
+      constexpr int kRounds = (16 * kLine + 31) / 32;
+#pragma unroll
+      for (int f = 0; f < MF; ++f) {
+        if (fragment + f >= fragments) break;
+        put(sum, f, reinterpret_cast<T*>(rows), kRowPitch / kSize);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+          const int slot = i * 32 + lane, row = slot / kLine;
+          const int line = slot % kLine ^ (kSwapped ? row >> 2 & 1 : 0), s = line / kMergeLine;
+          const int channel = first_channel + (line - s * kMergeLine) * kChunk;
+          const int position = (fragment + f) * 16 + row;
+          if (slot >= 16 * kLine || merge + s >= merges || channel >= y_merge) continue;
+          const u32 at = result_at[position];
+          if (at == kNowhere || !real(position)) continue;
+          T* const to = y + (merge + s) * y_merge_stride + channel;
+          *reinterpret_cast<uint4*>(to + at) =
+              *reinterpret_cast<const uint4*>(rows + row * kRowPitch + slot % kLine * 16);
+        }
+        __syncwarp();
+      }
+#endif
+      continue;
     }
-    // The others once more, 16 positions at a time, which leaves registers for what follows.
+    // The others, 16 positions at a time, which leaves registers for what follows.
 #pragma unroll 1
     for (int f = 0; f < MF && fragment + f < fragments; ++f) {
       float* const slab = reinterpret_cast<float*>(rows);
@@ -344,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           continue;
         }
         const int own = quick_divide(channel, args.y_channels);
-        settle(args, place, spot, slab[row * (kColumns + 4) + column], at, position,
+        settle(args, spot, slab[row * (kColumns + 4) + column], at,
                place.group + (merge + s) * args.merged + own,
                channel - own * args.y_channels);
       }

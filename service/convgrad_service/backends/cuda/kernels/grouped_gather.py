@@ -31,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.grouped_merge import (
     odd_chunks,
     slices_of,
     why_not_grouped,
+    why_not_packed,
 )
 from convgrad_service.backends.cuda.kernels.grouped_units import Unit, every_unit, unit_of
 from convgrad_service.plans.cuda_device import CudaDevice
@@ -135,7 +136,7 @@ class GroupedGather:
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
-        reason = why_not_grouped(work, device)
+        reason = why_not_grouped(work, device) or why_not_packed(work)
         if reason is not None:
             return reason
         result = gather_sides(work)[1]

@@ -21,6 +21,7 @@ __all__ = [
     "odd_chunks",
     "slices_of",
     "why_not_grouped",
+    "why_not_packed",
     "widest",
 ]
 
@@ -31,6 +32,7 @@ LEAST_BYTES = 64
 DENSE_CHANNELS = 56
 MAX_TAPS = 512
 MAX_STRIDE_BYTES = 2**31 - 1
+PACKED = 16
 MAX_EXTENT = 2**24
 
 
@@ -139,6 +141,25 @@ def why_not_grouped(work: ConvWork, device: CudaDevice) -> str | None:
     if max(*work.input, *work.output, work.batch) > MAX_EXTENT:
         return f"an extent is more than {MAX_EXTENT}"
     return None
+
+
+def why_not_packed(work: ConvWork) -> str | None:
+    """Why groups may not be merged where results are products with all channels of a merge.
+
+    Other groups' channels meet zeros there, so a NaN spreads to all groups of its merge. It may
+    reach those that share an aligned block of 16 channels with its own group, no others. Two groups
+    of fewer channels always share one, for no multiple of 16 lies between them.
+    """
+    merge = merge_of(work)
+    if merge.groups == 1 or meets_own(work):
+        return None
+    for channels in (work.in_channels, work.out_channels):
+        if channels < PACKED and (merge.groups == 2 or PACKED % (merge.groups * channels) == 0):
+            return None
+    return (
+        f"{merge.groups} groups of {work.in_channels} and {work.out_channels} channels merged are "
+        f"no part of an aligned block of {PACKED} channels, within which a NaN may spread"
+    )
 
 
 def _why_not_chunks(operand: Operand, channels: int, work: ConvWork, merge: Merge) -> str | None:

@@ -1,5 +1,5 @@
-// The arguments of grouped_gather.cu, where its boxes lie, and what happens to a sum that is not
-// finite or not the result itself.
+// The arguments of grouped_gather.cu, where its boxes lie, and what happens to a sum that is not the
+// result itself.
 #pragma once
 
 #include "grouped_box.cuh"
@@ -90,59 +90,10 @@ __device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 i
   return spot;
 }
 
-// The sum for one result: channel k of a group at a position of the box, in order, over what is
-// inside.
-__device__ float sum_again(const GroupedGatherArgs& args, const Place& at, const Spot& spot,
-                           int position, int group, int k) {
-  using T = ELEMENT;
-#if WINDOWS
-  const int radix[4] = {args.tile[0], args.tile[1], args.tile[2] / 4, args.tile[3] / 8};
-  Walk p(radix, position / 32, 0);
-  p.h = p.h * 4 + position % 32 / 8, p.w = p.w * 8 + position % 8;
-#else
-  const Walk p(args.tile, position, 0);
-#endif
-  const char* const x = reinterpret_cast<const char*>(static_cast<const T*>(args.x) +
-                                                      group * args.x_group) +
-                        (spot.image + p.n) * args.x_stride.image;
-  const T* const w = static_cast<const T*>(args.w) + group * args.w_group +
-                     k * args.w_stride[ACROSS ? 2 : 1];
-  float value = 0;
-#pragma unroll 1
-  for (int j0 = 0; j0 < at.phase[0].taps; ++j0) {
-    const int d = spot.from[0] + (p.d * args.x_step[0] + j0 * args.x_tap[0] - at.low[0]) * args.lattice[0];
-    if (static_cast<u32>(d) >= static_cast<u32>(args.x_size[0])) continue;
-#pragma unroll 1
-    for (int j1 = 0; j1 < at.phase[1].taps; ++j1) {
-      const int h = spot.from[1] + (p.h * args.x_step[1] + j1 * args.x_tap[1] - at.low[1]) * args.lattice[1];
-      if (static_cast<u32>(h) >= static_cast<u32>(args.x_size[1])) continue;
-#pragma unroll 1
-      for (int j2 = 0; j2 < at.phase[2].taps; ++j2) {
-        const int v = spot.from[2] + (p.w * args.x_step[2] + j2 * args.x_tap[2] - at.low[2]) * args.lattice[2];
-        if (static_cast<u32>(v) >= static_cast<u32>(args.x_size[2])) continue;
-        const T* const xs = reinterpret_cast<const T*>(
-            x + static_cast<i64>(d) * args.x_stride.spatial[0] +
-            static_cast<i64>(h) * args.x_stride.spatial[1] +
-            static_cast<i64>(v) * args.x_stride.spatial[2]);
-        const T* const ws = w + (at.phase[0].r0 + j0 * args.r_step[0]) * args.w_stride[3] +
-                            (at.phase[1].r0 + j1 * args.r_step[1]) * args.w_stride[4] +
-                            (at.phase[2].r0 + j2 * args.r_step[2]) * args.w_stride[5];
-#pragma unroll 1
-        for (int c = 0; c < args.x_channels; ++c) {
-          value += widen(xs[c]) * widen(ws[c * args.w_stride[ACROSS ? 1 : 2]]);
-        }
-      }
-    }
-  }
-  return value;
-}
-
 // Finishes one sum.
-__device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Place& place,
-                                       const Spot& spot, float value, i64 at, int position,
-                                       int group, int k) {
+__device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Spot& spot, float value,
+                                       i64 at, int group, int k) {
   using T = ELEMENT;
-  if (!is_finite(value)) value = sum_again(args, place, spot, position, group, k);
   at += spot.y + group * args.y_group + k;
   const T* accumulate = static_cast<const T*>(args.accumulate);
   if (accumulate != nullptr) accumulate += at;

@@ -20,8 +20,7 @@
 // Relies on its launcher for the grid (slices, groups of items, splits)
 // and for tensors whose channels, of all merged groups, are side by side in whole 16-byte chunks.
 // Deterministic: one order of additions for each result and number of splits. Pixels that a box
-// lacks enter as zeros, which times an infinity is NaN: sums that are not finite are taken again, in
-// order, over the positions inside.
+// lacks enter as zeros.
 // Index limits: 64-bit offsets; positions and strides of D, H, W in bytes below 2^31.
 #include "grouped_weight.cuh"
 #include "overlap.cuh"
@@ -119,19 +118,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const int source = (row * args.x_box.extent[3] + at.w * args.x_step[2]) * args.x_box.pitch;
     source_at[i] = i < pixels ? source : 0;
   }
-  auto tap_of = [&](int tap, int (&at)[3]) {
-    const int above = quick_divide(tap, args.kernel[2]);
-    at[0] = quick_divide(above, args.kernel[1]);
-    at[1] = above - at[0] * args.kernel[1];
-    at[2] = tap - above * args.kernel[2];
-  };
   const int all_rows = args.row_blocks * MT * 16;
   for (int i = thread; i < all_rows; i += kThreads) {
     const int row = i < rows ? i : 0, tap = quick_divide(row, x_merge);
-    int at[3];
-    tap_of(tap, at);
-    row_at[i] = ((at[0] * args.x_tap[0] * args.x_box.extent[2] + at[1] * args.x_tap[1]) *
-                     args.x_box.extent[3] + at[2] * args.x_tap[2]) * args.x_box.pitch +
+    const int above = quick_divide(tap, args.kernel[2]);
+    const int t = quick_divide(above, args.kernel[1]);
+    const int r = above - t * args.kernel[1], s = tap - above * args.kernel[2];
+    row_at[i] = ((t * args.x_tap[0] * args.x_box.extent[2] + r * args.x_tap[1]) *
+                     args.x_box.extent[3] + s * args.x_tap[2]) * args.x_box.pitch +
                 (row - tap * x_merge) * kSize;
   }
   // Pixels beyond the box are read where their number is no whole step: once zeros, always zeros.
@@ -310,16 +304,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();
   }
   if (!busy || k_split != 0) return;
-  float finite = 0;
+  if (k_splits > 1) {
 #pragma unroll
-  for (int i = 0; i < kSums; ++i) {
-    float& mine = sum[i / 4 / NF][i / 4 % NF][i % 4];
-    if (k_splits > 1) mine += slab[i * 32];
-    finite = fmaf(mine, 0.0f, finite);
+    for (int i = 0; i < kSums; ++i) sum[i / 4 / NF][i / 4 % NF][i % 4] += slab[i * 32];
   }
   const i64 results = static_cast<i64>(args.groups) * args.out_channels * taps * args.in_channels;
   float* const partials = args.partials + split * results;
-  if (args.merged == 1 && __all_sync(~0u, finite == 0.0f)) {
+  if (args.merged == 1) {
     // A group's partial sums are [k][tap][c], and a row is (tap, c).
     const int next = taps * args.in_channels;
     float* const group = partials + static_cast<i64>(first_group + merge) * args.out_channels * next;
@@ -341,38 +332,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int i = 0; i < kSums; ++i) slab[i * 32] = sum[i / 4 / NF][i / 4 % NF][i % 4];
   __syncwarp();
 
-  // A sum that is not finite is taken again, over this block's pixels.
-  auto again = [&](int group, int k, int c, int tap) {
-    int at[3];
-    tap_of(tap, at);
-    float value = 0;
-    for (int index = begin; index < end; ++index) {
-      const u32 of_phase = static_cast<u32>(index) / in_phase;
-      const Walk box(args.tiles, index - of_phase * in_phase, 1, true);
-      const Place place = place_at(box, of_phase);
-      for (int pixel = 0; pixel < pixels; ++pixel) {
-        const Walk p(args.tile, pixel, 0);
-        const int m[3] = {p.d, p.h, p.w}, image = place.image + p.n;
-        bool inside = image < args.batch;
-        i64 x_offset = image * args.x_stride.image, y_offset = image * args.y_stride.image;
-#pragma unroll
-        for (int dim = 0; dim < 3; ++dim) {
-          const int from = place.x[dim] +
-                           (m[dim] * args.x_step[dim] + at[dim] * args.x_tap[dim]) * args.lattice[dim];
-          const int to = place.y[dim] + m[dim] * args.y_step[dim];
-          inside &= static_cast<u32>(from) < static_cast<u32>(args.x_size[dim]) &&
-                    to < args.y_size[dim];
-          x_offset += static_cast<i64>(from) * args.x_stride.spatial[dim];
-          y_offset += static_cast<i64>(to) * args.y_stride.spatial[dim];
-        }
-        if (!inside) continue;
-        const T* const xs = reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + x_offset);
-        const T* const ys = reinterpret_cast<const T*>(reinterpret_cast<const char*>(y) + y_offset);
-        value += widen(xs[group * args.x_group + c]) * widen(ys[group * args.y_group + k]);
-      }
-    }
-    return value;
-  };
   // Neighbouring lanes have neighbouring rows: channels, then taps, as partial sums lie.
 #pragma unroll 1
   for (int row = lane; row < MT * 16; row += 32) {
@@ -391,8 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int k = 0; k < args.out_channels; ++k, to += taps * args.in_channels) {
       const int column = first_column + k;
       if (column < 0 || column >= NF * 8) continue;
-      const float value = from[(column / 8 * 4 + column % 2) * 32 + column % 8 / 2];
-      *to = is_finite(value) ? value : again(group, k, c, tap);
+      *to = from[(column / 8 * 4 + column % 2) * 32 + column % 8 / 2];
     }
   }
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "tensor_core.cuh"
+#include "waits.cuh"
 
 namespace convgrad {
 
@@ -66,13 +67,10 @@ __device__ __forceinline__ int has_passed_by_now(u32 barrier, u32 parity) {
       : "memory");
   return passed;
 }
-// Waits until the phase of this parity is over. With BOUNDED_WAITS defined, a wait without an end
-// becomes a fault.
+// Waits until the phase of this parity is over.
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
 #ifdef BOUNDED_WAITS
-  for (int tries = 0; !has_passed(barrier, parity); ++tries) {
-    if (tries == 1 << 22) asm volatile("trap;");
-  }
+  for (const Wait wait; !has_passed(barrier, parity);) wait.go_on();
 #else
   asm volatile(
       "{.reg .pred p;\n"

@@ -20,8 +20,8 @@
 // that depends on their number alone.
 // Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
 // and partials with more than one block.
-// Zeros stand for what is outside; a sum that is not finite is computed again from the pairs that
-// exist. Tensor cores do not round but cut, so products are added up in float32 every kFlush rows.
+// Zeros stand for what is outside. Tensor cores do not round but cut, so products are added up in
+// float32 every kFlush rows.
 // Index limits: items below 2^31, an image's extent below 2^31 elements.
 #include "accesses.cuh"
 #include "depthwise_weight_args.cuh"
@@ -88,26 +88,6 @@ struct Item {
   }
 };
 
-// A tap's sum over the items of `block`, from the pairs that exist.
-__device__ __noinline__ float exact(const HopperDepthwiseStripsArgs& args, int block, int c, int r,
-                                    int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  float sum = 0;
-#pragma unroll 1
-  for (int index = block; index < args.items; index += args.blocks) {
-    const Item item(args, index);
-    for (int n = item.n; n < min(item.n + kImages, args.batch); ++n) {
-      for (int p = item.top; p < item.top + item.rows; ++p) {
-        for (int q = item.left; q < min(item.left + 8 * SIDE, args.y_size[1]); ++q) {
-          add_pair<1>(sum, args, x, y, n, p, q, r, s);
-        }
-      }
-    }
-  }
-  return sum;
-}
-
 // The gradient of a tap.
 __device__ __forceinline__ void put(const HopperDepthwiseStripsArgs& args, int c, int tap,
                                     float sum) {
@@ -165,7 +145,6 @@ __device__ __noinline__ void finish_tile(const HopperDepthwiseStripsArgs& args, 
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum += from[j % 2 * 32 + (s + j) % 8 * 4 + j / 2];
-    if (!is_finite(sum) && c < args.channels) sum = exact(args, blockIdx.y, c, r, s);
     if (!alone) {
       partials[static_cast<i64>(blockIdx.y) * part + i] = sum;
     } else {

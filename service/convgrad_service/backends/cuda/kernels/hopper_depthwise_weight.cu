@@ -18,8 +18,8 @@
 // that depends on their number alone.
 // Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
 // and partials with more than one block.
-// Zeros stand for what is outside; a sum that is not finite is computed again from the pairs that
-// exist. Tensor cores do not round but cut, so products are added up in float32 every kFlush.
+// Zeros stand for what is outside. Tensor cores do not round but cut, so products are added up in
+// float32 every kFlush.
 // Index limits: stages below 2^31, elements 64-bit.
 #include "hopper_depthwise_weight.cuh"
 #include "warpgroup.cuh"
@@ -246,7 +246,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int part = 0; part < parts * teams; ++part) {
         sum += sums[((part * octets + channel / 8) * kTaps + tap) * 8 + channel % 8];
       }
-      if (!is_finite(sum)) sum = exact(args, stages, c, tap / KERNEL, tap % KERNEL);
     }
     if (!alone) {
       partials[static_cast<i64>(stages.block) * (kTaps * CHANNELS) + i] = sum;

@@ -1,5 +1,4 @@
-// What hopper_depthwise_weight.cu is made of: its argument, which stages a block takes, the copies,
-// exact results.
+// What hopper_depthwise_weight.cu is made of: its argument, which stages a block takes, the copies.
 #pragma once
 
 #include "depthwise_weight_args.cuh"
@@ -113,24 +112,6 @@ __device__ __forceinline__ void copy_stages(const HopperDepthwiseWeightArgs& arg
                  {c, column, at.row, at.n});
     if (++slot == args.slots) slot = 0, parity ^= 1;
   }
-}
-
-// A tap's sum over the stages of a block, from the pairs that exist.
-__device__ __noinline__ float exact(const HopperDepthwiseWeightArgs& args, const Stages& stages,
-                                    int c, int r, int s) {
-  const T* const x = static_cast<const T*>(args.x) + c;
-  const T* const y = static_cast<const T*>(args.y) + c;
-  float sum = 0;
-#pragma unroll 1
-  for (StageAt at(args, stages.begin); at.index < stages.end; at.next(args)) {
-    const int left = at.part * args.pairs * 16;
-    for (int p = at.row; p < at.row + at.rows(args); ++p) {
-      for (int q = left; q < min(left + args.pairs * 16, args.y_size[1]); ++q) {
-        add_pair<STRIDE>(sum, args, x, y, at.n, p, q, r, s);
-      }
-    }
-  }
-  return sum;
 }
 
 // The gradient of a tap.

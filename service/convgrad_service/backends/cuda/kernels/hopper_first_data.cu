@@ -18,14 +18,14 @@
 // float32 is rounded to TF32, or with SPLIT taken as three numbers of bfloat16 whose sum it is: six
 // products, all that are 2^-25 of the largest or more. The weights' numbers lie in shared memory, y's
 // are made in registers. Products of the largest numbers are added up in float32 every few steps, for
-// the tensor cores cut off each of their sums. What is too small to be split becomes NaN.
+// the tensor cores cut off each of their sums. What is too small or too large to be split is scaled by
+// a power of two (split_floats.cuh): one of all weights, and one of each warp's part of a row of y.
 // Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
 // images; blockIdx.y is the first kernel row), dilation 1, one group of channels, one tap along D, at
 // most ROWS kernel rows of a block and TAPS steps, 16 * STEPS channels of y, stride*C at most
 // 8 * EIGHTS along W, and where EIGHTS is 1 at most two rows of x that a row of y completes. Needs
 // sm_90a, a warpgroup for each 64 groups and 32 threads, with SPLIT 128.
-// Deterministic: one order of additions for each result, however x is cut. Zeros beside the input and
-// the kernel times an infinity are NaN: sums that are not finite are taken again by the definition.
+// Deterministic: one order of additions for each result, however x is cut.
 // Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
 #include "hopper_first_data.cuh"
 #include "warpgroup.cuh"
@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     hopper_first_data(const __grid_constant__ HopperFirstDataArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[2 * STAGES + 1];
+  __shared__ Extremes of_weights;
   const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
@@ -58,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
     }
     make_barrier(come, 1);
     publish_barriers();
+    of_weights = Extremes::none();
   }
   __syncthreads();
 
@@ -85,20 +87,33 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
   }
 
   if constexpr (kSplit) take_registers<232>();
-  if (args.w_bytes > 0) {
-    wait_for(come, 0);
-    lay_weights(args, reinterpret_cast<const T*>(as_they_come), weights, thread,
-                args.warp_groups * 128);
-  } else {
-    lay_weights(args, static_cast<const T*>(args.w), weights, thread, args.warp_groups * 128);
-  }
+  if (args.w_bytes > 0) wait_for(come, 0);
+  const T* const w =
+      args.w_bytes > 0 ? reinterpret_cast<const T*>(as_they_come) : static_cast<const T*>(args.w);
+  const int threads = args.warp_groups * 128;
+  const Extremes seen = lay_weights(args, w, weights, thread, threads).of_warp();
   publish_shared();
+  [[maybe_unused]] SplitPower w_power, y_power;
+  [[maybe_unused]] int w_most = 0;  // the largest weight's biased exponent, scaled
+  if constexpr (kSplit) {
+    if (lane == 0) {
+      atomicMin(&of_weights.least, seen.least);
+      atomicMax(&of_weights.most, seen.most);
+    }
+    wait_at(kWeightsLaid, threads);
+    w_power.choose(of_weights, 0, false);
+    w_most = of_weights.exponent() + w_power.lift;
+    if (w_power.lift != 0) {
+      lay_weights(args, w, weights, thread, threads, w_power.by());
+      publish_shared();
+    }
+  }
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int i = kFree; i < STAGES; ++i) arrive(empty + i * 8);
   }
-  wait_at(kWeightsLaid, args.warp_groups * 128);
+  wait_at(kWeightsLaid, threads);
 
   // A lane's sums: of groups own_group and 8 further on, columns own_column and the next, for each
   // kernel row.
@@ -138,8 +153,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         put_one(wanted[1][more], to + own_at[beside][1], of[2 * more + 1]);
       }
     }
-    const float finite = fmaf(of[0], 0.0f, of[1] * 0.0f) + fmaf(of[2], 0.0f, of[3] * 0.0f);
-    if (finite == 0.0f && args.plain) return;
+    if (args.plain) return;
 #pragma unroll 1
     for (int e = 0; e < 4; ++e) {
       const float value = e < 2 ? (e == 0 ? of[0] : of[1]) : e == 2 ? of[2] : of[3];
@@ -195,6 +209,23 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
         wait_products<0>();
         hold_sums(sum);
       } else {
+        // At a warp's part of the row: the first step's positions and the last one's are all.
+        Extremes seen = Extremes::none();
+#pragma unroll 1
+        for (int i = 0; i < 2 * STEPS; ++i) {
+          const int step = i / 2, tap = i % 2 * (TAPS - 1);
+          const u32 from = rows + step / 2 * args.sub_bytes +
+                           chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+          u32 some[2][4];
+          load_words(some[0], from);
+          load_words(some[1], from + 8 * kRowBytes);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) seen.add(some[e / 4][e % 4]);
+        }
+        if (__any_sync(0xffffffff, !y_power.serves(seen, w_most, w_power.lift > 0))) {
+          y_power.choose(seen.of_warp(), w_most, w_power.lift > 0);
+        }
+        const float by = y_power.by(), back = power_of_two(-y_power.lift - w_power.lift);
         // Sums of the largest numbers' products, by halves of a step's, and of all others.
         float large[2][kAll][4], small[kAll][4];
         u32 parts[2][3][4];
@@ -211,12 +242,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
 #pragma unroll
           for (int step = 0; step < STEPS; ++step) {
             const int turn = step & 1, half = step >= STEPS / 2;
-            without_too_small(words);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               u32 some[3];
-              split_two(__uint_as_float(words[i & 1][i / 2 * 2]),
-                        __uint_as_float(words[i & 1][i / 2 * 2 + 1]), some);
+              split_two(__uint_as_float(words[i & 1][i / 2 * 2]) * by,
+                        __uint_as_float(words[i & 1][i / 2 * 2 + 1]) * by, some);
 #pragma unroll
               for (int part = 0; part < 3; ++part) parts[turn][part][i] = some[part];
             }
@@ -239,13 +269,13 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
             wait_products<1>();
 #pragma unroll
             for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
-            if (step == STEPS / 2) add_to(sum, large[0]);
+            if (step == STEPS / 2) add_to(sum, large[0], back);
           }
           wait_products<0>();
-          add_to(sum, large[1]);
+          add_to(sum, large[1], back);
           hold_sums(small);
         }
-        add_to(sum, small);
+        add_to(sum, small, back);
       }
       __syncwarp();
       if (lane == 0) arrive(empty + stage * 8);

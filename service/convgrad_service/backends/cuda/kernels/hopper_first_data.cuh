@@ -72,35 +72,33 @@ __device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
   store_if(wanted, to, __float_as_uint(value));
 }
 
-// Weights as a chunk of a product's operand, or of three.
+// Weights as a chunk of a product's operand, or of three, which are scaled before.
 template <class E>
-__device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4]) {
+__device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4], float) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     words[0][e] = values[2 * e].bits | static_cast<u32>(values[2 * e + 1].bits) << 16;
   }
 }
-__device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[1][4]) {
+__device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[1][4], float) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) words[0][e] = to_tf32(__float_as_uint(values[e]));
 }
-__device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4]) {
-  u32 raw[2][4];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) raw[e / 4][e % 4] = __float_as_uint(values[e]);
-  without_too_small(raw);
+__device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4], float by) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     u32 parts[3];
-    split_two(__uint_as_float(raw[e / 2][e % 2 * 2]), __uint_as_float(raw[e / 2][e % 2 * 2 + 1]), parts);
+    split_two(values[2 * e] * by, values[2 * e + 1] * by, parts);
 #pragma unroll
     for (int part = 0; part < 3; ++part) words[part][e] = parts[part];
   }
 }
 
-// The weights, as the products read them: columns are kernel rows x (b, c), 8 of them each.
-__device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, const FirstElement* w, char* to,
-                                            int thread, int threads) {
+// The weights, as the products read them: columns are kernel rows x (b, c), 8 of them each. Those that are
+// split are multiplied by `by`; returns what this thread has seen of them.
+__device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
+                                                char* to, int thread, int threads, float by = 1) {
+  Extremes seen = Extremes::none();
   constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
   constexpr int kChunks = 16 * STEPS / kOfChunk;
 #pragma unroll 2
@@ -118,8 +116,12 @@ __device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, con
       const int k = kSplit ? place / 16 * 16 + channel_of(place % 16) : place;
       if (there && k < args.y_channels) values[e] = from[k * args.w_stride[1]];
     }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int e = 0; e < kOfChunk; ++e) seen.add(__float_as_uint(widen(values[e])));
+    }
     u32 words[kParts][4];
-    pack(values, words);
+    pack(values, words, by);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       *reinterpret_cast<uint4*>(to + part * kPartBytes +
@@ -128,6 +130,7 @@ __device__ __forceinline__ void lay_weights(const HopperFirstDataArgs& args, con
           make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
     }
   }
+  return seen;
 }
 
 }  // namespace convgrad

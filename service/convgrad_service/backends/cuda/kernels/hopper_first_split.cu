@@ -5,8 +5,9 @@
 // of a row of x, N = CHANNELS of y, 32 or 64, K = columns of a row of y. Each number is taken as PARTS numbers
 // of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
 // more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
-// off each of their sums. Two: three products, more exact than TF32's one. What is too small to be
-// split becomes NaN.
+// off each of their sums. Two: three products, more exact than TF32's one. What is too small or too
+// large to be split is scaled by a power of two (split_floats.cuh): one of a row of y, and one of what a
+// warp meets of x there.
 //
 // Block: CHANNELS of y, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
 // y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
@@ -18,8 +19,7 @@
 // one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
 // bytes. Needs sm_90a, 128 threads for each warpgroup that multiplies and 256.
 // Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros, which times an infinity is NaN: sums that are not finite are taken again by the
-// definition, over the block's rows.
+// as zeros.
 // Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "accesses.cuh"
 #include "hopper_first_sums.cuh"
@@ -32,12 +32,17 @@ using namespace convgrad;
 namespace {
 
 constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
-constexpr int kSums = 1;  // a barrier
+constexpr int kSums = 1, kSplit = 2;  // barriers
 constexpr bool kExact = PARTS == 3;
 constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
 constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
 constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
 constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
+
+// How a row of y is scaled: the power, and the biased exponent of the largest then.
+struct Scaled {
+  int lift, most;
+};
 
 }  // namespace
 
@@ -45,6 +50,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     hopper_first_split(const __grid_constant__ HopperFirstTapsArgs args) {
   extern __shared__ uint4 shared[];
   __shared__ u64 barriers[6 * kMostStages];
+  __shared__ Scaled scaled[kMadeStages];
+  __shared__ Extremes of_rows[3];  // of a row, cleared before its turn comes again
   const int thread = threadIdx.x, lane = thread & 31;
   // The same in all lanes, which the compiler knows of a shuffle alone.
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
@@ -67,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       make_barrier(used + i * 8, consumers);
     }
     publish_barriers();
+    for (Extremes& one : of_rows) one = Extremes::none();
   }
   __syncthreads();
 
@@ -101,6 +109,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     leave_registers<80>();
     const int first = thread - consumers * 32;
     Place y_at, at;
+    SplitPower power;
+    int turn = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       if (!step.multiplies()) continue;
       wait_for(y_full + y_at.at * 8, y_at.parity);
@@ -108,31 +118,50 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       const u32 from = ring + y_at.at * args.y_stage;
       char* const to = base + args.made_at + at.at * PARTS * part_bytes;
       constexpr int kChunks = kRowBytes / 16;
-      for (int i = first; i < args.segment * kChunks; i += 128) {
-        const int q = i / kChunks, chunk = i % kChunks;
-        u32 words[2][4];
+      const auto split_row = [&](float by) {
+        Extremes seen = Extremes::none();
+        for (int i = first; i < args.segment * kChunks; i += 128) {
+          const int q = i / kChunks, chunk = i % kChunks;
+          u32 words[2][4];
 #pragma unroll
-        for (int two = 0; two < 2; ++two) {
-          load_words(words[two], from + chunk / 4 * sub_bytes + q * 128 +
-                                     ((chunk % 4 * 2 + two) ^ (q & 7)) * 16);
+          for (int two = 0; two < 2; ++two) {
+            load_words(words[two], from + chunk / 4 * sub_bytes + q * 128 +
+                                       ((chunk % 4 * 2 + two) ^ (q & 7)) * 16);
+          }
+          u32 parts[PARTS][4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const u32 low = words[e / 2][e % 2 * 2], high = words[e / 2][e % 2 * 2 + 1];
+            seen.add(low), seen.add(high);
+            u32 some[PARTS];
+            split_two(__uint_as_float(low) * by, __uint_as_float(high) * by, some);
+#pragma unroll
+            for (int of = 0; of < PARTS; ++of) parts[of][e] = some[of];
+          }
+#pragma unroll
+          for (int of = 0; of < PARTS; ++of) {
+            *reinterpret_cast<uint4*>(to + of * part_bytes + q * kRowBytes +
+                                      (chunk ^ (kSubs == 1 ? q >> 1 & 3 : q & 7)) * 16) =
+                make_uint4(parts[of][0], parts[of][1], parts[of][2], parts[of][3]);
+          }
         }
-        without_too_small(words);
-        u32 parts[PARTS][4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          u32 some[PARTS];
-          split_two(__uint_as_float(words[e / 2][e % 2 * 2]),
-                    __uint_as_float(words[e / 2][e % 2 * 2 + 1]), some);
-#pragma unroll
-          for (int of = 0; of < PARTS; ++of) parts[of][e] = some[of];
-        }
-#pragma unroll
-        for (int of = 0; of < PARTS; ++of) {
-          *reinterpret_cast<uint4*>(to + of * part_bytes + q * kRowBytes +
-                                    (chunk ^ (kSubs == 1 ? q >> 1 & 3 : q & 7)) * 16) =
-              make_uint4(parts[of][0], parts[of][1], parts[of][2], parts[of][3]);
-        }
+        return seen;
+      };
+      const Extremes seen = split_row(power.by()).of_warp();
+      const int next = turn == 2 ? 0 : turn + 1;
+      if (lane == 0) {
+        atomicMin(&of_rows[turn].least, seen.least);
+        atomicMax(&of_rows[turn].most, seen.most);
       }
+      if (first == 0) of_rows[next] = Extremes::none();
+      wait_at(kSplit, 128);
+      const Extremes row = of_rows[turn];
+      turn = next;
+      if (!power.serves(row, 0, false)) {
+        power.choose(row, 0, false);
+        split_row(power.by());
+      }
+      if (first == 0) scaled[at.at] = {power.lift, row.exponent() + power.lift};
       publish_shared();
       __syncwarp();
       if (lane == 0) {
@@ -166,8 +195,11 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
     };
     u32 a[2][PARTS][4];
     float sum[kFragments][4] = {};
-    // Products of the largest numbers, by halves of a row, where those are apart; and all others.
+    // Products of the largest numbers, by halves of a row, where those are apart; and all others, which
+    // are scaled by 2^small_lift.
     [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
+    SplitPower power;
+    int small_lift = 0;
     for (Steps step(args, block.line, block.end); step.there(); step.next()) {
       wait_for(x_full + at.at * 8, at.parity);
       if (step.multiplies()) {
@@ -184,19 +216,37 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
             words[e / 2][e % 2 * 2] = two.x, words[e / 2][e % 2 * 2 + 1] = two.y;
           }
         };
+        Extremes seen = Extremes::none();
+#pragma unroll 1
+        for (int i = 0; i < PRODUCTS; ++i) {
+          load(i);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) seen.add(words[e / 4][e % 4]);
+        }
         load(0);
         wait_for(made + made_at.at * 8, made_at.parity);
+        const Scaled row = scaled[made_at.at];
+        if (__any_sync(0xffffffff, !power.serves(seen, row.most, row.lift > 0))) {
+          power.choose(seen.of_warp(), row.most, row.lift > 0);
+        }
+        const float by = power.by();
+        [[maybe_unused]] const float back = power_of_two(-power.lift - row.lift);
+        if (power.lift + row.lift != small_lift) {
+          add_to(sum, small, power_of_two(-small_lift));
+#pragma unroll
+          for (int i = 0; i < 4 * kFragments; ++i) small[i / 4][i % 4] = 0;
+          small_lift = power.lift + row.lift;
+        }
         const u64 b = advance(b_first, made_at.at * PARTS * part_bytes +
                                            part * PRODUCTS * kDepthBytes);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
           const int turn = i & 1, half = i >= kHalf;
-          without_too_small(words);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             u32 some[PARTS];
-            split_two(__uint_as_float(words[e / 2][e % 2]), __uint_as_float(words[e / 2][e % 2 + 2]),
-                      some);
+            split_two(__uint_as_float(words[e / 2][e % 2]) * by,
+                      __uint_as_float(words[e / 2][e % 2 + 2]) * by, some);
 #pragma unroll
             for (int of = 0; of < PARTS; ++of) a[turn][of][e] = some[of];
           }
@@ -226,12 +276,12 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
           for (int of = 0; of < PARTS; ++of) hold_words(a[turn ^ 1][of]);
           if constexpr (kExact) {
-            if (i == kHalf) add_to(sum, large[0]);
+            if (i == kHalf) add_to(sum, large[0], back);
           }
         }
         wait_products<0>();
         if constexpr (kExact) {
-          add_to(sum, large[1]);
+          add_to(sum, large[1], back);
         }
         hold_sums(small);
         __syncwarp();
@@ -246,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
       ++index;
       at.advance(args.x_stages);
     }
-    add_to(sum, small);
+    add_to(sum, small, power_of_two(-small_lift));
     // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
     // share a tile add their sums up one after another.
     for (int turn = 0; turn < args.parts; ++turn) {

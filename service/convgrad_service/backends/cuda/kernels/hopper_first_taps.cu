@@ -19,8 +19,7 @@
 // one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
 // bytes. Needs sm_90a, 128 threads for each warpgroup and 64.
 // Deterministic: one order of additions for each result and number of shares. Positions outside enter
-// as zeros, which times an infinity is NaN: sums that are not finite are taken again by the
-// definition, over the block's rows.
+// as zeros.
 // Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
 #include "hopper_first_sums.cuh"
 #include "overlap.cuh"

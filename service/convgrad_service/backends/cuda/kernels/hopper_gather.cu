@@ -23,8 +23,7 @@
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
 // (ACROSS 1), 16-bit types alone. Needs sm_90a.
 // Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
-// outside the source enter as zeros, which times an infinity is NaN: results that are not finite are
-// summed again over the positions inside.
+// outside the source enter as zeros.
 // Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets. Warpgroups that take turns
 // count places of results in 16 bytes and 32 bits: less than 64 GiB (hopper_plan.py: may_alternate).
 #include "hopper_gather_copies.cuh"
@@ -231,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                        static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
   const int warp = threadIdx.x / 32;
   // Each warp has some of the argument fetched, so that nobody waits for one line after another.
-  const int ahead = reinterpret_cast<const int*>(&args.x)[min(warp * 16, kArgumentWords)];
+  const int ahead = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       make_barrier(place.filled(i), 2);

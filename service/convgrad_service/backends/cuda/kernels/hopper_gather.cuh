@@ -25,14 +25,10 @@ struct GatherPhase {
 struct HopperGatherArgs {
   TensorMap weight;
   TensorMap source[MAPS];
-  const void* x;           // the source: input, or grad_output
-  const void* w;           //
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
   const void* bias;        // one for each of the result's channels, or null
-  i64 x_stride[6];         // N G C D H W, in elements
-  i64 w_stride[6];         // G, result channel, source channel, T R S
-  i64 y_stride[6];         // accumulate's too
+  i64 y_stride[6];         // N G C D H W, in elements; accumulate's too
   float alpha;
   float beta;
   int in_channels;    // of the source

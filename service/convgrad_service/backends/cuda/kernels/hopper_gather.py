@@ -76,8 +76,8 @@ def _args_type(maps: int) -> type[ctypes.Structure]:
         _fields_ = (
             ("weight", MapField),
             *((f"source{i}", MapField) for i in range(maps)),
-            *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-            *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+            *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
+            ("y_stride", ctypes.c_int64 * 6),
             ("alpha", ctypes.c_float),
             ("beta", ctypes.c_float),
             *(
@@ -171,9 +171,7 @@ class HopperGather:
         read, written = _channels(work)
         result = sides.result
         args = _args_type(maps)()
-        args.x_stride[:], args.y_stride[:] = sides.x.strides, result.strides
-        group, k, c, *kernel = sides.w.strides
-        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.in_channels, args.out_channels = read, written
         args.activation = ACTIVATIONS[work.activation]
@@ -222,15 +220,7 @@ class HopperGather:
             _instance(tile, work.dtype, sides.across, maps, stages, planes),
             (blocks, 1, 1),
             (tile.threads, 1, 1),
-            pack_maps(
-                args,
-                given,
-                x=sides.x,
-                w=sides.w,
-                y=result,
-                accumulate=work.accumulate,
-                bias=work.bias,
-            ),
+            pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.shared_bytes(stages),
             overlaps=bool(sides.steps) or work.follows,
         )

@@ -18,8 +18,7 @@
 // Relies on its launcher for channels side by side in whole 16-byte chunks, and for rings as long as
 // what a slot of results needs. Needs sm_90a.
 // Deterministic: one order of additions for each result, however the units are cut.
-// Positions outside the source and other groups' channels enter as products with zero, which an
-// infinity makes NaN: results that are not finite are taken again by the definition.
+// Positions outside the source, and the other one of two groups of 4, enter as products with zero.
 // Index limits: a group's weights below 2^31 elements; elsewhere 64-bit.
 #include "hopper_grouped.cuh"
 #include "hopper_grouped_weights.cuh"
@@ -217,10 +216,8 @@ __device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, c
   }
 }
 
-// A row of results, to shared memory. Marks what is not finite; `left` and `right` are columns
-// beyond a tile's first 8 positions and its others.
-__device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to, int left,
-                                        int right, u32& marked) {
+// A row of results, to shared memory.
+__device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to) {
 #pragma unroll
   for (int i = 0; i < kTiles; i += kTogether) {
     u32 both[kTogether][kFrags][2];
@@ -231,8 +228,6 @@ __device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u
         const float(&four)[4] = sum[i + j][f];
         both[j][f][0] = narrow_two<T>(four[0], four[1]);
         both[j][f][1] = narrow_two<T>(four[2], four[3]);
-        mark_odd_if<T>((i + j) * 16 < left, marked, both[j][f][0]);
-        mark_odd_if<T>((i + j) * 16 < right, marked, both[j][f][1]);
       }
     }
     const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
@@ -304,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   Ring stage, slot;
   int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot
-  u32 from = 0, to = shared.slots, marked = 0;
+  u32 from = 0, to = shared.slots;
   const auto next_box = [&] {
     wait_for(shared.full + 8 * stage.at, stage.parity);
     from = shared.ring + stage.at * args.stage_bytes;
@@ -313,22 +308,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
   for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
     const GroupedUnit at = unit_at(args, unit);
-    const int rows = at.rows, image = at.image + team * args.images;
-    const int left = image < args.batch ? min(args.piece[1], args.y_size[1] - at.column) - lane / 4 : 0;
-    const int right = args.images == 1 ? left - 8 : image + 1 < args.batch ? left : 0;
+    const int rows = at.rows;
     // Of the results, that is whole after the next row of the source.
     int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
     const auto put = [&](const Sums& sum) {
-      put_row(sum, places, to, left, right, marked);
+      put_row(sum, places, to);
       to += args.result_row;
       if (--slot_left == 0 || row + 1 == rows) {
-        if (__any_sync(~0u, marked != 0)) {
-          const int whole = args.slot_rows - slot_left;
-          take_again<T, kChannels, ACROSS>(
-              args, unit, team, row + 1 - whole, whole, bytes + (to - whole * args.result_row - base),
-              blockIdx.x, part.y_chunk * 8, kFrags * 8);
-          marked = 0;
-        }
         publish_shared();
         __syncwarp();
         if (lane == 0) arrive(shared.done + 8 * slot.at);

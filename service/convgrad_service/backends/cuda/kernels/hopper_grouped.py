@@ -42,14 +42,11 @@ class HopperGroupedArgs(ctypes.Structure):
     _fields_ = (
         ("x_map", MapField),
         ("y_map", MapField),
-        ("x", ctypes.c_uint64),
         ("w", ctypes.c_uint64),
-        ("x_stride", ctypes.c_int64 * 3),
         ("w_group", ctypes.c_int64),
         ("w_stride", ctypes.c_int32 * 4),
         ("w_pairs", ctypes.c_int32),
         ("groups", ctypes.c_int32),
-        ("batch", ctypes.c_int32),
         ("x_size", ctypes.c_int32 * 2),
         ("y_size", ctypes.c_int32 * 2),
         ("first", ctypes.c_int32 * 2),
@@ -142,12 +139,11 @@ class HopperGrouped:
         w = weight.operand
         slices, workers = grid_of(work, cut, device)
         args = HopperGroupedArgs()
-        args.x_stride[:] = (source.strides[0], *source.strides[4:])
         args.w_group = w.strides[0]
         _, k, c, _, r, s = w.strides
         args.w_stride[:] = (k, c, r, s)
         args.w_pairs = c == 1 and not any(stride % 2 for stride in (w.strides[0], k, r, s))
-        args.groups, args.batch = work.groups, work.batch
+        args.groups = work.groups
         args.x_size[:], args.y_size[:] = x_size, y_size
         args.first[:] = [first_of(work, dim) for dim in (1, 2)]
         args.units, args.images = cut.units(work.batch), cut.images
@@ -179,7 +175,7 @@ class HopperGrouped:
             ),
             (slices, workers, 1),
             (((4 if cut.weight_bytes else 8) * cut.teams + 1) * 32, 1, 1),
-            pack_maps(args, maps, x=source, w=w),
+            pack_maps(args, maps, w=w),
             total + PATTERN_BYTES,
         )
         return Fragment(

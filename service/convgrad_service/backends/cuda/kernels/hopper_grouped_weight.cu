@@ -20,9 +20,8 @@
 // for are fastest, more are right), and for tensors whose channels, of all groups, are side by side, with
 // pixels at multiples of 16 bytes. Needs sm_90a, 384 threads.
 // Deterministic: one order of additions for each result and number of shares. Pixels outside enter as
-// zeros, which times an infinity is NaN: sums that are not finite are taken again by the definition,
-// over the block's tiles. What a row of x is read beyond its end is the next row's first pixels, which
-// meet columns of y beyond its end, or are outside x too.
+// zeros. What a row of x is read beyond its end is the next row's first pixels, which meet columns of y
+// beyond its end, or are outside x too.
 // Index limits: rows and columns of a tensor below 2^30; 64-bit offsets.
 #include "hopper_grouped_weight_sums.cuh"
 
@@ -218,6 +217,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float4 own[kOwn] = {};
   const Summer of(warp);
   sum_block(sum, of, room, own);
-  mend<T>(args, tiles, first, of, room, own);
   sum_slice<T>(args, slice, share, shares, first, warp, begun, own);
 }

@@ -86,12 +86,11 @@ class HopperGroupedWeightArgs(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("x_row", "y_row", "x_image", "y_image")),
         *((name, ctypes.c_uint32) for name in ("x_outer", "y_outer", "inner_bytes")),
         *((name, ctypes.c_uint32) for name in ("x_eight", "y_eight")),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size")),
+        ("x_size", ctypes.c_int32 * 2),
         *((name, ctypes.c_int32) for name in ("batch", "channels", "group_channels", "wide")),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
-        *((name, ctypes.c_uint64) for name in ("x", "y", "partials", "w", "accumulate", "met")),
-        *((name, ctypes.c_int64 * 3) for name in ("x_stride", "y_stride")),
+        *((name, ctypes.c_uint64) for name in ("partials", "w", "accumulate", "met")),
         ("w_stride", ctypes.c_int64 * 6),
     )
 
@@ -148,8 +147,6 @@ class HopperGroupedWeight:
             pack_maps(
                 args,
                 {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
-                x=work.x,
-                y=work.y,
                 partials=partials,
                 w=work.w,
                 accumulate=work.accumulate,
@@ -293,14 +290,12 @@ def _args(
 ) -> HopperGroupedWeightArgs:
     args = HopperGroupedWeightArgs()
     args.tiles, args.more = divmod(boxes.tiles, splits)
-    for strides, operand in ((args.x_stride, work.x), (args.y_stride, work.y)):
-        strides[:] = (operand.strides[0], *operand.strides[4:])
     args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
     args.wide = work.result_dtype is DType.FLOAT32
     args.channels = work.groups * work.in_channels
     args.group_channels = work.in_channels
     args.by_columns[:], args.by_rows[:] = divider(boxes.column_tiles), divider(boxes.row_tiles)
-    args.x_size[:], args.y_size[:], args.pad[:] = work.input[1:], work.output[1:], work.pad[1:]
+    args.x_size[:], args.pad[:] = work.input[1:], work.pad[1:]
     share, args.batch = boxes.share, work.batch
     args.images, args.tile_rows, args.tile_columns = share.images, share.rows, share.columns
     for name in ("row_tiles", "column_tiles", "y_at", "stage_bytes"):

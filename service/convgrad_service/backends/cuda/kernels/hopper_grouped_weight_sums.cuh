@@ -34,7 +34,7 @@ struct Summer {
   __device__ __forceinline__ Summer(int warp) : group(warp >> 2), row(warp >> 1 & 1), half(warp & 1) {}
 };
 
-// One of a warp's own vectors: of which tap, and the how manieth there.
+// One of a warp's own vectors: its tap, and its place among that tap's.
 struct Vector {
   int half, tap, of_tap;
   bool is_there;
@@ -146,40 +146,6 @@ struct Result {
     wanted = NEAR > 8 || args.group_channels == 8 || (lane >> 4) == (lane >> 1 & 1);
   }
 };
-
-// Sums that are not finite, again by the definition.
-template <class T>
-__device__ __forceinline__ void mend(const HopperGroupedWeightArgs& args, const Tiles& tiles,
-                                     int first, const Summer& of, float4* room,
-                                     float4 (&own)[kOwn]) {
-  bool odd = false;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) odd |= !is_finite(own[i].x + own[i].y + own[i].z + own[i].w);
-  if (!odd) return;
-  // Places that this thread alone has read.
-  float4* const lasts = last_at(room, of, of.group * 2 + of.row, 0);
-  float4* const pairs = pair_at(room, of, of.group);
-  const auto place = [&](int i) {
-    return i < kOwnPairs ? pairs + i * 2 * 32 : lasts + (i - kOwnPairs) * 4 * 3 * 32;
-  };
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    if (Vector(of, i).is_there) *place(i) = own[i];
-  }
-#pragma unroll 1
-  for (int i = 0; i < kOwn * 4; ++i) {
-    const Vector vector(of, i / 4);
-    if (!vector.is_there) continue;
-    float* const sum = reinterpret_cast<float*>(place(i / 4)) + i % 4;
-    const Result result(args, vector, i % 4);
-    if (is_finite(*sum) || !result.wanted) continue;
-    *sum = defined_over<T>(args, tiles, first + result.c, first + result.k, vector.tap);
-  }
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    if (Vector(of, i).is_there) own[i] = *place(i);
-  }
-}
 
 // The results of a vector, of the slice whose first channel is `first`.
 template <class T>

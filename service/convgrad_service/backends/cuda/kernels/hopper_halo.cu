@@ -20,8 +20,6 @@
 // Relies on its launcher for the tables, and for a source and a weight with channels side by side in
 // whole 16-byte chunks. Needs sm_90a, 384 threads.
 // Deterministic: one order of additions for each result, however the tiles lie.
-// Zeros outside the source times an infinity are NaN: sums that are not finite are taken again by
-// the definition.
 // Index limits: positions along a dimension below 2^28; offsets within a tile of a result below 2^31
 // bytes, elsewhere 64-bit.
 #include "hopper_halo_result.cuh"

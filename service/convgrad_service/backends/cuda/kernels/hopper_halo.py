@@ -103,14 +103,13 @@ class HopperHaloArgs(ctypes.Structure):
     _fields_ = (
         ("x_map", MapField),
         ("w_map", MapField),
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+        *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
+        ("y_stride", ctypes.c_int64 * 6),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
         *(
             (name, ctypes.c_int32)
             for name in (
-                "in_channels",
                 "out_channels",
                 "activation",
                 "plain",
@@ -118,10 +117,8 @@ class HopperHaloArgs(ctypes.Structure):
                 "planes",
             )
         ),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "kernel", "stride", "dilation", "pad", "tile", "tiles")
-        ),
+        ("tile", ctypes.c_int32 * 3),
+        ("tiles", ctypes.c_int32 * 3),
         ("channel_tiles", ctypes.c_int32),
         ("all_tiles", ctypes.c_int32),
         ("x_step", ctypes.c_int32 * 3),
@@ -229,11 +226,9 @@ class HopperHalo:
         )
         before = overlapping((*x.steps, *w.steps), device)
         args = HopperHaloArgs()
-        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
-        group, k, c, *kernel = w.operand.strides
-        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
-        args.in_channels, args.out_channels = read, written
+        args.out_channels = written
         args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
@@ -250,9 +245,6 @@ class HopperHalo:
                     or tile.row_pixels % 2
                 )
             )
-        args.x_size[:] = [axis.x_size for axis in axes]
-        for name in ("kernel", "stride", "dilation", "pad"):
-            getattr(args, name)[:] = getattr(work, name)
         tile.describe(args)
         maps = {
             "x_map": (x.operand, _source_map(work, x.operand, axes, tile)),
@@ -262,15 +254,7 @@ class HopperHalo:
             _instance(work.dtype, tile.columns, backward=backward),
             (min(tile.count, device.multiprocessors), 1, 1),
             (THREADS, 1, 1),
-            pack_maps(
-                args,
-                maps,
-                x=x.operand,
-                w=w.operand,
-                y=result,
-                accumulate=work.accumulate,
-                bias=work.bias,
-            ),
+            pack_maps(args, maps, y=result, accumulate=work.accumulate, bias=work.bias),
             tile.dynamic_bytes,
             overlaps=bool(before),
         )

@@ -45,28 +45,17 @@ struct HaloTables {
 struct HopperHaloArgs {
   TensorMap x_map;         // C W H D N
   TensorMap w_map;         // C K T S R
-  const void* x;           // the source: input, or grad_output
-  const void* w;           //
   void* y;                 // the result: output, or grad_input
   const void* accumulate;  // like y, or null
   const void* bias;        // one for each of the result's channels, or null
-  i64 x_stride[6];         // N G C D H W, in elements
-  i64 w_stride[6];         // G, result channel, source channel, T R S
-  i64 y_stride[6];         // accumulate's too
+  i64 y_stride[6];         // N G C D H W, in elements; accumulate's too
   float alpha;
   float beta;
-  int in_channels;   // of the source
   int out_channels;  // of the result
   int activation;
   int plain;        // the result is the sum itself
   int wide_stores;  // the result's channels are side by side in whole, aligned groups of four
   int planes;       // its positions are, in whole, aligned groups of 8, 2 or 1; else 0
-  // The convolution itself, for sums that are taken again.
-  int x_size[3];
-  int kernel[3];
-  int stride[3];
-  int dilation[3];
-  int pad[3];
   // Tiles: positions along D, H, W of each, and how many there are of the result's channels (which
   // run fastest), along W, H, D and over the batch.
   int tile[3];

@@ -11,9 +11,9 @@ constexpr u32 kHaloPitch = 64 * 2 + 16, kHaloStaging = 16 * kHaloPitch;
 
 // Where rows of a tile are whole chunks of eight positions: through shared memory, a ring of columns,
 // from which chunks go out once all of their columns are there, two at a time, so that sectors of 32
-// bytes are written whole. Results is HaloResults. Whether all are numbers.
+// bytes are written whole. Results is HaloResults.
 template <class T, class Results, int kFragments>
-__device__ __forceinline__ bool put_chunks(const Results& to, const float (&sum)[kFragments][4],
+__device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)[kFragments][4],
                                            u32 staging) {
   constexpr int kAll = kFragments * 8, kBatch = 4;
   const HopperHaloArgs& args = to.args;
@@ -27,7 +27,6 @@ __device__ __forceinline__ bool put_chunks(const Results& to, const float (&sum)
     return min(h * across + min(w / 8, across), all);
   };
   int done = ended(to.first_column);
-  u32 odd[2] = {};
 #pragma unroll
   for (int j = 0; j < kFragments; j += kBatch) {
 #pragma unroll
@@ -68,26 +67,23 @@ __device__ __forceinline__ bool put_chunks(const Results& to, const float (&sum)
         for (int i = 0; i < 4; ++i) {
           const bool own = real && column + 2 * i >= 0 && column + 2 * i < kAll;
           if (!whole) store_if(own, at + 2 * i, word[i]);
-          mark_odd_if<T>(own, odd[half], word[i]);
         }
       }
     }
     done = end;
     __syncwarp();
   }
-  return !__any_sync(0xffffffff, (odd[0] | odd[1]) != 0);
 }
 
 // Elsewhere: a lane's two neighbouring columns together where rows and planes have even numbers of
-// them, else one by one. Whether all are numbers.
+// them, else one by one.
 template <class T, class Results, int kFragments>
-__device__ __forceinline__ bool put_pairs(const Results& to, const float (&sum)[kFragments][4]) {
+__device__ __forceinline__ void put_pairs(const Results& to, const float (&sum)[kFragments][4]) {
   const HopperHaloArgs& args = to.args;
   const int lane = threadIdx.x & 31, row = lane / 4, left = args.out_channels - to.channel;
   const bool low_there = row < left, high_there = row + 8 < left;
   T* const y = static_cast<T*>(args.y) + to.at + row * args.y_stride[2];
   T* const y_high = y + 8 * args.y_stride[2];
-  u32 odd[2] = {};  // that do not wait for one another
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
     const u32 low = narrow_two<T>(sum[j][0], sum[j][1]);
@@ -99,8 +95,6 @@ __device__ __forceinline__ bool put_pairs(const Results& to, const float (&sum)[
     if (args.planes > 1) {
       store_if(there && low_there, y + at, low);
       store_if(there && high_there, y_high + at, high);
-      mark_odd_if<T>(there && low_there, odd[0], low);
-      mark_odd_if<T>(there && high_there, odd[1], high);
       continue;
     }
     const bool next_there = to.position(column + 1, h, w);
@@ -109,11 +103,7 @@ __device__ __forceinline__ bool put_pairs(const Results& to, const float (&sum)[
     store_if(next_there && low_there, y + next, static_cast<unsigned short>(low >> 16));
     store_if(there && high_there, y_high + at, static_cast<unsigned short>(high));
     store_if(next_there && high_there, y_high + next, static_cast<unsigned short>(high >> 16));
-    // One of the two may lie outside, where what is not a number means nothing: that costs time.
-    mark_odd_if<T>((there || next_there) && low_there, odd[0], low);
-    mark_odd_if<T>((there || next_there) && high_there, odd[1], high);
   }
-  return !__any_sync(0xffffffff, (odd[0] | odd[1]) != 0);
 }
 
 }  // namespace convgrad

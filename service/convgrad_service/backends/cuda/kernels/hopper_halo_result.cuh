@@ -26,47 +26,6 @@ struct HaloTile {
   }
 };
 
-// One result by the definition: over what lies inside the source, in order.
-template <class T>
-__device__ __forceinline__ float summed_again(const HopperHaloArgs& args, int n, int k,
-                                              const int (&at)[3]) {
-  const T* const x = static_cast<const T*>(args.x) + n * args.x_stride[0];
-  const T* const w = static_cast<const T*>(args.w) + k * args.w_stride[1];
-  float sum = 0;
-  int tap[3] = {}, from[3] = {};
-  const auto inside = [&](int dim) {
-    if (ACROSS) {
-      const int reached = at[dim] + args.pad[dim] - tap[dim] * args.dilation[dim];
-      from[dim] = reached / args.stride[dim];
-      return reached >= 0 && from[dim] * args.stride[dim] == reached &&
-             from[dim] < args.x_size[dim];
-    }
-    from[dim] = at[dim] * args.stride[dim] - args.pad[dim] + tap[dim] * args.dilation[dim];
-    return from[dim] >= 0 && from[dim] < args.x_size[dim];
-  };
-#pragma unroll 1
-  for (tap[0] = 0; tap[0] < args.kernel[0]; ++tap[0]) {
-    if (!inside(0)) continue;
-#pragma unroll 1
-    for (tap[1] = 0; tap[1] < args.kernel[1]; ++tap[1]) {
-      if (!inside(1)) continue;
-#pragma unroll 1
-      for (tap[2] = 0; tap[2] < args.kernel[2]; ++tap[2]) {
-        if (!inside(2)) continue;
-        const T* const xs = x + from[0] * args.x_stride[3] + from[1] * args.x_stride[4] +
-                            from[2] * args.x_stride[5];
-        const T* const ws = w + tap[0] * args.w_stride[3] + tap[1] * args.w_stride[4] +
-                            tap[2] * args.w_stride[5];
-#pragma unroll 1
-        for (int c = 0; c < args.in_channels; ++c) {
-          sum += widen(xs[c * args.x_stride[2]]) * widen(ws[c * args.w_stride[2]]);
-        }
-      }
-    }
-  }
-  return sum;
-}
-
 // Of a warp: the results that its columns' sums belong to.
 struct HaloResults {
   const HopperHaloArgs& args;
@@ -124,12 +83,6 @@ __device__ __forceinline__ void put_any(const HaloResults& to, int row, int colu
   const bool there = to.position(column, h, w) && to.channel + row < args.out_channels;
   if (!there) return;
   const i64 at = to.at + row * args.y_stride[2] + to.offset(h, w);
-  if (!is_finite(sum)) {
-    const int position[3] = {to.pass.y0[0] + to.m[0] * args.y_step[0],
-                             to.pass.y0[1] + (to.m[1] + h) * args.y_step[1],
-                             to.pass.y0[2] + (to.m[2] + w) * args.y_step[2]};
-    sum = summed_again<T>(args, to.n, to.channel + row, position);
-  }
   const T* const accumulate = static_cast<const T*>(args.accumulate);
   const T* const bias = static_cast<const T*>(args.bias);
   static_cast<T*>(args.y)[at] = narrow<T>(
@@ -144,18 +97,20 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
   const HopperHaloArgs& args = to.args;
   if (!to.some()) return;
   const int lane = threadIdx.x & 31, quarter = lane & 3;
-  const bool plain = args.plain && (args.wide_stores || args.planes);
+  if (args.plain && args.planes == 8) {
+    put_chunks<T>(to, sum, staging);
+    return;
+  }
   if (args.plain && args.planes) {
-    if (args.planes == 8 ? put_chunks<T>(to, sum, staging) : put_pairs<T>(to, sum)) return;
-    __syncwarp();
-  } else if (plain) {
+    put_pairs<T>(to, sum);
+    return;
+  }
+  if (args.plain && args.wide_stores) {
     // Of a column, a lane stores four channels.
     const int first = (quarter & 1) * 8 + (quarter >> 1) * 4;
-    const int width = to.width;
     if (to.channel + first >= args.out_channels) to.width = 0;
     char* const y = static_cast<char*>(args.y) + (to.at + first) * 2;
     const int row_bytes = to.row_step * 2, bytes = to.step * 2;
-    u32 odd[2] = {};  // that do not wait for one another
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const u32 low = transposed(narrow_two<T>(sum[j][0], sum[j][1]));
@@ -165,12 +120,8 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
       int h, w;
       const bool there = to.position(j * 8 + lane / 4, h, w);
       store_if(there, y + (h * row_bytes + w * bytes), four);
-      mark_odd_if<T>(there, odd[0], four.x);
-      mark_odd_if<T>(there, odd[1], four.y);
     }
-    if (!__any_sync(0xffffffff, (odd[0] | odd[1]) != 0)) return;
-    __syncwarp();  // another lane writes them anew
-    to.width = width;
+    return;
   }
   constexpr int kBatch = kFragments % 5 == 0 ? 5 : kFragments % 3 == 0 ? 3 : 2;
   static_assert(kFragments % kBatch == 0, "whole batches");
@@ -183,8 +134,6 @@ __device__ __forceinline__ void put_results(HaloResults& to, float (&sum)[kFragm
       for (int e = 0; e < 4; ++e) {
         const float value = e < 2 ? (e == 0 ? sum[b][0] : sum[b][1])
                                   : (e == 2 ? sum[b][2] : sum[b][3]);
-        // Those that are numbers are there already.
-        if (plain && is_finite(value)) continue;
         put_any<T>(to, lane / 4 + e / 2 * 8, (j + b) * 8 + quarter * 2 + e % 2, value);
       }
     }

@@ -80,40 +80,16 @@ __device__ __forceinline__ void store_part(const Results<T, 1, kFragments>& resu
 template <class T, int kParts, int kFragments>
 __device__ __forceinline__ void store_parts(const HopperGatherArgs& args, const GatherTile& tile,
                                             const PartRows<T, kParts>& rows, u32 staging,
-                                            float (&sum)[kParts][kFragments][4]) {
+                                            const float (&sum)[kParts][kFragments][4]) {
   using Part = Results<T, 1, kFragments>;
   const Part results(args, tile, staging);
-  bool odd = false;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    auto& own = reinterpret_cast<float(&)[1][kFragments][4]>(sum[part]);
-    if (results.any_odd(own)) {
-      odd = true;
-      // NaN takes infinity's place, so that what is to be taken again is told from what overflows
-      // by rounding.
-#pragma unroll
-      for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) own[0][j][e] = fmaf(own[0][j][e], 0.0f, own[0][j][e]);
-      }
-    }
+    const auto& own = reinterpret_cast<const float(&)[1][kFragments][4]>(sum[part]);
     u32 to[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = rows.of(part, i * 4 + results.lane / 8);
     store_part(results, to, own);
-  }
-  if (!odd) return;
-  // Sums that were not finite are taken again, now that registers are free.
-  __syncwarp();
-  T* const y = static_cast<T*>(args.y);
-#pragma unroll 1
-  for (int i = results.lane; i < kParts * 16 * kFragments * 8; i += 32) {
-    const int row = i / (kFragments * 8), channel = tile.first_channel + i % (kFragments * 8);
-    const int pixel = tile.first_pixel + row / 16 * 64 + results.warp * 16 + row % 16;
-    if (pixel >= results.phase.pixels || channel >= args.out_channels) continue;
-    T& result = y[results.result_at(pixel_at(results.phase, pixel)) + channel];
-    const float stored = widen(result);
-    if (stored != stored) result = narrow<T>(results.summed(pixel, channel));
   }
 }
 

@@ -73,7 +73,6 @@ __device__ __forceinline__ void store_planes(const Results<T, kParts, kFragments
   constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
   constexpr int kBlocks = (kFragments + kOf - 1) / kOf;
   const HopperGatherArgs& args = to.args;
-  if (to.any_odd(sum)) to.repair(sum);
   const int side = args.wide_stores, thread = threadIdx.x % 128;
   const int pixel = thread % (64 / side) * side;
   const i64 step = args.y_stride[2];

@@ -19,8 +19,7 @@
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM + BN rows of 128 bytes; two
 // times 8 KB for each warpgroup's results; two barriers a stage.
 // Relies on its launcher for images and channels that start at multiples of 16 bytes. Needs sm_90a.
-// Deterministic: one order of additions. What a tile has beyond the source's channels is zero in both
-// factors, so results are not finite where the definition's are not.
+// Deterministic: one order of additions.
 // Index limits: tiles below 2^31.
 #include "accesses.cuh"
 #include "hopper.cuh"

@@ -95,27 +95,11 @@ struct Results {
 
   // Stores all sums; every thread of a warp together. Sums are used up.
   __device__ __forceinline__ void store(float (&sum)[kParts][kFragments][4]) const {
-    if (any_odd(sum)) repair(sum);
     if (args.plain) {
       store_rows(sum);
     } else {
       store_finished(sum);
     }
-  }
-
-  // Whether some sum of the warp is not finite.
-  __device__ __forceinline__ bool any_odd(const float (&sum)[kParts][kFragments][4]) const {
-    float zero[4] = {};
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int j = 0; j < kFragments; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) zero[e] = fmaf(sum[part][j][e], 0.0f, zero[e]);
-      }
-    }
-    const float all = (zero[0] + zero[1]) + (zero[2] + zero[3]);
-    return __any_sync(~0u, all != 0.0f);
   }
 
   // Where a pixel's channel 0 is in the result.
@@ -127,58 +111,6 @@ struct Results {
       at += (phase.axis[d].y0 + m * args.y_step[d]) * args.y_stride[3 + d];
     }
     return at;
-  }
-
-  // Takes every sum that is not finite again, from the taps inside the source alone. Sums go round
-  // through the first register, so that there is one copy of the code.
-  __device__ __forceinline__ void repair(float (&sum)[kParts][kFragments][4]) const {
-#pragma unroll 1
-    for (int i = 0; i < kParts * kFragments * 4; ++i) {
-      float value = sum[0][0][0];
-      if (!is_finite(value)) {
-        const int part = i / (kFragments * 4), j = i / 4 % kFragments, e = i % 4;
-        const int pixel = first_pixel + part * 64 + warp * 16 + lane / 4 + (e & 2) * 4;
-        const int channel = first_channel + j * 8 + lane % 4 * 2 + (e & 1);
-        if (pixel < phase.pixels && channel < args.out_channels) value = summed(pixel, channel);
-      }
-#pragma unroll
-      for (int at = 0; at + 1 < kParts * kFragments * 4; ++at) {
-        constexpr int kOf = kFragments * 4;
-        sum[at / kOf][at % kOf / 4][at % 4] = sum[(at + 1) / kOf][(at + 1) % kOf / 4][(at + 1) % 4];
-      }
-      sum[kParts - 1][kFragments - 1][3] = value;
-    }
-  }
-
-  // A result by the definition.
-  __device__ __forceinline__ float summed(int pixel, int channel) const {
-    const PixelAt at = pixel_at(phase, pixel);
-    const T* const x =
-        static_cast<const T*>(args.x) + image(at, args.images_first) * args.x_stride[0];
-    const T* const w = static_cast<const T*>(args.w) + channel * args.w_stride[1];
-    float value = 0;
-    for (int j0 = 0; j0 < phase.axis[0].taps; ++j0) {
-      for (int j1 = 0; j1 < phase.axis[1].taps; ++j1) {
-        for (int j2 = 0; j2 < phase.axis[2].taps; ++j2) {
-          const int tap[3] = {j0, j1, j2};
-          i64 x_at = 0, w_at = 0;
-          bool inside = true;
-          for (int d = 0; d < 3; ++d) {
-            const GatherAxis& axis = phase.axis[d];
-            const int m = position(at, d, args.images_first);
-            const int from = axis.x0 + m * args.x_step[d] + tap[d] * args.x_tap[d];
-            inside &= static_cast<u32>(from) < static_cast<u32>(args.x_size[d]);
-            x_at += from * args.x_stride[3 + d];
-            w_at += (axis.r0 + tap[d] * args.r_step[d]) * args.w_stride[3 + d];
-          }
-          if (!inside) continue;
-          for (int c = 0; c < args.in_channels; ++c) {
-            value += widen(x[x_at + c * args.x_stride[2]]) * widen(w[w_at + c * args.w_stride[2]]);
-          }
-        }
-      }
-    }
-    return value;
   }
 
   // Rounded, in rows of 128 bytes: through shared memory, where a warp has its own part, so that
@@ -348,7 +280,6 @@ struct Results {
       const int pixel = first_pixel + row, channel = first_channel + column;
       if (pixel >= phase.pixels || channel >= args.out_channels) continue;
       float value[kChunk];
-      bool odd = false;
 #pragma unroll
       for (int part = 0; part < kChunk; part += 4) {
         float4 four = {};
@@ -363,10 +294,8 @@ struct Results {
         value[part] = four.x, value[part + 1] = four.y;
         value[part + 2] = four.z, value[part + 3] = four.w;
       }
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e) odd |= !is_finite(value[e]);
       const i64 at = result_at(pixel_at(phase, pixel)) + channel * args.y_stride[2];
-      if (!odd && args.wide_stores) {
+      if (args.wide_stores) {
         Neighbours done;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
@@ -380,7 +309,6 @@ struct Results {
         float one = value[0];
 #pragma unroll
         for (int next = 0; next + 1 < kChunk; ++next) value[next] = value[next + 1];
-        if (!is_finite(one)) one = summed(pixel, channel + e);
         const i64 here = at + e * args.y_stride[2];
         static_cast<T*>(args.y)[here] = narrow<T>(finished(one, here, channel + e));
       }

@@ -18,8 +18,7 @@
 // hopper_separable_tiles.py counts them.
 // Relies on its launcher for channels side by side in whole 16-byte chunks, and for channels of w0
 // one after another. Needs sm_90a.
-// Deterministic: one order of additions for each result, whatever the tile. Zeros outside of the
-// input times a weight that is not finite are NaN: where there is one, only taps inside are added.
+// Deterministic: one order of additions for each result, whatever the tile.
 // Index limits: items below 2^31; positions are those of tensor maps.
 #include "hopper_separable_middle.cuh"
 
@@ -84,14 +83,12 @@ __device__ __forceinline__ void make_middles(const HopperSeparableArgs& args, co
   int turn = 0;
 #pragma unroll 1
   for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
-    const ItemAt at(args, item);
-    const int top = at.row * kStride - args.pad[0], left = at.column * kStride - args.pad[1];
 #pragma unroll 1
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
       if (turn == team) {
         wait_for(place.middle_free(middle.at), middle.parity);
         wait_for(place.x_full(ring.at), ring.parity);
-        maker.make(chunk, ring.at, middle.at, top, left);
+        maker.make(chunk, ring.at, middle.at);
         publish_shared();
         __syncwarp();
         if (lane == 0) {

@@ -64,7 +64,7 @@ class HopperSeparableArgs(ctypes.Structure):
                 "activation1",
             )
         ),
-        *((name, ctypes.c_int32 * 2) for name in ("pad", "x_size")),
+        ("pad", ctypes.c_int32 * 2),
         *((name, Divider) for name in ("by_slices", "by_across", "by_down")),
     )
 
@@ -134,7 +134,7 @@ class HopperSeparable:
         args.resident = schedule.resident
         args.activation0 = ACTIVATIONS[first.activation]
         args.activation1 = ACTIVATIONS[second.activation]
-        args.pad[:], args.x_size[:] = first.pad[1:], first.input[1:]
+        args.pad[:] = first.pad[1:]
         args.by_slices = Divider.of(args.slices)
         args.by_across, args.by_down = Divider.of(args.tiles_across), Divider.of(args.tiles_down)
         maps = {

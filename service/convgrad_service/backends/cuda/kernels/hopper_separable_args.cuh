@@ -28,7 +28,6 @@ struct HopperSeparableArgs {
   int activation0;
   int activation1;
   int pad[2];
-  int x_size[2];
   Divider by_slices, by_across, by_down;  // slices, tiles_across, tiles_down
 };
 

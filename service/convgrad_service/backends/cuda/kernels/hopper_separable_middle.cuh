@@ -22,7 +22,7 @@ struct Maker {
   const Place& place;
   int warp;                    // of the team
   int pair;                    // of channels, in the chunk
-  int image, row, column;      // of the unit, in the tile
+  int column;                  // of the unit, in the tile
   u32 read;                    // this lane's first input, in the first box
   u32 written[8];              // where pixels 0 to 7 of the unit go, in the first place
 
@@ -33,8 +33,8 @@ struct Maker {
     const int unit = warp + lane / kLanes * kWarpUnits;
     const int above = unit / kStrips;
     column = (unit - above * kStrips) * kUnitW;
-    image = above / (kTileH / kUnitH);
-    row = (above - image * (kTileH / kUnitH)) * kUnitH;
+    const int image = above / (kTileH / kUnitH);
+    const int row = (above - image * (kTileH / kUnitH)) * kUnitH;
     read = place.boxes + pair * 4 +
            ((image * kBoxH + row * kStride) * kBoxW + column * kStride) * kRowBytes;
     const int first = (image * kTileH + row) * kTileW + column;
@@ -52,44 +52,12 @@ struct Maker {
     store_word(written[pixel & 7] + to + pixel * kRowBytes, narrow_two<T>(sum[0], sum[1]));
   }
 
-  // Pixels of a unit one by one, from their valid taps alone.
-  __device__ __forceinline__ void make_exact(int turn, u32 box, u32 to, const float (&weight)[9][2],
-                                             const float (&bias)[2], int top, int left) const {
-    const int image = this->image + (kNextImage ? turn : 0);
-    const int column = this->column + (kNextImage ? 0 : turn * kMakers * kUnitW);
-    box += turn * (kNextRead * kRowBytes);
-#pragma unroll 1
-    for (int i = 0; i < kUnitH; ++i) {
-#pragma unroll 1
-      for (int j = 0; j < kUnitW && column + j < kTileW; ++j) {
-        float sum[2] = {bias[0], bias[1]};
-#pragma unroll
-        for (int tap = 0; tap < 9; ++tap) {
-          const int r = tap / 3, s = tap % 3;
-          const int h = top + (row + i) * kStride + r, w = left + (column + j) * kStride + s;
-          if (h < 0 || h >= args.x_size[0] || w < 0 || w >= args.x_size[1]) continue;
-          float in[2];
-          widen_both(in, load_word(box + ((i * kStride + r) * kBoxW + j * kStride + s) * kRowBytes));
-          sum[0] = fmaf(in[0], weight[tap][0], sum[0]);
-          sum[1] = fmaf(in[1], weight[tap][1], sum[1]);
-        }
-        sum[0] = activate(sum[0], args.activation0);
-        sum[1] = activate(sum[1], args.activation0);
-        const int pixel = (image * kTileH + row + i) * kTileW + column + j;
-        store_word(to + place_of(pixel), narrow_two<T>(sum[0], sum[1]));
-      }
-    }
-  }
-
-  // This lane's part of a chunk, from a stage of the ring to one of the places. `top` and `left` are
-  // the box's.
-  __device__ __forceinline__ void make(int chunk, int stage, int to_place, int top,
-                                       int left) const {
+  // This lane's part of a chunk, from a stage of the ring to one of the places.
+  __device__ __forceinline__ void make(int chunk, int stage, int to_place) const {
     const bool there = chunk * kChunk + pair * 2 < args.channels;
     const u32 stage_at = place.boxes + stage * kBoxStage;
     const u32 taps = stage_at + kTapsAt + pair * (2 * kTapBytes);
     float weight[9][2], bias[2] = {};
-    u32 odd = 0;
     if (there) {
       u32 words[9];
 #pragma unroll
@@ -97,10 +65,7 @@ struct Maker {
       // The first channel's taps, then the second one's.
       float flat[9][2];
 #pragma unroll
-      for (int i = 0; i < 9; ++i) {
-        widen_both(flat[i], words[i]);
-        mark_odd<T>(odd, words[i]);
-      }
+      for (int i = 0; i < 9; ++i) widen_both(flat[i], words[i]);
 #pragma unroll
       for (int tap = 0; tap < 9; ++tap) {
         weight[tap][0] = flat[tap / 2][tap % 2];
@@ -112,14 +77,6 @@ struct Maker {
       for (int tap = 0; tap < 9; ++tap) weight[tap][0] = weight[tap][1] = 0;
     }
     const u32 box = read + stage * kBoxStage, to = to_place * kMiddleBytes;
-    if (__builtin_expect(odd != 0, false)) {
-#pragma unroll 1
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (warp + turn * kMakers >= kWarpUnits) break;
-        make_exact(turn, box, to, weight, bias, top, left);
-      }
-      return;
-    }
     // Each by code of its own: what is not done would lie between what is.
     if (__builtin_expect(args.activation0 == kNone, true)) {
       return add_units<kNone>(box, to, weight, bias);

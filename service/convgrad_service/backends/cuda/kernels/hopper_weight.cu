@@ -27,8 +27,8 @@
 // Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
 // for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
 // Deterministic: one order of additions for each result and number of shares. Positions outside the
-// input and beyond a row of y enter as zeros, which times an infinity is NaN: sums that are not
-// finite are taken again by the definition, by whoever finishes them.
+// input and beyond a row of y enter as zeros. float32 by scaled halves: what a channel lost might show in
+// few sums, which are taken again by the definition.
 // Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
 #include "hopper_weight_cluster.cuh"
 #include "hopper_weight_copies.cuh"
@@ -77,7 +77,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     make_barrier(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
     publish_barriers();
   }
-  // Of those that copy together, and of those that sum together, the how manieth.
+  // Its number among the blocks that copy together, and among those that sum together.
   const int block = CLUSTER > 1 ? block_of_cluster() : 0;
   const int copier = kSums ? block % kCopying : block, summer = kSums ? block / kCopying : 0;
   const int first_copier = block - copier;

@@ -58,12 +58,9 @@ struct WeightSource {
   int stride[3];
   int dilation[3];
   int pad[3];
-  // Where float16 stands for float32 (scaled_halves.cuh): of x's channels, in multiples of eight, then
-  // of y's. x and y, above, are float32 then.
-  const ChannelRange* ranges;
-  float terms;  // the fewest of a sum, of those that have any
-  float doubt;  // what a sum must be for each element that lost bits: 2^17 / terms, for no magnitude
-                // reaches 2^16 (see `unscaled`)
+  // Where float16 stands for float32 (scaled_halves.cuh), which x and y are then.
+  float doubt;                 // 2^17 / the fewest terms of a sum, see `inverse_of`
+  const ChannelRange* ranges;  // of x's channels, in multiples of eight, then of y's
 };
 
 // Boxes of x: taps, in groups of `shared_taps` along W, running fastest, then channels.
@@ -122,7 +119,7 @@ __device__ __forceinline__ i64 result_at(const WeightResult& of, int k, const Bo
          box.r * of.w_stride[4] + box.s * of.w_stride[5];
 }
 
-// One result as it is defined: what a sum that is not finite ought to be.
+// One result of scaled channels by the definition, where what they lost might show.
 template <class T>
 __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const Box& box) {
   const T* const x = static_cast<const T*>(of.x) + box.c * of.x_stride[2];
@@ -152,81 +149,77 @@ __device__ __noinline__ float defined_sum(const WeightSource& of, int k, const B
   return sum;
 }
 
-// A vector's sums again where they are not finite: two channels of the rows k and k + 8.
-template <class E>
-__device__ __noinline__ float4 defined_four(const WeightResult& of, const WeightSource& source,
-                                            int k, const Box& box, float4 sum) {
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    Box at = box;
-    at.c += i % 2;
-    const int row = k + i / 2 * 8;
-    const float was = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
-    if (is_finite(was) || at.c >= of.in_channels || row >= of.out_channels) continue;
-    const float again = defined_sum<E>(source, row, at);
-    (i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w) = again;
-  }
-  return sum;
-}
-
 __device__ __forceinline__ int in_eights(int channels) { return (channels + 7) / 8 * 8; }
 
 // How sums of a scaled channel are unscaled (scaled_halves.cuh), and for its part the least sum beyond
 // doubt.
 struct Inverse {
-  float by, least;
+  u32 powers;  // two, as numbers of bfloat16: there are few registers
+  float least;
+
+  __device__ __forceinline__ float first() const { return __uint_as_float(powers & 0xffff0000); }
+  __device__ __forceinline__ float second() const { return __uint_as_float(powers << 16); }
 };
 struct InversePair {
   Inverse first, second;
 };
 
+// Each element that lost bits stands for an error of at most 2^-25, or what the largest of them is, times
+// the other factor, which is less than 2^16; all of them together may take 2^-26 times the terms of the
+// sum, a quarter of what adding up so many terms may. Twice that, for rounding.
+__device__ __forceinline__ Inverse inverse_of(const Unscaling& by, const WeightSource& source) {
+  const float each = fminf(__uint_as_float(by.lost_peak) * 0x1p25f, 1.0f);
+  return {by.powers, static_cast<float>(by.lost) * each * source.doubt};
+}
 __device__ __forceinline__ const Unscaling* unscalings(const WeightResult& of,
                                                        const WeightSource& source) {
   return unscalings_of(source.ranges, in_eights(of.in_channels) + in_eights(of.out_channels));
 }
 // Of grad_output's channel k; of one that there is not something.
-__device__ __forceinline__ int row_of(const WeightResult& of, int k) {
-  return in_eights(of.in_channels) + min(k, of.out_channels - 1);
-}
 __device__ __forceinline__ Inverse inverse_at(const WeightResult& of, const WeightSource& source, int k) {
-  const Unscaling row = unscalings(of, source)[row_of(of, k)];
-  return {row.inverse, static_cast<float>(row.lost) * source.doubt};
+  const int row = in_eights(of.in_channels) + min(k, of.out_channels - 1);
+  return inverse_of(unscalings(of, source)[row], source);
 }
 // Of two of the input's channels, from the even `c` on.
 __device__ __forceinline__ InversePair inverses_at(const WeightResult& of, const WeightSource& source,
                                                    int c) {
-  const float4 two = *reinterpret_cast<const float4*>(unscalings(of, source) + c);
-  return {{two.x, static_cast<float>(__float_as_uint(two.y)) * source.doubt},
-          {two.z, static_cast<float>(__float_as_uint(two.w)) * source.doubt}};
-}
-// NaN where it is in doubt, or there is no inverse.
-__device__ __forceinline__ float quickly_unscaled(float sum, const Inverse& x, const Inverse& y) {
-  return fabsf(sum) >= x.least + y.least ? sum * x.by * y.by : __uint_as_float(0x7fffffff);
+  const Unscaling* const by = unscalings(of, source) + c;
+  return {inverse_of(by[0], source), inverse_of(by[1], source)};
 }
 
-// One sum of scaled channels, unscaled.
-__device__ __forceinline__ float unscaled_at(const WeightResult& of, const WeightSource& source, int k,
-                                             int c, float sum) {
-  const Unscaling* const by = unscalings(of, source);
-  const int row = row_of(of, k);
-  return unscaled(sum, source.terms, Scaled(source.ranges[c], by[c]),
-                  Scaled(source.ranges[row], by[row]));
+// A NaN that no arithmetic gives, in place of a sum that is in doubt. One that is not finite never is.
+constexpr u32 kDoubted = 0x7fc0d0b7;
+__device__ __forceinline__ bool is_doubted(float sum) { return __float_as_uint(sum) == kDoubted; }
+
+// Powers by turns, so that nothing on the way leaves float32's range that does not in the end.
+__device__ __forceinline__ float unscaled(float sum, const Inverse& x, const Inverse& y) {
+  const float found = sum * x.first() * y.first() * x.second() * y.second();
+  return fabsf(sum) < x.least + y.least ? __uint_as_float(kDoubted) : found;
 }
-// Four of them. `c` is even; what is known of channels that there are not are zeros, and what is found for
-// rows that there are not is nobody's.
-__device__ __forceinline__ float4 unscaled_four(const WeightResult& of, const WeightSource& source,
-                                                int k, int c, const float4& sum) {
-  return make_float4(unscaled_at(of, source, k, c, sum.x), unscaled_at(of, source, k, c + 1, sum.y),
-                     unscaled_at(of, source, k + 8, c, sum.z),
-                     unscaled_at(of, source, k + 8, c + 1, sum.w));
+// Two channels of the rows k and k + 8.
+__device__ __forceinline__ float4 unscaled_four(const float4& sum, const InversePair& x,
+                                                const InversePair& y) {
+  return make_float4(unscaled(sum.x, x.first, y.first), unscaled(sum.y, x.second, y.first),
+                     unscaled(sum.z, x.first, y.second), unscaled(sum.w, x.second, y.second));
+}
+__device__ __forceinline__ bool some_doubted(const float4& sum) {
+  return is_doubted(sum.x) || is_doubted(sum.y) || is_doubted(sum.z) || is_doubted(sum.w);
 }
 
-// Four sums of scaled channels that are in doubt, or were not finite, as they ought to be.
+// Those of four that are in doubt, by the definition.
 template <class E>
-__device__ __noinline__ float4 doubted_four(const WeightResult& of, const WeightSource& source, int k,
+__device__ __noinline__ float4 settled_four(const WeightResult& of, const WeightSource& source, int k,
                                             const Box& box, float4 sum) {
-  sum = unscaled_four(of, source, k, box.c, sum);
-  return is_finite(sum.x + sum.y + sum.z + sum.w) ? sum : defined_four<E>(of, source, k, box, sum);
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    Box at = box;
+    at.c += i % 2;
+    const int row = k + i / 2 * 8;
+    float& one = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
+    if (!is_doubted(one) || at.c >= of.in_channels || row >= of.out_channels) continue;
+    one = defined_sum<E>(source, row, at);
+  }
+  return sum;
 }
 
 // Two neighbours, aligned to both.

@@ -68,9 +68,8 @@ SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
     *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
     ("batch", ctypes.c_int32),
     *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-    ("ranges", ctypes.c_uint64),
-    ("terms", ctypes.c_float),
     ("doubt", ctypes.c_float),
+    ("ranges", ctypes.c_uint64),
 )
 
 
@@ -150,8 +149,7 @@ def fill_source(
     args.x_size[:], args.y_size[:] = work.input, work.output
     for name in ("stride", "dilation", "pad"):
         getattr(args, name)[:] = getattr(work, name)
-    args.terms = least_terms(work)
-    args.doubt = 2.0**17 / args.terms
+    args.doubt = 2.0**17 / least_terms(work)
 
 
 def least_terms(work: ConvWork) -> int:

@@ -35,13 +35,6 @@ __device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, 
   return box;
 }
 
-// For sums that are stored whatever they are: where there is no inverse `odd` becomes NaN, and it is 1.
-__device__ __forceinline__ Inverse there(Inverse inverse, float& odd) {
-  odd = fmaf(inverse.by, 0.0f, odd);
-  if (inverse.by != inverse.by) inverse.by = 1;
-  return inverse;
-}
-
 // Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
 // found there need not be kept in registers.
 template <class E, int kRows, int kProducts, int kFragments>
@@ -54,14 +47,14 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
   thread = kept_value(thread);  // what follows from it is not worked out before there is room for it
   const Own own(of, unit.tile, warpgroup, thread);
   const int lane = thread % 4;
-  float odd = 0;
+  bool doubted = false;
   Inverse rows[kScaled ? kRows : 1][2];
   if constexpr (kScaled) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows[i][half] = there(inverse_at(of, args.source, own.k + i * 64 + half * 8), odd);
+        rows[i][half] = inverse_at(of, args.source, own.k + i * 64 + half * 8);
       }
     }
   }
@@ -86,7 +79,6 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
           for (int f = 0; f < kBeside; ++f) {
             const int c = (group + f) * 8 + own.column;
             if (c >= channels) continue;
-            const Inverse x[2] = {there(columns[f].first, odd), there(columns[f].second, odd)};
             float* const to = static_cast<float*>(of.w) + first_row + c;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
@@ -94,12 +86,10 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
               for (int half = 0; half < 2; ++half) {
                 const float(&from)[4] = sum[i][j][block * kInBlock + group + f];
                 if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
-                const Inverse& y = rows[i][half];
-                const float first = from[half * 2], second = from[half * 2 + 1];
-                odd = fmaf(quickly_unscaled(first, x[0], y), 0.0f, odd);
-                odd = fmaf(quickly_unscaled(second, x[1], y), 0.0f, odd);
-                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first * x[0].by * y.by,
-                         second * x[1].by * y.by);
+                const float first = unscaled(from[half * 2], columns[f].first, rows[i][half]);
+                const float second = unscaled(from[half * 2 + 1], columns[f].second, rows[i][half]);
+                doubted |= is_doubted(first) || is_doubted(second);
+                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
               }
             }
           }
@@ -119,7 +109,6 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
               const float(&from)[4] = sum[i][j][block * kInBlock + f];
               const float first = from[half * 2], second = from[half * 2 + 1];
               if (f * 8 + own.column >= channels) continue;
-              odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
               put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
             }
           } else if constexpr (sizeof(E) == 2) {
@@ -129,9 +118,7 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const float(&from)[4] = sum[i][j][block * kInBlock + f + e];
-                const float first = from[half * 2], second = from[half * 2 + 1];
-                odd = fmaf(first, 0.0f, fmaf(second, 0.0f, odd));
-                words[e] = narrow_two<E>(first, second);
+                words[e] = narrow_two<E>(from[half * 2], from[half * 2 + 1]);
               }
               turn_words(words, lane);
               store_if((f + lane) * 8 < channels,
@@ -143,32 +130,17 @@ __device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Un
       }
     }
   }
-  // Neighbours have stored some of this thread's results.
-  __syncwarp();
-  if (odd == 0) return;
+  if constexpr (kScaled) {
+    if (!doubted) return;
 #pragma unroll 1
-  for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
-    const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
-    Box box = own.box(of, outer % kProducts, f / kInBlock);
-    const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
-    box.c += f % kInBlock * 8 + own.column + i % 2;
-    if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
-    if constexpr (kScaled) {
+    for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
+      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
+      Box box = own.box(of, outer % kProducts, f / kInBlock);
+      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
+      box.c += f % kInBlock * 8 + own.column + i % 2;
+      if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
       float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
-      const Unscaling* const by = unscalings(of, args.source);
-      const float column = by[box.c].inverse, row = by[row_of(of, k)].inverse;
-      float found = *at;
-      if (column == column) found /= column;
-      if (row == row) found /= row;
-      found = unscaled_at(of, args.source, k, box.c, found);
-      *at = is_finite(found) ? found : defined_sum<SOURCE>(args.source, k, box);
-      continue;
-    }
-    const float again = defined_sum<SOURCE>(args.source, k, box);
-    if (sizeof(E) == 4 || of.wide) {
-      static_cast<float*>(of.w)[result_at(of, k, box)] = again;
-    } else if constexpr (sizeof(E) == 2) {
-      static_cast<E*>(of.w)[result_at(of, k, box)] = narrow<E>(again);
+      if (is_doubted(*at)) *at = defined_sum<SOURCE>(args.source, k, box);
     }
   }
 }
@@ -220,19 +192,13 @@ __device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const 
   const bool both = box.c + 1 < of.in_channels;
   const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
   const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
-  const float4 given = sum;
-  if (kScaled) {
+  if constexpr (kScaled) {
     const InversePair x = of_columns == nullptr ? inverses_at(of, args.source, box.c) : *of_columns;
     const InversePair y = of_rows == nullptr ? InversePair{inverse_at(of, args.source, k),
                                                            inverse_at(of, args.source, k + 8)}
                                              : *of_rows;
-    sum = make_float4(
-        quickly_unscaled(sum.x, x.first, y.first), quickly_unscaled(sum.y, x.second, y.first),
-        quickly_unscaled(sum.z, x.first, y.second), quickly_unscaled(sum.w, x.second, y.second));
-  }
-  if (!is_finite(sum.x + sum.y + sum.z + sum.w)) {
-    if constexpr (kScaled) sum = doubted_four<SOURCE>(of, args.source, k, box, given);
-    else sum = defined_four<SOURCE>(of, args.source, k, box, sum);
+    sum = unscaled_four(sum, x, y);
+    if (some_doubted(sum)) sum = settled_four<SOURCE>(of, args.source, k, box, sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -261,7 +227,6 @@ template <int kRows, int kProducts, int kFragments, class E = T>
 __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const Place& place,
                                             int index, const float4 (&sum)[4], const Box* boxes) {
   const WeightResult& of = args.result;
-  bool odd = true;
   if constexpr (sizeof(E) == 2 && !kScaled) {
     if (of.eights && !of.wide) {
       constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
@@ -273,7 +238,6 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
       const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
       const bool real = box.real && box.c < of.in_channels;
       E* const to = static_cast<E*>(of.w) + result_at(of, k, box);
-      float marked = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         u32 words[4];
@@ -281,18 +245,15 @@ __device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const 
         for (int e = 0; e < 4; ++e) {
           const float first = half == 0 ? sum[e].x : sum[e].z;
           const float second = half == 0 ? sum[e].y : sum[e].w;
-          marked = fmaf(first, 0.0f, fmaf(second, 0.0f, marked));
           words[e] = narrow_two<E>(first, second);
         }
         turn_words(words, lane);
         store_if(real && k + half * 8 < of.out_channels, to + half * 8 * of.w_stride[1],
                  make_uint4(words[0], words[1], words[2], words[3]));
       }
-      __syncwarp();  // neighbours have stored some of this thread's results
-      odd = marked != 0 || marked != marked;
+      return;
     }
   }
-  if (!odd) return;
   InversePair columns[4], y;
   if constexpr (kScaled) {
     constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;

@@ -24,7 +24,6 @@ struct WeightSumArgs {
   int slices;
 };
 
-
 extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
     hopper_weight_sum(const __grid_constant__ WeightSumArgs args) {
   constexpr int kThreads = 256, kEach = 4;
@@ -85,7 +84,6 @@ extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
     at.c += index / 128 * 8 + owner % 4 * 2;
     return own.k + row * 64 + owner / 32 * 16 + owner % 32 / 4;
   };
-  float odd = 0;
 #pragma unroll
   for (int v = 0; v < kEach; ++v) {
     Box at = box;
@@ -95,27 +93,14 @@ extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
     const i64 to = result_at(of, k, at);
     if (SCALED) {
       float4 four = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
-      four = unscaled_four(of, args.source, k, at.c, four);
-      if (!is_finite(four.x + four.y + four.z + four.w)) {
-        four = defined_four<ELEMENT>(of, args.source, k, at, four);
-      }
+      four = unscaled_four(four, inverses_at(of, args.source, at.c),
+                           {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)});
+      if (some_doubted(four)) four = settled_four<ELEMENT>(of, args.source, k, at, four);
       sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
     }
-    odd = fmaf(sum[v][0], 0.0f, fmaf(sum[v][1], 0.0f, odd));
-    odd = fmaf(sum[v][2], 0.0f, fmaf(sum[v][3], 0.0f, odd));
     if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
     if (k + 8 < of.out_channels) {
       put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);
     }
-  }
-  if (SCALED || odd == 0) return;
-#pragma unroll 1
-  for (int i = 0; i < kEach * 4; ++i) {
-    Box at = box;
-    const int k = place(i / 4, at) + i / 2 % 2 * 8;
-    at.c += i % 2;
-    if (at.c >= of.in_channels || k >= of.out_channels) continue;
-    const float again = defined_sum<ELEMENT>(args.source, k, at);
-    put_two<RESULT>(of, result_at(of, k, at), again, 0, false);
   }
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "elements.cuh"
+#include "waits.cuh"
 
 namespace convgrad {
 
@@ -37,7 +38,7 @@ __device__ __forceinline__ Met meet(u32* word, u32 begun, u32 parties) {
   if (!waits) return {0, 0};
   const int rank = (found >> 8 & 255) - (found >> 16 & 255);
   found += more;
-  while ((found >> 8 & 255) != parties) found = *now;
+  for (const Wait wait; (found >> 8 & 255) != parties; wait.go_on()) found = *now;
   __threadfence();
   return {rank, static_cast<int>(parties - (found >> 16 & 255))};
 }

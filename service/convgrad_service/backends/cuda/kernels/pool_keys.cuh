@@ -23,6 +23,11 @@ struct Keys {
     return magnitude > kInfinity ? 0x7fff0000 + position : number;
   }
   static __device__ __forceinline__ bool same(int a, int b) { return a == b; }
+  // Of a value that there is.
+  static __device__ __forceinline__ int position(int key) {
+    const int low = key & 0xffff;
+    return key >= 0x7fff0000 ? low : 0xffff - low;
+  }
 
  private:
   static constexpr __host__ __device__ int infinity(bf16) { return 0x7f800000; }
@@ -44,6 +49,10 @@ struct Keys<float> {
   // The lower halves alone tell positions apart; kNone's is 0, which no position has.
   static __device__ __forceinline__ bool same(i64 a, i64 b) {
     return static_cast<u32>(a) == static_cast<u32>(b);
+  }
+  static __device__ __forceinline__ int position(i64 key) {
+    const u32 low = static_cast<u32>(key);
+    return static_cast<int>(low >= 0x80000000u ? low - 0x80000000u : 0x7fffffffu - low);
   }
 };
 

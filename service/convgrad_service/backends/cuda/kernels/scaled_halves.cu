@@ -5,7 +5,8 @@
 // the largest finite magnitude among them to [2^11, 2^12), and of channels whose sample is zero the
 // largest among the block's. The kernel writes the copies, channels side by side, zeros up to
 // multiples of eight, finds each channel's true largest magnitude, and counts the elements that are
-// not zero and lie below 2^-14 then: they lose bits. It runs three times (PASS): first to clear what it
+// not zero and lie below 2^-14 then: they lose bits. NaN and infinities stay what they are, and count in
+// none of this. It runs three times (PASS): first to clear what it
 // counts in, which costs less than a graph's own step for it, then to copy, and then to say how sums are
 // unscaled, and to copy those channels again of which the sample told too little, by their largest
 // magnitude. Mostly there are none, and its blocks end at once.
@@ -53,6 +54,7 @@ namespace {
 
 constexpr int kThreads = 256, kEach = 8, kSampled = 4, kClear = 0, kAgain = 2;
 constexpr bool kCopiesAgain = PASS == kAgain;
+constexpr u32 kLeastWhole = (127 - 14) << 23;  // 2^-14, from where on float16 has all of its bits
 
 __device__ __forceinline__ const float* pixel_of(const ScaledTensor& of, int pixel) {
   if (of.in_order) return of.from + pixel * of.stride[3];
@@ -139,8 +141,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
         const ChannelRange range = *range_of(e);
         wanted[e] = !stands(range), sized[e] = wanted[e] ? range.peak : range.guess;
         if (turn == 0 && row == 0) {
-          unscaling_of(e)->inverse = inverse_of(range);
-          if (!wanted[e]) unscaling_of(e)->lost = range.lost;
+          const float2 inverse = powers_of_two(range.peak == 0 ? 0 : -final_scale(range));
+          unscaling_of(e)->powers = __float_as_uint(inverse.x) | __float_as_uint(inverse.y) >> 16;
+          if (!wanted[e]) {
+            unscaling_of(e)->lost = range.lost, unscaling_of(e)->lost_peak = range.lost_peak;
+          }
         }
       }
     }
@@ -167,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
   for (int e = 0; e < 4; ++e) factor[e] = power_of_two(scale_of(sized[e]));
   const bool copies = mine && (!kCopiesAgain || wanted[0] || wanted[1] || wanted[2] || wanted[3]);
-  u32 most[4] = {}, lost[4] = {};
+  u32 most[4] = {}, lost[4] = {}, lost_peak = 0;  // the latter of all four
   int first = turn * each + row;
   if (kCopiesAgain && copies) load(four, first, of.rows);
   while (first < of.pixels && copies) {
@@ -180,7 +185,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       for (int e = 0; e < 4; ++e) {
         const bool zero = value[e] == 0;
         value[e] *= factor[e];
-        lost[e] += !zero && fabsf(value[e]) < 0x1p-14f;
+        const u32 scaled = __float_as_uint(value[e]) & 0x7fffffff;
+        const bool small = !zero && scaled < kLeastWhole;
+        lost[e] += small;
+        lost_peak = max(lost_peak, small ? scaled : 0);
       }
       store_if(first + j * of.rows < of.pixels, to + j * of.rows * of.padded,
                make_uint2(narrow_two<f16>(value[0], value[1]), narrow_two<f16>(value[2], value[3])));
@@ -193,8 +201,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (!kCopiesAgain && turn == 0 && row == 0) range_of(e)->guess = sized[e];
-      if (lost[e] == 0 || (kCopiesAgain && !wanted[e])) continue;
+      if (lost[e] == 0 || loses_nothing(sized[e]) || (kCopiesAgain && !wanted[e])) continue;
       atomicAdd(kCopiesAgain ? &unscaling_of(e)->lost : &range_of(e)->lost, lost[e]);
+      atomicMax(kCopiesAgain ? &unscaling_of(e)->lost_peak : &range_of(e)->lost_peak, lost_peak);
     }
   }
   if (kCopiesAgain) return;

@@ -21,7 +21,7 @@ BLOCK, MOST_LANES, EACH, SAMPLED = 256, 32, 8, 4
 # Few enough that of what copies again some have room beside it, and wait there already.
 BLOCKS_PER_MULTIPROCESSOR = 2
 # ChannelRange of scaled_halves.cuh, and Unscaling, which follow them all.
-RANGE_BYTES = 16 + 8
+RANGE_BYTES = 16 + 16
 
 # ScaledTensor of scaled_halves.cu.
 TENSOR_FIELDS: tuple[tuple[str, Any], ...] = (

@@ -1,8 +1,10 @@
 // float32 as numbers of bfloat16 whose sum it is, for products on the tensor cores. Three of them hold
-// all of its 24 bits, two 16. What they cannot hold, because its last ones would be subnormal, becomes
-// NaN, and so do infinities: sums that are not finite are taken again by the definition.
+// all of its 24 bits, two 16. They cannot where its last ones would be subnormal or the first one rounds
+// to an infinity: such factors are scaled by a power of two before, see SplitPower. An infinity's other
+// parts are NaN, so it makes what it feeds NaN.
 #pragma once
 
+#include "extremes.cuh"
 #include "warpgroup.cuh"
 
 namespace convgrad {
@@ -18,27 +20,40 @@ __device__ __forceinline__ void split_two(float first, float second, u32 (&parts
   }
 }
 
-// Grows with the magnitude of a float32; 0 is above all.
-__device__ __forceinline__ constexpr u32 magnitude_of(u32 word) { return word * 2 - 1; }
-constexpr u32 kLeastSplit = magnitude_of((127 - 102) << 23);  // 2^-102
+// The power of two, as its exponent, that an operand's factors are scaled by before they are split. It
+// stays while it serves: data of one kind has it chosen once.
+struct SplitPower {
+  static constexpr u32 kTiny = (127 - 102) << 23;  // below this the last part may be subnormal
+  // 2^-149 to 2^-101; and from the largest down. Products stay below 2^(kMost - 254).
+  static constexpr int kLift = 48, kLower = -8, kMost = 127 + 127 + 100;
 
-__device__ __forceinline__ void without_too_small(u32 (&words)[2][4]) {
-  u32 least = ~0u;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) least = min(least, magnitude_of(words[i / 4][i % 4]));
-  if (least >= kLeastSplit) return;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (magnitude_of(words[i / 4][i % 4]) < kLeastSplit) words[i / 4][i % 4] = 0x7fffffff;
+  int lift = 0;
+
+  __device__ __forceinline__ float by() const { return power_of_two(lift); }
+  // `other` is the biased exponent of the other operand's largest factor, scaled, and `lifted` whether it
+  // is lifted.
+  __device__ __forceinline__ bool serves(const Extremes& of, int other, bool lifted) const {
+    const int most = of.exponent();
+    const bool tiny = of.least < Extremes::low(kTiny) && lift <= 0;
+    const bool large = most == 254 && lift >= 0;
+    return !tiny && !large && ((lift <= 0 && !lifted) || most + lift + other <= kMost);
   }
-}
+  __device__ __forceinline__ void choose(const Extremes& of, int other, bool lifted) {
+    const int most = of.exponent(), room = kMost - other - most;
+    lift = most == 254 ? kLower : of.least < Extremes::low(kTiny) ? kLift : 0;
+    if (lift > 0 || lifted) lift = max(min(lift, room), lifted ? -kMost / 4 : 0);
+  }
+};
 
-// Once products have added to `from`.
+// Once products have added to `from`, which is scaled: `back` undoes it.
 template <int kFragments>
-__device__ __forceinline__ void add_to(float (&sum)[kFragments][4], float (&from)[kFragments][4]) {
+__device__ __forceinline__ void add_to(float (&sum)[kFragments][4], float (&from)[kFragments][4],
+                                       float back) {
   hold_sums(from);
 #pragma unroll
-  for (int i = 0; i < 4 * kFragments; ++i) sum[i / 4][i % 4] += from[i / 4][i % 4];
+  for (int i = 0; i < 4 * kFragments; ++i) {
+    sum[i / 4][i % 4] = fmaf(from[i / 4][i % 4], back, sum[i / 4][i % 4]);
+  }
 }
 
 }  // namespace convgrad

@@ -54,8 +54,15 @@ class StridedCopy:
     def launches(self, work: Copy, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         own = list(work.axes) if work.bounds else _joined(work.axes)
-        short = own and not work.bounds and own[-1].extent <= LONGEST_RUN
-        run = own.pop() if short else CopyAxis(1, 0, 0)
+        run = CopyAxis(1, 0, 0)
+        if own and not work.bounds:
+            # A longer axis is cut into runs, where that leaves nothing over.
+            last = own.pop()
+            length = max(n for n in range(1, LONGEST_RUN + 1) if last.extent % n == 0)
+            if last.extent > length:
+                over = last.source * length, last.target * length
+                own.append(CopyAxis(last.extent // length, *over))
+            run = replace(last, extent=length)
         missing = AXES - len(own)
         axes = (*[CopyAxis(1, 0, 0)] * missing, *own)
         args = StridedCopyArgs()

@@ -86,7 +86,7 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
   return turned;
 }
 
-// One word from shared memory, or four, in the order of the copies and their waits.
+// One word from shared memory, or four there or back, in the order of the copies and their waits.
 __device__ __forceinline__ u32 load_word(u32 from) {
   u32 word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
@@ -96,6 +96,11 @@ __device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(from));
+}
+__device__ __forceinline__ void store_words(u32 to, const u32 (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // To the nearest TF32: mma would cut the low bits off.
@@ -121,26 +126,18 @@ __device__ __forceinline__ u32 narrow_two<f16>(float first, float second) {
   return both;
 }
 
-// Two neighbours times zero, added to what is marked, which starts as zeros: it stays so while all
-// that are wanted are finite.
+// Two neighbours times zero, added to what is marked, which starts as zeros: it stays so while all are
+// finite.
 template <class T>
 __device__ __forceinline__ void mark_odd(u32& marked, u32 both);
-template <class T>
-__device__ __forceinline__ void mark_odd_if(bool wanted, u32& marked, u32 both);
-#define CONVGRAD_MARK(TYPE, NAME)                                                                \
-  template <>                                                                                    \
-  __device__ __forceinline__ void mark_odd_if<TYPE>(bool wanted, u32& marked, u32 both) {        \
-    asm("{.reg .pred p; setp.ne.b32 p, %2, 0; @p fma.rn." NAME "x2 %0, %1, %3, %0;}"             \
-        : "+r"(marked)                                                                           \
-        : "r"(both), "r"(static_cast<int>(wanted)), "r"(0));                                     \
-  }                                                                                              \
-  template <>                                                                                    \
-  __device__ __forceinline__ void mark_odd<TYPE>(u32 & marked, u32 both) {                       \
-    asm("fma.rn." NAME "x2 %0, %1, %2, %0;" : "+r"(marked) : "r"(both), "r"(0));                 \
-  }
-CONVGRAD_MARK(f16, "f16")
-CONVGRAD_MARK(bf16, "bf16")
-#undef CONVGRAD_MARK
+template <>
+__device__ __forceinline__ void mark_odd<f16>(u32& marked, u32 both) {
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(marked) : "r"(both), "r"(0));
+}
+template <>
+__device__ __forceinline__ void mark_odd<bf16>(u32& marked, u32 both) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(marked) : "r"(both), "r"(0));
+}
 
 // Warp: c += a * b, with c 16 x 8 in float32, rows of a and columns of b along the reduction: of 16
 // 16-bit elements, or 8 of float32 taken as TF32. The fragments are PTX's for m16n8k16 (m16n8k8):

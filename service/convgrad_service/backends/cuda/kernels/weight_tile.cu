@@ -4,8 +4,7 @@
 // Block: 256 threads compute a tile of 64 x 64 channels of one tap, 4 x 4 a thread, in steps of 16
 // pixels. Static shared memory: 9 KiB for the steps (double 17) and 4 KiB for the offsets of 256
 // pixels. Deterministic: each sum runs over its split's pixels in order.
-// A pixel whose tap falls in padding enters as zero from both sides, so nothing that is not finite
-// is met by a zero.
+// A pixel whose tap falls in padding enters as zero from both sides.
 // Relies on its launcher for the grid: x = splits * groups * taps * tiles of K * tiles of C, the
 // last running fastest.
 // Index limits: extents below 2^31, tensors by 64-bit offsets.

@@ -1,0 +1,111 @@
+"""What a client tells of its requests: to event hooks, and to the logger ``convgrad``.
+
+A line for each request and each response is logged at DEBUG, one for each retry at INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from convgrad.errors import ConvgradError
+
+__all__ = [
+    "EventHooks",
+    "RequestEvent",
+    "ResponseEvent",
+    "RetryEvent",
+    "check_event_hooks",
+    "emit",
+]
+
+_logger = logging.getLogger("convgrad")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """An attempt is about to be sent; ``attempt`` counts from 1."""
+
+    method: str
+    url: str
+    request_id: str
+    attempt: int
+    body_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method} {self.url}: {self.body_bytes:,} bytes, attempt {self.attempt} "
+            f"(request {self.request_id})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseEvent:
+    """An answer has arrived whole, ``elapsed_s`` seconds after its attempt began."""
+
+    method: str
+    url: str
+    request_id: str
+    attempt: int
+    status: int
+    body_bytes: int
+    elapsed_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method} {self.url}: {self.status}, {self.body_bytes:,} bytes after "
+            f"{self.elapsed_s * 1e3:.1f} ms (request {self.request_id})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetryEvent:
+    """Attempt ``attempt`` failed with ``error``; the next follows in ``delay_s`` seconds."""
+
+    method: str
+    url: str
+    request_id: str
+    attempt: int
+    error: ConvgradError
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.url}: trying again in {self.delay_s:.2f} s after: {self.error}"
+
+
+class EventHooks(TypedDict, total=False):
+    """Functions to call at each event, in order; an exception in one ends the call.
+
+    They run in the thread, or on the event loop, of the call: they must not wait.
+    """
+
+    request: Sequence[Callable[[RequestEvent], object]]
+    response: Sequence[Callable[[ResponseEvent], object]]
+    retry: Sequence[Callable[[RetryEvent], object]]
+
+
+def check_event_hooks(hooks: EventHooks) -> None:
+    """Raise ValueError for an event that there is not, or a hook that cannot be called."""
+    for name, functions in hooks.items():
+        if name not in EventHooks.__annotations__:
+            known = ", ".join(EventHooks.__annotations__)
+            raise ValueError(f"event_hooks: expected {known}, got {name!r}")
+        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+            raise ValueError(f"event_hooks: expected a list of functions for {name!r}")
+
+
+def emit(hooks: EventHooks, event: RequestEvent | ResponseEvent | RetryEvent) -> None:
+    """Log an event and call the hooks for it."""
+    name, level = _KINDS[type(event)]
+    _logger.log(level, "%s", event)
+    for function in hooks.get(name, ()):  # type: ignore[attr-defined]
+        function(event)
+
+
+_KINDS = {
+    RequestEvent: ("request", logging.DEBUG),
+    ResponseEvent: ("response", logging.DEBUG),
+    RetryEvent: ("retry", logging.INFO),
+}

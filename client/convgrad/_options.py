@@ -1,0 +1,115 @@
+"""What a client is configured with, and where the defaults come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+import httpx
+
+from convgrad._body import WIRES
+from convgrad._events import EventHooks, check_event_hooks
+from convgrad._retry import Backoff
+
+__all__ = ["DEFAULT_URL", "OptionChanges", "Options"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class OptionChanges(TypedDict, total=False):
+    """What `with_options` takes; each as the client's own parameter of that name."""
+
+    timeout: float | None
+    connect_timeout: float
+    read_timeout: float | None
+    max_retries: int
+    wire: str
+    headers: Mapping[str, str]
+    api_key: str | None
+    event_hooks: EventHooks
+    store: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked when it is made: raises ValueError for what cannot work."""
+
+    base_url: str
+    timeout: float | None = 60.0
+    connect_timeout: float = 10.0
+    read_timeout: float | None = None
+    max_retries: int = 2
+    wire: str = "safetensors"
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold a key
+    event_hooks: EventHooks = field(default_factory=EventHooks, repr=False)
+    store: Mapping[str, str] = field(default_factory=dict)
+    backoff: Backoff = field(default_factory=Backoff, repr=False)
+    base_path: str = field(init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        base_url: str | None,
+        api_key: str | None,
+        headers: Mapping[str, str] | None,
+        event_hooks: EventHooks | None,
+        **others: Any,
+    ) -> Options:
+        """A client's arguments, completed from CONVGRAD_URL and CONVGRAD_API_KEY."""
+        lowered = _lowered(headers or {})
+        if api_key is None and "authorization" not in lowered:
+            api_key = os.environ.get("CONVGRAD_API_KEY") or None
+        return cls(
+            base_url or os.environ.get("CONVGRAD_URL") or DEFAULT_URL,
+            headers=_with_key(lowered, api_key),
+            event_hooks=event_hooks or {},
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        try:
+            url = httpx.URL(self.base_url)
+        except httpx.InvalidURL as refused:
+            raise ValueError(f"base_url: {refused}") from refused
+        # A frozen dataclass sets what it derives like this.
+        object.__setattr__(self, "base_path", url.raw_path.decode("ascii").rstrip("/"))
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"base_url: expected http://… or https://…, got {self.base_url!r}")
+        for name in ("timeout", "connect_timeout", "read_timeout"):
+            value = getattr(self, name)
+            if value is None and name != "connect_timeout":
+                continue
+            if value is None or not value > 0:
+                raise ValueError(f"{name}: expected a positive number of seconds, got {value}")
+        if self.max_retries < 0:
+            raise ValueError(f"max_retries: expected 0 or more, got {self.max_retries}")
+        if self.wire not in WIRES:
+            raise ValueError(f"wire: expected {' or '.join(WIRES)}, got {self.wire!r}")
+        check_event_hooks(self.event_hooks)
+
+    def changed(self, changes: OptionChanges) -> Options:
+        """These options with some replaced; headers are added to those there are.
+
+        Raises
+        ------
+        TypeError
+            For the name of no option.
+        """
+        unknown = changes.keys() - OptionChanges.__annotations__.keys()
+        if unknown:
+            known = ", ".join(OptionChanges.__annotations__)
+            raise TypeError(f"with_options has no {min(unknown)!r}; it takes {known}")
+        fields: dict[str, Any] = dict(changes)
+        headers = {**self.headers, **_lowered(fields.pop("headers", {}))}
+        fields["headers"] = _with_key(headers, fields.pop("api_key", None))
+        return replace(self, **fields)
+
+
+def _lowered(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _with_key(headers: dict[str, str], api_key: str | None) -> dict[str, str]:
+    return headers if api_key is None else {**headers, "authorization": f"Bearer {api_key}"}

@@ -1,0 +1,195 @@
+"""``--warm-up FILE``: problems that a worker computes once before it is ready.
+
+So no request waits for a compiler or for what a first run allocates. The file holds requests, one
+in each line, as they are posted and with their operation:
+
+    {"operation": "conv_fwd", "input": {"shape": [8, 64, 28, 28], "dtype": "bfloat16"}, ...}
+
+where a tensor is a shape and a dtype, or any form that a request may have. Or it holds layers of
+networks, of which every gradient is computed, and the forward:
+
+    {"batch": 8, "dtype": "bfloat16", "layout": "NHWC", "layers": [
+        {"kind": "conv", "ndim": 2, "C": 64, "K": 64, "groups": 1, "input_size": [28, 28],
+         "output_size": [28, 28], "kernel_size": [3, 3], "stride": [1, 1], "padding": [1, 1],
+         "dilation": [1, 1]},
+        {"kind": "maxpool", ...}]}
+
+A layer may have a batch (a number or several), dtype and layout of its own; a list of layers alone
+has batch 1 and float32, channels first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad.dtypes import DType
+from convgrad.errors import ServiceError
+from convgrad.wire.json_tensors import decode_tensor
+from convgrad_service.backends.base import ServingBackend
+from convgrad_service.backends.cuda.nvrtc import CompileError
+from convgrad_service.engine.memory.problem_size import problem_size
+from convgrad_service.engine.scheduling.partition import pieces_of
+from convgrad_service.problems import Problem, problem_from
+from convgrad_service.problems.layouts import LAYOUTS, activation_shape, weight_shape
+
+__all__ = ["read_warm_up", "warm_up"]
+
+_log = logging.getLogger("convgrad.warm_up")
+_CHANNELS_FIRST = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
+_WINDOW = ("stride", "padding", "dilation")
+
+
+def read_warm_up(path: Path) -> list[Problem]:
+    """The problems that a file states, each once.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read, or states something else; the sentence says where and what.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    found: dict[Problem, None] = {}
+    for where, operation, fields in _stated(text):
+        try:
+            if operation not in OPERATIONS:
+                known = ", ".join(OPERATIONS)
+                raise ValueError(f"expected an operation ({known}), got {operation!r}")
+            arrays = {name: _array(name, value) for name, value in fields.items()}
+            request = validate(OPERATIONS[operation].request, arrays)
+            found[problem_from(operation, request)] = None
+        except (ServiceError, ValueError) as error:
+            raise ValueError(f"{path}, {where}: {error}") from None
+    return list(found)
+
+
+def warm_up(path: Path, backend: ServingBackend) -> None:
+    """Compile what the file's problems need, side by side, and compute each once.
+
+    One that cannot be computed is logged and left: its requests will be told.
+    """
+    started_s = time.monotonic()
+    problems = [
+        piece.problem
+        for problem in read_warm_up(path)
+        for piece in pieces_of(problem, problem_size(problem).parts)
+    ]
+    problems = list(dict.fromkeys(problems))
+    for problem in problems:
+        # All are begun before the first is waited for, which its run does.
+        _tried(problem, lambda problem=problem: backend.compile_ahead([problem]))
+    done = [_tried(problem, lambda problem=problem: _run(backend, problem)) for problem in problems]
+    took_s = time.monotonic() - started_s
+    _log.info("warmed up in %.1f s: %d of %d problems computed", took_s, sum(done), len(done))
+
+
+def _run(backend: ServingBackend, problem: Problem) -> None:
+    tensors = {
+        name: np.zeros(spec.shape, spec.dtype.numpy) for name, spec in problem.inputs.items()
+    }
+    backend.run(problem, tensors)
+
+
+def _tried(problem: Problem, what: Any) -> bool:
+    try:
+        what()
+    except (ServiceError, CompileError) as error:
+        _log.warning("%s of the warm-up cannot be computed: %s", problem, error)
+        return False
+    return True
+
+
+def _stated(text: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Of each request: where it stands, its operation, its fields."""
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError:
+        whole = None
+    if isinstance(whole, list):
+        whole = {"layers": whole}
+    if isinstance(whole, dict) and "layers" in whole:
+        given = {key: value for key, value in whole.items() if key != "layers"}
+        for number, layer in enumerate(whole["layers"]):
+            yield from _of_layer(f"layer {number}", {**given, **layer})
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            where = f"line {number}"
+            try:
+                fields = json.loads(line)
+                operation = fields.pop("operation", None)
+            except (json.JSONDecodeError, AttributeError, TypeError):
+                raise ValueError(f"{where}: expected an object in JSON") from None
+            yield where, operation, fields
+
+
+def _array(name: str, value: Any) -> Any:
+    """Of a tensor that has no data an array that has none either; what is no tensor as it is."""
+    if not isinstance(value, Mapping) or not {"dtype", "npy"} & value.keys():
+        return value
+    if "shape" in value and "data" not in value:
+        return np.broadcast_to(np.empty((), DType(value["dtype"]).numpy), tuple(value["shape"]))
+    return decode_tensor(value, name=name)
+
+
+def _of_layer(where: str, layer: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    where = f"{where} ({layer.get('name', 'without a name')})"
+    batches = layer.get("batch", layer.get("N", 1))
+    try:
+        for batch in batches if isinstance(batches, list) else [batches]:
+            made = _KINDS[layer["kind"]](layer, batch)
+            yield from ((where, operation, fields) for operation, fields in made)
+    except KeyError as missing:
+        raise ValueError(f"{where}: expected {missing}, which is not there") from None
+
+
+def _conv(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    x, y, more = _activations(layer, batch)
+    layout, dtype = LAYOUTS[more["layout"]], layer.get("dtype", "float32")
+    sizes = layer["groups"], layer["C"], layer["K"], layer["kernel_size"]
+    weight = {"shape": weight_shape(layout, *sizes), "dtype": dtype}
+    more["groups"] = layer["groups"]
+    yield "conv_fwd", {"input": x, "weight": weight, **more}
+    size = {"input_size": layer["input_size"]}
+    yield "conv_bwd_data", {"grad_output": y, "weight": weight, **size, **more}
+    size = {"weight_size": layer["kernel_size"]}
+    yield "grouped_conv_bwd_weight", {"input": x, "grad_output": y, **size, **more}
+
+
+def _pooling(layer: Mapping[str, Any], batch: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    x, y, more = _activations(layer, batch)
+    more["kernel_size"] = layer["kernel_size"]
+    operation = f"maxpool{layer['ndim']}d"
+    yield f"{operation}_fwd", {"input": x, **more}
+    yield f"{operation}_bwd", {"grad_output": y, "input": x, **more}
+
+
+def _activations(layer: Mapping[str, Any], batch: int) -> tuple[Any, Any, dict[str, Any]]:
+    """The input, the output, and the parameters that all operations have."""
+    name = layer.get("layout") or _CHANNELS_FIRST[layer["ndim"]]
+    if name not in LAYOUTS:
+        raise ValueError(f"expected a layout ({', '.join(LAYOUTS)}), got {name!r}")
+    groups, channels = layer.get("groups", 1), layer["C"]
+    x, y = (
+        {
+            "shape": activation_shape(LAYOUTS[name], batch, groups, count, layer[size]),
+            "dtype": layer.get("dtype", "float32"),
+        }
+        for count, size in ((channels, "input_size"), (layer.get("K", channels), "output_size"))
+    )
+    more = {key: layer[key] for key in _WINDOW if key in layer}
+    return x, y, {"layout": name, **more}
+
+
+_KINDS = {"conv": _conv, "maxpool": _pooling}

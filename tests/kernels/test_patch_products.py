@@ -1,0 +1,97 @@
+"""Layers of patches that do not overlap, as products of matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.base import validate
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
+from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import H200
+from convgrad_service.problems import problem_from
+from tests.arrays import request_arrays
+from tests.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.harness import answers, check, drawn, with_layouts
+
+PATCHES = {
+    "of_14": Conv(2, 3, 24, (28, 42), (14, 14), 14),
+    "of_16": Conv(1, 3, 40, (32, 48), (16, 16), 16),
+    "rectangles": Conv(2, 4, 16, (20, 24), (10, 4), (10, 4)),
+    "in_3d": Conv(1, 3, 16, (4, 14, 21), (2, 7, 7), (2, 7, 7)),
+    "in_1d": Conv(2, 2, 16, (320,), (64,), 64),
+}
+# What is left over meets no patch: its gradient is zero, which others write.
+LEFT_OVER = Conv(2, 3, 24, (31, 45), (14, 14), 14)
+CASES = [
+    *(
+        make(name, conv)
+        for name, conv in PATCHES.items()
+        for make in (conv_fwd, conv_bwd_data, grouped_conv_bwd_weight)
+    ),
+    conv_fwd("left_over", LEFT_OVER),
+    grouped_conv_bwd_weight("left_over", LEFT_OVER),
+]
+TF32 = 2.0**-10  # what rounding the factors costs
+
+emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedBackend:
+    gather, weight = (
+        PatchProducts((DenseGather(1, 1),)),
+        PatchProducts((DenseWeight(1, 1), WeightTile())),
+    )
+    return EmulatedBackend(replace(FAMILIES, fwd=[gather], bwd_data=[gather], bwd_weight=[weight]))
+
+
+def compare(backend: Backend, seed: int, case: Case, dtype: str) -> None:
+    rounded = dtype == "tf32"
+    asked = case.with_params("high", precision="high") if rounded else case
+    for gate in ("exact", "bounded"):
+        tensors, wanted = drawn(seed, asked, "float32" if rounded else dtype, gate)
+        for layout in with_layouts(case.ndim, grouped=False)[1:]:
+            found = answers(backend, asked, tensors, layout)
+            what = f"seed {seed}, {case.id} {dtype} {layout}"
+            check(found, wanted, gate, what, TF32 if rounded else 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_backend(backend: Backend, seed: int, case: Case, dtype: str) -> None:
+    compare(backend, seed, case, dtype)
+
+
+@emulation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_emulated(emulated: EmulatedBackend, seed: int, case: Case, dtype: str) -> None:
+    compare(emulated, seed, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("of_14", "of_16")], ids=lambda case: case.id
+)
+def test_a_plan_takes_them_as_products(case: Case, layout: str, dtype: str) -> None:
+    """Where nothing has to be copied, without a copy; true float32 weights where there is no other
+    product of true float32."""
+    tensors, _ = drawn(0, case, dtype, "exact")
+    arrays = request_arrays(case, tensors, layout)
+    request = validate(
+        OPERATIONS[case.operation].request, {**arrays, **case.params, "layout": layout}
+    )
+    kernel = plan_for(problem_from(case.operation, request), H200, FAMILIES).kernel
+    others = ("patches_", "hopper_first_split")
+    assert kernel.startswith(("patch_products_", *others)), kernel

@@ -1,0 +1,114 @@
+"""True float32 by tensor cores at both ends of its range: factors that are split lose nothing.
+
+In two TF32 numbers by the dense kernels, in three of bfloat16 by those of first layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from convgrad_service.backends.base import Backend
+from convgrad_service.backends.cuda import CudaBackend
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda_families import Families
+from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
+from tests.cases import FROM_CONV, Case
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import CONVS, Conv
+from tests.kernels.cuda_backends import dense
+from tests.kernels.harness import answers, check
+from tests.kernels.nonfinite import check_rule
+from tests.oracle import expected
+
+Place = Callable[..., Backend]
+emulation = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+PLACES = [
+    pytest.param(EmulatedBackend, marks=emulation, id="emulated"),
+    pytest.param(partial(CudaBackend, poison=True), marks=pytest.mark.gpu, id="gpu"),
+]
+GEOMETRIES = {
+    "channels_67": CONVS["channels_67"],
+    # Several steps of the reduction at each tap, and several images.
+    "deep": Conv(3, 72, 40, (7, 6), (3, 3), padding=1),
+}
+FIRST = {
+    "first": Conv(2, 3, 32, (13, 16), (7, 7), 2, 3),
+    "first_wide": Conv(1, 3, 64, (9, 48), (3, 3), 2, 1),
+}
+OPERATIONS = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight")
+# A sum of a tensor's own elements overflows on its way where some are the largest.
+ALONE = {"grouped_conv_bwd_weight": {"outputs": ("grad_weight",)}}
+CASES = [
+    FROM_CONV[operation](name, conv).with_params("", **ALONE.get(operation, {}))
+    for operation in OPERATIONS
+    for name, conv in (GEOMETRIES | FIRST).items()
+    if name in GEOMETRIES or operation != "conv_fwd"
+]
+
+
+def families(case: Case) -> Families:
+    """Those that split this case's factors."""
+    return FAMILIES if case.name.startswith("first") else dense()
+
+
+def factors(tensors: Arrays) -> list[np.ndarray]:
+    """The two tensors whose elements are multiplied."""
+    return [tensors[name] for name in ("grad_output", "input", "weight") if name in tensors]
+
+
+def scaled(array: np.ndarray, rng: np.random.Generator, least: int, most: int) -> None:
+    array[...] = np.ldexp(array, rng.integers(least, most, array.shape)).astype(np.float32)
+
+
+def tiny(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> None:
+    scaled(a, rng, -144, -110)
+
+
+def tiny_by_large(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> None:
+    scaled(a, rng, -125, -105)
+    scaled(b, rng, 95, 115)
+
+
+def tiny_image(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> None:
+    scaled(a[-1], rng, -140, -120)
+
+
+def tiny_here_and_there(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> None:
+    for array in (a, b):
+        chosen = rng.random(array.shape) < 0.2
+        array[chosen] = np.ldexp(array[chosen], -130)
+
+
+def near_the_largest(a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> None:
+    chosen = rng.random(a.shape) < 0.05
+    a[chosen] = np.copysign(np.finfo(np.float32).max, a[chosen])
+    b[...] = np.ldexp(b, -20)
+
+
+KINDS = (tiny, tiny_by_large, tiny_image, tiny_here_and_there, near_the_largest)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("swapped", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_ends_of_the_range(
+    place: Place, seed: int, case: Case, kind: Callable[..., None], swapped: bool
+) -> None:
+    rng = rng_for(seed, case.id, kind.__name__)
+    tensors = draw(case, rng, DTYPES["float32"], normals)
+    a, b = factors(tensors)[::-1] if swapped else factors(tensors)
+    kind(a, b, rng)
+    wanted = expected(case.operation, tensors, case.params)
+    found = answers(place(families=families(case)), case, tensors, "NHWC")
+    check(found, wanted, "bounded", f"seed {seed}, {case.id}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_nonfinite(place: Place, seed: int, case: Case) -> None:
+    check_rule(place(families=families(case)), seed, case, "float32", "NHWC")

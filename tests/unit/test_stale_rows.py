@@ -1,0 +1,61 @@
+"""`make readme` refuses figures that were measured before their kernels changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from convgrad_service.backends.cuda.sources import source_hash
+from tests.perf import readme_tables, stale
+
+ROW = {
+    "op": "conv_fwd",
+    "layer": "one",
+    "dtype": "float32",
+    "layout": "NCHW",
+    "git_sha": "abc",
+    "sources": {"strided_copy.cu": source_hash("strided_copy.cu")},
+}
+
+
+def test_a_row_holds_while_its_kernels_sources_are_what_they_were() -> None:
+    changed = {**ROW, "sources": {**ROW["sources"], "transpose.cu": "0123"}}  # type: ignore[dict-item]
+    gone = {**ROW, "sources": {"gone.cu": "0123"}}
+    unknown = {key: value for key, value in ROW.items() if key != "sources"}
+    assert stale.stale_rows([ROW]) == []
+    assert stale.stale_rows([changed, gone, unknown]) == [
+        "conv_fwd one float32 NCHW at abc: transpose.cu changed",
+        "conv_fwd one float32 NCHW at abc: gone.cu changed",
+        "conv_fwd one float32 NCHW at abc: it does not say from which sources it was measured",
+    ]
+
+
+def test_such_rows_can_be_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.jsonl"
+    gone = {**ROW, "sources": {"gone.cu": "0123"}}
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(gone)}\n")
+    monkeypatch.setattr(stale, "GPU", path)
+    assert stale.main([]) == 1
+    assert stale.main(["--drop"]) == 0
+    assert path.read_text() == f"{json.dumps(ROW)}\n"
+    assert stale.main([]) == 0
+
+
+def test_tables_of_gpu_kernels_are_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "README.md"
+    tables = {"gpu_ratios": lambda: "new figures", "settings": lambda: "new settings"}
+    monkeypatch.setattr(readme_tables, "TABLES", {document: tables})
+    text = "".join(f"<!-- table: {name} -->\n{{}}\n<!-- end -->\n" for name in tables)
+    document.write_text(text.format("old", "old"))
+    gone = {**ROW, "sources": {"gone.cu": "0"}}
+    monkeypatch.setattr(readme_tables, "records", lambda bench: [ROW, gone])
+    assert readme_tables.main() == 1
+    assert document.read_text() == text.format("old", "new settings")
+    monkeypatch.setattr(readme_tables, "records", lambda bench: [ROW])
+    assert readme_tables.main() == 0
+    assert document.read_text() == text.format("new figures", "new settings")
+    assert "gone.cu changed" in capsys.readouterr().err
