@@ -12,6 +12,7 @@ PEER   := build/peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
+GENERATORS := build/generators
 LOAD   := build/load-tools
 RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
@@ -32,7 +33,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean
+        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,9 +82,9 @@ test-slow: kernels ## the larger random sweeps, each time over other inputs
 test-faults: kernels ## twenty kills under load, ten thousand requests: nothing fails, nothing grows
 	@$(PY) -m pytest -m slow tests/contract/test_worker_deaths.py tests/contract/test_no_growth.py
 
-test-torch: kernels $(PEER) ## PyTorch's answers next to ours, and the documents' snippets that use it
+test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, the documents' snippets that use it
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
-	    tests/contract/test_documentation.py
+	    tests/contract/test_documentation.py tests/torch
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
@@ -108,6 +109,9 @@ docs: $(READY) $(SITE)/.ready ## build the documentation in build/site; every in
 	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --strict
 	@! grep -rnoE --include='*.html' '<(script|img|link)[^>]* (src|href)="?https?:[^ >]*' build/site \
 	    || { echo "the site fetches these from elsewhere, and would not work offline"; exit 1; }
+
+check-clients: kernels $(GENERATORS)/.ready ## a client generated from the OpenAPI document calls a server
+	@$(PY) -m pytest -m deploy tests/deploy/test_generated_clients.py --generators $(GENERATORS)
 
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
@@ -143,10 +147,11 @@ ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a loca
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(DIST)/.ready: deploy/locks/dist.txt
+$(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -174,9 +179,16 @@ $(PEER):
 
 bench-cpu: kernels $(PEER) ## the CPU kernels beside PyTorch's, in one run
 	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu
+	@PYTHONPATH=$(PEER) $(PY) -m tests.perf.bench_cpu_networks
 
 bench-gpu: $(READY) ## the GPU kernels beside PyTorch's; needs a GPU, CuPy and PyTorch in the environment
 	@$(PY) -m tests.perf.bench_gpu
+
+bench-cold: $(READY) ## how long a layer's first request waits for a compiler; needs no GPU, but free cores
+	@$(PY) -m tests.perf.bench_cold
+
+bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
+	@$(PY) -m tests.perf.bench_networks
 
 bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
 	@$(PY) -m tests.perf.bench_engine_gpu
@@ -232,6 +244,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt

@@ -14,6 +14,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fresh", action="store_true", help="draw other random inputs and examples than last time"
     )
     parser.addoption("--image", default=None, help="what tests/deploy/build_image.sh has made")
+    parser.addoption(
+        "--generators", default=None, help="the environment of deploy/locks/generators.txt"
+    )
+    parser.addoption("--dist", default=None, help="what tests/deploy/build_dist.py has made")
 
 
 def pytest_configure(config: pytest.Config) -> None:

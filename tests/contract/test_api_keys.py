@@ -45,7 +45,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.mark.parametrize(
     "path",
-    ["/operations", "/metrics", "/docs", "/v2", "/v2/models/conv_fwd", "/tensors", "/nothing-here"],
+    ["/operations", "/metrics", "/v2", "/v2/models/conv_fwd", "/tensors", "/nothing-here"],
 )
 def test_nothing_is_said_without_a_key(guarded: Guarded, path: str) -> None:
     refused = guarded.get(path)
@@ -53,6 +53,12 @@ def test_nothing_is_said_without_a_key(guarded: Guarded, path: str) -> None:
     assert refused.json()["code"] == "unauthenticated"
     assert refused.headers["www-authenticate"] == "Bearer"
     assert guarded.get(path, "ada").status_code != 401
+
+
+@pytest.mark.parametrize("path", ["/docs", "/docs/assets/swagger-ui.css", "/openapi.json"])
+def test_the_description_of_the_api_is_open(guarded: Guarded, path: str) -> None:
+    assert guarded.get(path).status_code == 200
+    assert guarded.get("/docs/assets/../../metrics").status_code in (401, 404)
 
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])

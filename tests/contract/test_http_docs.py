@@ -50,6 +50,27 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
             found = found[part]
 
 
+def test_tensors_are_named_everywhere(document: dict[str, Any]) -> None:
+    """Generators of clients make types of named schemas alone."""
+    schemas = document["components"]["schemas"]
+    for kind in ("Tensor", "FloatTensor", "IndexTensor"):
+        forms = [form["$ref"].rpartition("/")[2] for form in schemas[kind]["oneOf"]]
+        assert len(forms) == 4
+        assert "StoredTensor" in forms
+        for form in forms:
+            assert schemas[form]["title"] == form
+    for operation in OPERATIONS.values():
+        properties = schemas[operation.request.__name__]["properties"]
+        for tensor in operation.tensors:
+            kind = "IndexTensor" if tensor == "indices" else "FloatTensor"
+            assert f'"#/components/schemas/{kind}"' in json.dumps(properties[tensor]), tensor
+
+
+def test_stored_tensors_are_described(document: dict[str, Any]) -> None:
+    assert document["paths"]["/tensors"].keys() == {"get"}
+    assert {"put", "get", "delete"} <= document["paths"]["/tensors/{name}"].keys()
+
+
 def test_the_codes_are_the_tables(document: dict[str, Any]) -> None:
     problem = document["components"]["schemas"]["Problem"]
     assert problem["properties"]["code"]["enum"] == list(CODES)

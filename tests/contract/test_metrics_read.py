@@ -16,7 +16,8 @@ from tests.support.tree_server import serving_tree, until
 
 def samples(text: str) -> dict[tuple[str, str], float]:
     return {
-        (sample.name, sample.labels.get("model", "")): sample.value
+        # The parser gives every counter the suffix, whatever it was called.
+        (sample.name.removesuffix("_total"), sample.labels.get("model", "")): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name.startswith("nv_inference_")

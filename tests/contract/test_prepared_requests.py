@@ -64,7 +64,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def pooling(transport: str, http: str, grpc: str) -> tuple[Pool, Callable[[], None]]:
     """A max pooling over one transport, and what closes its client."""
     if transport == "sdk":
-        sdk = convgrad.Client(f"http://{http}", max_max_retries=0)
+        sdk = convgrad.Client(f"http://{http}", max_retries=0)
         return lambda array, size: sdk.maxpool2d_fwd(array, size).output, sdk.close
     module: Any = http_client if transport == "http" else grpc_client
     client = module.InferenceServerClient(http if transport == "http" else grpc)
@@ -176,7 +176,7 @@ def ask_within(deadline_s: float, server: OipServer, transport: str, array: Arra
     """Ask what is not answered, and find that the deadline has passed."""
     if transport == "sdk":
         with (
-            convgrad.Client(f"http://{server.http}", max_max_retries=0, timeout=deadline_s) as client,
+            convgrad.Client(f"http://{server.http}", max_retries=0, timeout=deadline_s) as client,
             pytest.raises((convgrad.errors.DeadlineExceeded, convgrad.errors.ClientTimeout)),
         ):
             client.maxpool2d_fwd(array, 2)

@@ -95,7 +95,11 @@ def test_what_runs_can_finish(manifests: dict[str, Any]) -> None:
     pod = pod_of(manifests)
     values = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
     grace_s = float(values.get("CONVGRAD_SHUTDOWN_GRACE_S", "30"))
-    assert pod["terminationGracePeriodSeconds"] > grace_s
+    drain_s = float(values["CONVGRAD_DRAIN_S"])
+    assert pod["terminationGracePeriodSeconds"] > drain_s + grace_s
+    # Within it the pod is seen not to be ready.
+    probe = pod["containers"][0]["readinessProbe"]
+    assert drain_s >= probe["periodSeconds"] * probe["failureThreshold"] + 1
 
 
 def test_a_gpu_is_asked_for_where_one_computes() -> None:

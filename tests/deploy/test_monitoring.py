@@ -82,7 +82,7 @@ def test_every_metric_of_the_page_is_offered(offered: str) -> None:
 
 def test_every_alert_is_tried_firing_and_silent() -> None:
     tried = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
-    for wanted, name in zip(((), ("some",)), ("well", "not"), strict=True):
+    for wanted, name in zip(((), ("some",)), ("that is well", "that is not"), strict=True):
         (test,) = (one for one in tried if one["name"].endswith(name))
         some = {one["alertname"] for one in test["alert_rule_test"] if one["exp_alerts"]}
         none = {one["alertname"] for one in test["alert_rule_test"] if not one["exp_alerts"]}
@@ -102,6 +102,40 @@ def test_prometheus_agrees_about_the_alerts() -> None:
             [promtool, action, "rules", file], cwd=DEPLOY, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.deploy
+def test_prometheus_agrees_about_the_metrics(offered: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
+    done = subprocess.run([promtool, "check", "metrics"], input=offered, text=True)
+    assert done.returncode in (0, 3), "3 is a matter of style"
+
+
+def test_what_a_metric_is_typed_as_is_how_its_series_are_named(offered: str) -> None:
+    """Else Prometheus takes the series for one of an unknown type."""
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", offered, re.MULTILINE))
+    suffixes = {"histogram": "_(bucket|sum|count)"}
+    series = set(re.findall(r"^(\w+)[{ ]", offered, re.MULTILINE))
+    known = {
+        name
+        for name in series
+        for typed, kind in types.items()
+        if re.fullmatch(typed + suffixes.get(kind, ""), name)
+    }
+    assert types["nv_inference_request_success"] == "counter"
+    assert series == known
+
+
+def test_a_request_without_a_key_is_counted(tmp_path: Path) -> None:
+    key = new_key()
+    (tmp_path / "keys").write_text(f"ada:{hash_of(key)}")
+    with serving(CpuBackend(threads=1), api_keys=tmp_path / "keys") as server:
+        assert server.post().status_code == 401
+        metrics = server.get("/metrics", {"Authorization": f"Bearer {key}"}).text
+    assert 'convgrad_requests_by_code_total{code="unauthenticated"} 1.0' in metrics
+    assert 'nv_inference_request_failure{model=""' not in metrics
 
 
 def test_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:

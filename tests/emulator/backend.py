@@ -79,6 +79,7 @@ class Launching(ctypes.Structure):
         ("grid", ctypes.c_uint * 3),
         ("threads", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
     )
 
 
@@ -241,6 +242,7 @@ class EmulatedBackend:
                         step.grid,
                         step.block[0],
                         step.shared_bytes,
+                        step.cluster,
                     )
                 )
                 assert wrong is None, f"{step.instance.name}: {wrong.decode()}"

@@ -240,6 +240,7 @@ struct Launch {
   unsigned grid[3];
   unsigned threads;
   unsigned shared_bytes;
+  unsigned cluster;  // blocks, where the launch says it and not the kernel
 };
 
 // Returns what went wrong, or null.
@@ -252,7 +253,7 @@ extern "C" const char* launch(const Launch* how) {
   stretches = how->stretches;
   stretch_count = how->stretch_count;
   dynamic_bytes = how->shared_bytes;
-  cluster_blocks = CLUSTER_BLOCKS;
+  cluster_blocks = how->cluster > 1 ? how->cluster : CLUSTER_BLOCKS;
   if (how->threads > kBlockThreads) return "more than 1024 threads in a block";
   if (cluster_blocks > kMostBlocks) return "more blocks in a cluster than the emulator has room for";
   if (how->grid[0] % cluster_blocks != 0) return "a grid that is no whole number of clusters";

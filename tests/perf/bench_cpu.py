@@ -55,16 +55,17 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, as the issue of the CPU backend lists it."""
+    """One layer; all sizes by dimension."""
 
     name: str
     kind: str
     size: tuple[int, ...]
     in_channels: int
     out_channels: int
-    kernel: int
-    stride: int = 1
-    padding: int = 1
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int = 1
     batch: int = 4
 
@@ -74,24 +75,56 @@ class Layer:
 
     @property
     def output_size(self) -> tuple[int, ...]:
-        return tuple((i + 2 * self.padding - self.kernel) // self.stride + 1 for i in self.size)
+        return tuple(
+            (i + 2 * p - d * (k - 1) - 1) // s + 1
+            for i, k, s, p, d in zip(
+                self.size, self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
 
     @property
     def flops(self) -> int:
         work = 2 * self.batch * self.out_channels * self.in_channels // self.groups
-        return work * math.prod(self.output_size) * math.prod((self.kernel,) * self.ndim)
+        return work * math.prod(self.output_size) * math.prod(self.kernel)
+
+
+def _layer(
+    name: str,
+    kind: str,
+    size: tuple[int, ...],
+    channels: tuple[int, int],
+    kernel: int,
+    stride: int = 1,
+    padding: int = 1,
+    groups: int = 1,
+    batch: int = 4,
+) -> Layer:
+    """A layer that is the same along every dimension."""
+    return Layer(
+        name=name,
+        kind=kind,
+        size=size,
+        in_channels=channels[0],
+        out_channels=channels[1],
+        kernel=(kernel,) * len(size),
+        stride=(stride,) * len(size),
+        padding=(padding,) * len(size),
+        dilation=(1,) * len(size),
+        groups=groups,
+        batch=batch,
+    )
 
 
 LAYERS = (
-    Layer("64 3x3 @56", "dense", (56, 56), 64, 64, 3),
-    Layer("128 3x3 @28", "dense", (28, 28), 128, 128, 3),
-    Layer("128 3x3 s2 @56", "dense", (56, 56), 128, 128, 3, stride=2),
-    Layer("1024-256 1x1 @14", "dense", (14, 14), 1024, 256, 1, padding=0),
-    Layer("144 dw 3x3 @56", "depthwise", (56, 56), 144, 144, 3, groups=144),
-    Layer("256 3x3 g32 @28", "grouped", (28, 28), 256, 256, 3, groups=32),
-    Layer("64 3x3x3 @8x28x28", "dense", (8, 28, 28), 64, 64, 3, batch=1),
-    Layer("256 k3 @2048", "dense", (2048,), 256, 256, 3),
-    Layer("64 pool 3x3 s2 @112", "pool", (112, 112), 64, 64, 3, stride=2),
+    _layer("64 3x3 @56", "dense", (56, 56), (64, 64), 3),
+    _layer("128 3x3 @28", "dense", (28, 28), (128, 128), 3),
+    _layer("128 3x3 s2 @56", "dense", (56, 56), (128, 128), 3, stride=2),
+    _layer("1024-256 1x1 @14", "dense", (14, 14), (1024, 256), 1, padding=0),
+    _layer("144 dw 3x3 @56", "depthwise", (56, 56), (144, 144), 3, groups=144),
+    _layer("256 3x3 g32 @28", "grouped", (28, 28), (256, 256), 3, groups=32),
+    _layer("64 3x3x3 @8x28x28", "dense", (8, 28, 28), (64, 64), 3, batch=1),
+    _layer("256 k3 @2048", "dense", (2048,), (256, 256), 3),
+    _layer("64 pool 3x3 s2 @112", "pool", (112, 112), (64, 64), 3, stride=2),
 )
 
 
@@ -119,21 +152,20 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
     def draw(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32)
 
-    kernel = (layer.kernel,) * layer.ndim
     x = draw(layer.batch, layer.in_channels, *layer.size)
-    w = draw(layer.out_channels, layer.in_channels // layer.groups, *kernel)
+    w = draw(layer.out_channels, layer.in_channels // layer.groups, *layer.kernel)
     y = draw(layer.batch, layer.out_channels, *layer.output_size)
     layout = (LAST if last else FIRST)[layer.ndim]
     own: dict[str, Any] = {"stride": layer.stride, "padding": layer.padding}
-    own |= {"groups": layer.groups, "layout": layout}
+    own |= {"dilation": layer.dilation, "groups": layer.groups, "layout": layout}
     given = [_laid(array, last) for array in (x, w, y)]
     theirs = [_tensor(array, last) for array in (y, x, w)]
     # A 1D layer in channels_last is one of height 1.
     flat = last and layer.ndim == 1
-    stride = [1, layer.stride] if flat else [layer.stride] * layer.ndim
-    padding = [0, layer.padding] if flat else [layer.padding] * layer.ndim
-    ones, zeros = [1] * len(stride), [0] * len(stride)
-    steps = (None, stride, padding, ones, False, zeros, layer.groups)
+    stride = [1, *layer.stride] if flat else [*layer.stride]
+    padding = [0, *layer.padding] if flat else [*layer.padding]
+    dilation = [1, *layer.dilation] if flat else [*layer.dilation]
+    steps = (None, stride, padding, dilation, False, [0] * len(stride), layer.groups)
     backward = torch.ops.aten.convolution_backward
 
     yield Pair(
@@ -156,7 +188,7 @@ def convolution_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator
             backend,
             "grouped_conv_bwd_weight",
             {"input": given[0], "grad_output": given[2]},
-            {**own, "weight_size": kernel},
+            {**own, "weight_size": layer.kernel},
         ),
         lambda: backward(*theirs, *steps, [False, True, False]),
     )
@@ -167,13 +199,7 @@ def pool_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
     x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
     y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
     layout = (LAST if last else FIRST)[layer.ndim]
-    window = (
-        [layer.kernel] * layer.ndim,
-        [layer.stride] * layer.ndim,
-        [layer.padding] * layer.ndim,
-        [1] * layer.ndim,
-        False,
-    )
+    window = ([*layer.kernel], [*layer.stride], [*layer.padding], [*layer.dilation], False)
     their_x, their_y = _tensor(x, last), _tensor(y, last)
     indices = torch.ops.aten.max_pool2d_with_indices(their_x, *window)[1]
     params = {"kernel_size": layer.kernel, "stride": layer.stride, "padding": layer.padding}
@@ -228,23 +254,30 @@ def measured(pair: Pair, malloc: str) -> dict[str, Any]:
                 result = run()
                 timed[name].append(time.perf_counter() - start_s)
                 del result
-    ours_ms, peer_ms = (statistics.median(timed[name]) * 1e3 for name in ("ours", "peer"))
+    ours_s, peer_s = (statistics.median(timed[name]) for name in ("ours", "peer"))
+    return record_of(pair, ours_s, peer_s, len(timed["ours"]), "cpu", malloc)
+
+
+def record_of(
+    pair: Pair, ours_s: float, peer_s: float, samples: int, bench: str, malloc: str
+) -> dict[str, Any]:
+    """A line of the results."""
+    pool = pair.layer.kind == "pool"
     return {
-        "bench": "cpu",
+        "bench": bench,
         "op": pair.operation,
         "layer": pair.layer.name,
         "class": pair.layer.kind,
+        "batch": pair.layer.batch,
         "dtype": "float32",
         "layout": pair.layout,
         "malloc": malloc,
-        "ours_ms": round(ours_ms, 4),
+        "ours_ms": round(ours_s * 1e3, 4),
         "peer": f"PyTorch {torch.__version__}",
-        "peer_ms": round(peer_ms, 4),
+        "peer_ms": round(peer_s * 1e3, 4),
         "reference_ms": None,
-        "gflop_per_s": None
-        if pair.layer.kind == "pool"
-        else round(pair.layer.flops / ours_ms / 1e6, 1),
-        "samples": len(timed["ours"]),
+        "gflop_per_s": None if pool else round(pair.layer.flops / ours_s / 1e9, 1),
+        "samples": samples,
     }
 
 

@@ -21,7 +21,7 @@ from convgrad_service.problems import (
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import LAYOUTS
 
-__all__ = ["Case", "Tensors", "cases_of", "torch_dtype"]
+__all__ = ["Case", "Tensors", "cases_of", "problem_of", "torch_dtype"]
 
 COPY_BYTES_PER_S = 4.27e12
 NODE_S = 3.1e-6
@@ -118,14 +118,15 @@ def _shape_of(layer: Mapping[str, Any]) -> ConvShape:
     )
 
 
-def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
-    kind, outputs = {
-        "conv_bwd_data": (ConvBwdData, [True, False, False]),
-        "grouped_conv_bwd_weight": (GroupedConvBwdWeight, [False, True, False]),
-        "conv_backward": (ConvBackward, [True, True, False]),
-        "conv_fwd": (ConvFwd, None),
+def problem_of(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Any:
+    """A convolution's problem, without tensors."""
+    kind = {
+        "conv_bwd_data": ConvBwdData,
+        "grouped_conv_bwd_weight": GroupedConvBwdWeight,
+        "conv_backward": ConvBackward,
+        "conv_fwd": ConvFwd,
     }[op]
-    parsed, last = _layout_of(layer, layout)
+    parsed, _ = _layout_of(layer, layout)
     more: dict[str, Any] = {"precision": "high"} if dtype == "float32" else {}
     if kind is GroupedConvBwdWeight:
         more |= {"weight_dtype": DType(dtype), "split_k": None}
@@ -133,7 +134,18 @@ def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
         more |= {"bias": False}
     if kind is ConvBackward:
         more |= {"wanted": ("grad_input", "grad_weight")}
-    problem = kind(conv=_shape_of(layer), dtype=DType(dtype), layout=parsed, **more)
+    return kind(conv=_shape_of(layer), dtype=DType(dtype), layout=parsed, **more)
+
+
+def _conv_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
+    outputs = {
+        "conv_bwd_data": [True, False, False],
+        "grouped_conv_bwd_weight": [False, True, False],
+        "conv_backward": [True, True, False],
+        "conv_fwd": None,
+    }[op]
+    last = layout == "NHWC"
+    problem = problem_of(layer, dtype, layout, op)
     specs = {**problem.inputs}
     specs.setdefault("input", problem.input_spec)
     specs.setdefault("weight", problem.weight_spec)

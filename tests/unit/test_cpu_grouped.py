@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cpu import depthwise, grouped
+from convgrad_service.backends.cpu import grouped
 from convgrad_service.backends.cpu.library import load
 from convgrad_service.backends.cpu.threads import Workers
-from convgrad_service.plans import planar
+from convgrad_service.plans import cpu_depthwise, planar
 from convgrad_service.problems.geometry import ConvShape
 from tests import reference
 from tests.arrays import rng_for
@@ -44,6 +44,13 @@ def _ordered(array: Array, groups: int, order: str) -> Array:
     axes = {"first": (0, 1, 2, 3, 4), "last": (0, 3, 4, 1, 2), "mixed": (2, 0, 4, 1, 3)}[order]
     moved = np.ascontiguousarray(view.transpose(axes))
     return moved.transpose(np.argsort(axes))
+
+
+def _forget_plans() -> None:
+    for plan in (planar.forward_plan, planar.bwd_data_plan, planar.bwd_weight_plan):
+        plan.cache_clear()
+    cpu_depthwise.depthwise_tiles.cache_clear()
+    grouped._prepared.cache_clear()
 
 
 def _params(conv: ConvShape) -> dict[str, Any]:
@@ -102,7 +109,7 @@ def _references(conv: ConvShape, x: Array, w: Array, y: Array) -> list[reference
     ("channels", "stride", "dilation"),
     [
         ((5, 3, 2), 1, 1), ((2, 8, 13), 2, 1), ((3, 11, 4), 3, 2),
-        ((37, 1, 1), 1, 2), ((67, 1, 1), 2, 2), ((9, 1, 3), 4, 1),
+        ((37, 1, 1), 1, 2), ((67, 1, 1), 2, 2), ((9, 1, 3), 4, 1), ((150, 1, 1), 1, 1),
     ],
 )  # fmt: skip
 def test_tiles_and_orders(
@@ -115,15 +122,14 @@ def test_tiles_and_orders(
     tile_bytes: int,
 ) -> None:
     monkeypatch.setattr(planar, "TILE_BYTES", tile_bytes)
-    for plan in (planar.forward_plan, planar.bwd_data_plan, planar.bwd_weight_plan):
-        plan.cache_clear()
+    monkeypatch.setattr(cpu_depthwise, "BLOCK_BYTES", 8 * tile_bytes)
+    _forget_plans()
     conv = _conv(*channels, stride, dilation)
     x, w, y = _drawn(conv, seed, np.float32)
     found = _all_ways(conv, x, w, y, order)
     for out, ref in zip(found, _references(conv, x, w, y), strict=True):
         assert_bounded(out, ref, f"seed {seed}")
-    for plan in (planar.forward_plan, planar.bwd_data_plan, planar.bwd_weight_plan):
-        plan.cache_clear()
+    _forget_plans()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -144,12 +150,3 @@ def test_subnormals_survive() -> None:
     ref = reference.conv_fwd(np.full_like(x, tiny), np.ones_like(w), **_params(conv))
     np.testing.assert_allclose(out, ref.value, rtol=1e-4)
     assert out.min() > 0
-
-
-def test_depthwise_needs_contiguous_channels() -> None:
-    conv = _conv(16, 1, 1, 1, 1)
-    x, _, y = _drawn(conv, 0, np.float32)
-    last = [_ordered(a, 16, "last") for a in (x, y)]
-    assert depthwise.applies(conv, 4, *last)
-    assert not depthwise.applies(conv, 4, last[0], _ordered(y, 16, "first"))
-    assert not depthwise.applies(_conv(16, 1, 2, 1, 1), 4, last[0])

@@ -51,7 +51,8 @@ def test_ci_runs_the_readmes_test_command() -> None:
     commands = [
         line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")
     ]
-    assert commands == ["make check", "make test", "make check-deploy IF_POSSIBLE=1"]
+    assert commands[:2] == ["make check", "make test"]
+    assert {"make docs", "make check-clients", "make check-deploy IF_POSSIBLE=1"} <= set(commands)
     assert "`make test`" in TEXT
 
 

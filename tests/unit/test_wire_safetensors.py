@@ -207,6 +207,13 @@ def test_any_bytes_are_refused_cleanly(rubbish: bytes, length: int) -> None:
 def test_parameters_ride_in_the_metadata() -> None:
     assert safetensors.parameters({"parameters": '{"stride": [2, 1]}'}) == {"stride": [2, 1]}
     assert safetensors.parameters({}) == {}
+    assert safetensors.parameters({"format": "pt", "epoch": "3"}) == {}
+
+
+def test_parameters_under_a_misspelt_name_are_refused() -> None:
+    for name in ("paramters", "parameter", "Parameters"):
+        with pytest.raises(MalformedRequest, match='did you mean "parameters"'):
+            safetensors.parameters({name: '{"stride": 2}'})
 
 
 @pytest.mark.parametrize(

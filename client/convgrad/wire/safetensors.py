@@ -10,6 +10,7 @@ report under ``report``.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -184,8 +185,18 @@ def layout(buffer: Buffer, data_bytes: int | None = None) -> Layout:
 def parameters(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The parameters of a request, from its metadata; none where there are none.
 
-    Raises MalformedRequest unless they are a JSON object.
+    Other metadata is nobody's business here, but a name much like ``parameters`` is a slip.
+
+    Raises
+    ------
+    MalformedRequest
+        They are no JSON object, or stand under a misspelt name.
     """
+    if "parameters" not in metadata:
+        for key in difflib.get_close_matches("parameters", metadata, n=1, cutoff=0.8):
+            raise MalformedRequest(
+                f'unknown key {shown(key)} in {_METADATA}, did you mean "parameters"?'
+            )
     return strict_json.loads_object(metadata.get("parameters", "{}"), "parameters")
 
 

@@ -49,7 +49,8 @@ class Vitals:
     """How a device is: its memory, whoever uses it, and the kernels that were needed so far.
 
     ``kernels_found`` lay compiled in the cache, ``kernels_compiled`` did not and took
-    ``compile_s`` together; one that this process has loaded counts once.
+    ``compile_s`` together; one that this process has loaded counts once. ``uuid`` is a GPU's, as
+    NVIDIA's tools write it.
     """
 
     memory_used_bytes: int = 0
@@ -57,6 +58,7 @@ class Vitals:
     kernels_found: int = 0
     kernels_compiled: int = 0
     compile_s: float = 0.0
+    uuid: str = ""
 
 
 class Backend(Protocol):

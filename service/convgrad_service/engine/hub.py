@@ -48,6 +48,7 @@ class Status(NamedTuple):
 
     backend: str
     ready: bool = True
+    leaving: bool = False
     draining: bool = False
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
@@ -57,6 +58,8 @@ class Status(NamedTuple):
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless some device works, and every front end serves."""
         self.require_hope()
+        if self.leaving:
+            raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
         if not self.ready:
             raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
         if self.missing:
@@ -201,7 +204,10 @@ class Hub:
         self.schedule = schedule
         self.backend = backend
         self.inline_executor: InlineExecutor | None = None
+        self.leaving = False
+        """Soon no more requests will be taken, and whoever distributes them should send none."""
         self.draining = False
+        """No more requests are taken; those that were are finished."""
         self.counts: Counts | None = None
         self.inferences = Statistics()
         self.quotas = Quotas()
@@ -245,6 +251,7 @@ class Hub:
         return Status(
             self.backend,
             ready=self.schedule.workers > 0 and fault is None,
+            leaving=self.leaving,
             draining=self.draining,
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
@@ -266,6 +273,7 @@ class Hub:
         concern = (
             self.schedule.workers > 0,
             self.schedule.full,
+            self.leaving,
             self.draining,
             self.fault(),
             tuple(self.children.missing),
@@ -356,7 +364,8 @@ class Hub:
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""
-        self.inferences.count(record)
+        if record.operation:
+            self.inferences.count(record)
         if self.counts is not None:
             self.counts.count(record)
 

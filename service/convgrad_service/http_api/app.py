@@ -21,6 +21,7 @@ from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.cors import with_cors
 from convgrad_service.http_api.docs import add_docs
 from convgrad_service.http_api.health import health_router
 from convgrad_service.http_api.middleware import ExchangeMiddleware
@@ -103,6 +104,8 @@ def app_on(
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
     inner = partial(FastAPI.__call__, app)
     app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints)
+    if settings.cors_origins is not None:
+        app.exchange = with_cors(app.exchange, settings.cors_origins)
     return app
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from convgrad.errors import ServiceError
+from convgrad.errors import ServiceError, Unauthenticated
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ClientGone
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
@@ -39,8 +39,10 @@ _access = logging.getLogger("convgrad.access")
 _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
-# What a platform asks has no key.
-_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
+# What a platform asks has no key, and what a browser opens cannot have one: the description of the
+# API, which is the same on every server.
+_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json")
+_OPEN_FOLDER = "/docs/assets/"
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
@@ -88,7 +90,7 @@ class ExchangeMiddleware:
     ) -> None:
         exchange = _Exchange(scope, receive, send, context)
         try:
-            if self.keys is not None and scope["path"] not in _OPEN_PATHS:
+            if self.keys is not None and not _is_open(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
             found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
             if found is None or scope.get("root_path"):
@@ -113,9 +115,10 @@ class ExchangeMiddleware:
             await exchange.refuse(internal(context.request_id))
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
-        if context.operation is not None:
+        # Who has no key is refused before it is known what for.
+        if context.operation is not None or context.code == Unauthenticated.code:
             self.pipeline.observe(
-                context.operation,
+                context.operation or "",
                 "http",
                 context.code,
                 context.timings,
@@ -152,6 +155,10 @@ class ExchangeMiddleware:
 def _trace(scope: Scope) -> dict[str, str]:
     named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
     return {name: value for name, value in named if name in TRACE_HEADERS}
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
 
 def _authorization(scope: Scope) -> str | None:

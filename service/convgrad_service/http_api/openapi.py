@@ -13,16 +13,19 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from convgrad.contract import OPERATIONS, Operation, Report, tensor_json_schema
-from convgrad.dtypes import FLOATING, INDEX
+from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import CODECS, JSON, SAFETENSORS
+from convgrad_service.http_api.openapi_tensors import REF as _REF
+from convgrad_service.http_api.openapi_tensors import (
+    named_tensors,
+    stored_tensor_paths,
+    with_named_tensors,
+)
 from convgrad_service.server.settings import Settings
 
 __all__ = ["install_openapi"]
-
-_REF = "#/components/schemas/{}"
 
 _DESCRIPTION = """\
 Tensors go in and out as JSON or as a safetensors file; `Content-Type` says which came in, `Accept`
@@ -80,11 +83,12 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         ref_template=_REF.replace("{}", "{model}"),
     )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(definitions["$defs"])
-    schemas["Tensor"] = tensor_json_schema((*FLOATING, *INDEX))
+    schemas.update(with_named_tensors(definitions["$defs"]))
+    schemas.update(named_tensors())
     schemas["Problem"] = _problem_schema()
     paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
     paths["/v2/models/{model}/infer"] = _infer_path(settings)
+    paths.update(stored_tensor_paths(_error_response))
     document["paths"] = {**paths, **document["paths"]}
     return document
 

@@ -1,12 +1,12 @@
 """The operations as the protocol describes models: metadata, configuration, index.
 
-Any rank that an operation takes may be sent; the one described is that of its example, because
-the protocol has no word for a rank that varies. Every extent is -1, variable.
+The lists of inputs and outputs have the dtype and the rank of the operation's example, because the
+protocol has no word for those that vary; a model's configuration has all dtypes and layouts among
+its parameters. Every extent is -1, variable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,11 +40,15 @@ _EXTENSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One input or output: its name, its element type by the protocol's name, its extents."""
+    """One input or output: its name, its element type by the protocol's name, its extents.
+
+    ``optional`` inputs may be left out, though an operation may need one of two.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    optional: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
@@ -52,8 +56,8 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a model takes and gives: the inputs without which there is no request, and every
-    output that can be asked for."""
+    """What a model takes and gives: every input, the optional ones last, and every output that can
+    be asked for."""
 
     name: str
     versions: tuple[str, ...]
@@ -105,7 +109,7 @@ def model_config(operation: str) -> dict[str, Any]:
                 "format": "FORMAT_NONE",
                 "is_shape_tensor": False,
                 "allow_ragged_batch": False,
-                "optional": False,
+                "optional": tensor.optional,
             }
             for tensor in metadata.inputs
         ],
@@ -119,7 +123,10 @@ def model_config(operation: str) -> dict[str, Any]:
         "default_model_filename": "",
         "cc_model_filenames": {},
         "metric_tags": {},
-        "parameters": {},
+        "parameters": {
+            name: {"string_value": value}
+            for name, value in _described_beyond_the_protocol(OPERATIONS[operation]).items()
+        },
         "model_warmup": [],
         "model_transaction_policy": {"decoupled": False},
     }
@@ -152,20 +159,40 @@ def _example_tensors(
             fields[name] = decode_tensor(fields[name], name=name)
     fields.update(output_fields(operation, list(operation.outputs)))
     problem = problem_from(operation.name, validate(operation.request, fields))
-    inputs = {
-        name: (DType.of(fields[name].dtype), fields[name].shape)
-        for name in operation.required_tensors
-    }
-    outputs = {name: (spec.dtype, spec.shape) for name, spec in problem.outputs.items()}
-    return _described(operation.required_tensors, inputs), _described(operation.outputs, outputs)
+    required = {name: problem.inputs[name] for name in operation.required_tensors}
+    usual = next(iter(required.values()))
+    optional = [name for name in operation.tensors if name not in required]
+    inputs = [
+        *(_tensor(name, spec.dtype, len(spec.shape)) for name, spec in required.items()),
+        *(
+            TensorMetadata(
+                name,
+                protocol_name(DType.INT64 if name in _INDICES else usual.dtype),
+                (-1,) * (1 if name in _PER_CHANNEL else len(usual.shape)),
+                optional=True,
+            )
+            for name in optional
+        ),
+    ]
+    outputs = [
+        _tensor(name, problem.outputs[name].dtype, len(problem.outputs[name].shape))
+        for name in operation.outputs
+    ]
+    return tuple(inputs), tuple(outputs)
 
 
-def _described(
-    names: tuple[str, ...], tensors: Mapping[str, tuple[DType | None, tuple[int, ...]]]
-) -> tuple[TensorMetadata, ...]:
-    described = []
-    for name in names:
-        dtype, shape = tensors[name]
-        assert dtype is not None  # noqa: S101 - the codec makes no other arrays
-        described.append(TensorMetadata(name, protocol_name(dtype), (-1,) * len(shape)))
-    return tuple(described)
+# Of the optional tensors, those that are not floating or have one dimension.
+_INDICES = ("indices",)
+_PER_CHANNEL = ("bias", "bias0", "bias1")
+
+
+def _tensor(name: str, dtype: DType, rank: int) -> TensorMetadata:
+    return TensorMetadata(name, protocol_name(dtype), (-1,) * rank)
+
+
+def _described_beyond_the_protocol(operation: Operation) -> dict[str, str]:
+    """What the lists of tensors cannot say: other dtypes, layouts and with them ranks."""
+    described = {"dtypes": ",".join(protocol_name(dtype) for dtype in operation.dtypes)}
+    if operation.layouts:
+        described["layouts"] = ",".join(operation.layouts)
+    return described

@@ -13,10 +13,12 @@ from convgrad_service.plans.cpu_dense_parts import (
     PANEL_LIMIT_BYTES,
     SCRATCH_LIMIT_BYTES,
     DensePlan,
+    first_plan,
     gather_plan,
     weight_plan,
 )
 from convgrad_service.plans.cpu_device import CpuDevice, sum_bytes
+from convgrad_service.plans.cpu_first import first_chunks, first_steps, first_tiles
 from convgrad_service.plans.cpu_worth import (
     direct_steps,
     gather_steps,
@@ -29,18 +31,19 @@ __all__ = ["Choice", "CpuDevice", "CpuPlan", "Direction", "choose"]
 
 CpuPlan = Plan
 Direction = Literal["fwd", "bwd_data", "bwd_weight"]
-Engine = Literal["grouped", "dense", "direct"]
+Engine = Literal["first", "grouped", "dense", "direct"]
 
 # The grouped kernels' vectors run over pixels or over groups, the dense ones' over one group's
 # channels. So the grouped ones win where a group has few channels on both sides, and where the
-# dense ones would fill no more than a quarter of a vector (the gradients of a first layer).
+# dense ones would fill no more than a quarter of a vector (the gradient of a first layer's input).
+# For the gradient of a first layer's weight the first kernel's vectors run over output channels.
 GROUPED_CHANNELS = 8
 LEAST_FILLED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The engine for one direction of a convolution; ``dense`` is set for the dense one.
+    """The engine for one direction of a convolution; ``dense`` is set for first and dense ones.
 
     ``passed_over`` has the engines before it, with the reason for each.
     """
@@ -72,7 +75,7 @@ def choose(
     device: CpuDevice,
     without: tuple[tuple[Engine, str], ...] = (),
 ) -> Choice:
-    """The first engine that holds this problem: grouped, then dense, then direct.
+    """The first engine that holds this problem: first, then grouped, dense and direct.
 
     ``without`` names engines that cannot, and why, for reasons beyond the sizes.
 
@@ -81,6 +84,10 @@ def choose(
     """
     passed_over: list[tuple[str, str]] = []
     excluded = dict(without)
+    if direction == "bwd_weight":
+        first = _first_plan(conv, dtype, device)
+        if first is not None:
+            return Choice(direction, "first", device.level, first, ())
     reason = excluded.get("grouped") or _why_not_grouped(direction, conv, dtype, device)
     if reason is None:
         return Choice(direction, "grouped", device.level, None, ())
@@ -113,6 +120,26 @@ def _why_not_grouped(
     if channels > GROUPED_CHANNELS:
         return f"{channels} channels a group are more than {GROUPED_CHANNELS}"
     return None
+
+
+def _first_plan(conv: ConvShape, dtype: DType, device: CpuDevice) -> DensePlan | None:
+    """The launches for few input channels and a vector of output channels; else None."""
+    dense, size = dense_of(conv), sum_bytes(dtype)
+    lanes = device.vector_bytes // size
+    if dense.in_channels * LEAST_FILLED > lanes or dense.out_channels < lanes:
+        return None
+    plan = first_plan(dense, sum_bytes=size, device=device)
+    if plan is None:
+        return None
+    tiles = first_tiles(
+        dense,
+        chunks=first_chunks(dense, size),
+        sum_bytes=size,
+        vector_bytes=device.vector_bytes,
+        threads=1,
+    )
+    steps = first_steps(dense, tiles, sum_bytes=size)
+    return plan if worth_tiling(steps, direct_steps("bwd_weight", conv)) else None
 
 
 def _dense_plan(

@@ -14,12 +14,14 @@ from convgrad_service.plans.cpu_dense import (
     weight_tiles,
 )
 from convgrad_service.plans.cpu_device import CpuDevice
+from convgrad_service.plans.cpu_first import first_chunks, first_tiles
 
 __all__ = [
     "PANEL_LIMIT_BYTES",
     "SCRATCH_LIMIT_BYTES",
     "DensePlan",
     "Part",
+    "first_plan",
     "gather_plan",
     "weight_plan",
 ]
@@ -107,6 +109,31 @@ def weight_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan
         return replace(dense, groups=groups, out_channels=channels)
 
     return _in_parts(dense, narrowed, dense.out_channels, 1, row_bytes, tiles, device)
+
+
+def first_plan(dense: Dense, *, sum_bytes: int, device: CpuDevice) -> DensePlan | None:
+    """The launches of a first layer's gradient of the weight; None where tiles are too large.
+
+    Raises:
+        ProblemTooLarge: one launch of the least size needs more than the workspace limit.
+    """
+    chunks = first_chunks(dense, sum_bytes)
+    lanes = device.vector_bytes // sum_bytes
+    vector_terms = chunks * dense.taps * dense.in_channels * device.vector_bytes
+
+    def tiles(part: Dense, threads: int) -> Tiles:
+        return first_tiles(
+            part,
+            chunks=chunks,
+            sum_bytes=sum_bytes,
+            vector_bytes=device.vector_bytes,
+            threads=threads,
+        )
+
+    def narrowed(groups: int, channels: int) -> Dense:
+        return replace(dense, groups=groups, out_channels=channels)
+
+    return _in_parts(dense, narrowed, dense.out_channels, lanes, vector_terms, tiles, device)
 
 
 def _in_parts(

@@ -97,7 +97,8 @@ class Arguments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. ``shared_bytes`` is dynamic shared memory.
+    """One kernel launch. ``shared_bytes`` is dynamic shared memory. ``cluster`` is how many blocks
+    along the grid's first dimension form a cluster, where the kernel leaves that to the launch.
 
     One that ``overlaps`` may start while the kernel before it still runs, and waits itself for what
     that one writes (``hopper.cuh``: start_next, wait_for_previous).
@@ -109,6 +110,7 @@ class Launch:
     arguments: Arguments
     shared_bytes: int = 0
     overlaps: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from convgrad_service.plans.cpu_worth import direct_steps, worth_tiling
 from convgrad_service.problems.geometry import ConvShape
 
-__all__ = ["PlanarPlan", "Triple", "bwd_data_plan", "bwd_weight_plan", "forward_plan", "triple"]
+__all__ = [
+    "PLANS_KEPT",
+    "PlanarPlan",
+    "Triple",
+    "bwd_data_plan",
+    "bwd_weight_plan",
+    "forward_plan",
+    "triple",
+]
 
 Triple = tuple[int, int, int]
 

@@ -37,12 +37,12 @@ def serve(argv: Sequence[str] | None = None) -> int:
         settings = Settings(**given)
     except ValidationError as refused:
         for error in refused.errors(include_url=False):
-            name = str(error["loc"][0]) if error["loc"] else "settings"
-            print(
-                f"convgrad serve: {_option(name)} (CONVGRAD_{name.upper()}): {error['msg']}, "
-                f"got {error['input']!r}",
-                file=sys.stderr,
-            )
+            sentence = error["msg"].removeprefix("Value error, ")
+            if error["loc"]:
+                name = str(error["loc"][0])
+                where = f"{_option(name)} (CONVGRAD_{name.upper()})"
+                sentence = f"{where}: {error['msg']}, got {error['input']!r}"
+            print(f"convgrad serve: {sentence}", file=sys.stderr)
         return 2
     return _run(settings, arguments.port_file)
 

@@ -138,10 +138,21 @@ def count_in(hub: Hub) -> None:
         "Memory that the tensors of requests in flight hold.",
         lambda: memory.used_bytes,
     )
+    metrics.gauge(
+        "convgrad_memory_waiting",
+        "Requests that wait for memory for their tensors or their JSON text.",
+        lambda: memory.waiting + hub.texts.waiting,
+    )
+    metrics.gauge(
+        "convgrad_stored_bytes",
+        "Memory that stored tensors hold.",
+        lambda: hub.tensors.used_bytes,
+    )
     _count_keys(metrics, hub)
     _count_devices(metrics, hub)
     metrics.gauge("convgrad_threads", "Threads of the process.", threading.active_count)
-    metrics.registry.register(TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting)))
+    triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
+    metrics.more.append(triton.exposition)
     hub.counts = metrics
 
 
@@ -181,6 +192,13 @@ def _count_devices(metrics: Metrics, hub: Hub) -> None:
         }
 
     by_device = ("device",)
+    # So that a series of a device can be joined with those of NVIDIA's own exporter.
+    metrics.gauges(
+        "convgrad_device_info",
+        "Always 1; uuid is a GPU's, empty for the CPU.",
+        ("device", "uuid"),
+        lambda: {(str(index), vitals.uuid): 1.0 for index, vitals in hub.vitals().items()},
+    )
     for name, text, field in (
         ("memory_used_bytes", "Memory of a device in use, whoever uses it.", "memory_used_bytes"),
         ("memory_total_bytes", "Memory of a device.", "memory_total_bytes"),

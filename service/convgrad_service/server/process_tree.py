@@ -113,7 +113,11 @@ class Tree:
         return grpc.result()
 
     async def stop(self) -> None:
-        """Let the front ends finish what they have, then end every process."""
+        """Be not ready for as long as the settings say, then take no more requests, let the front
+        ends finish what they have, and end every process."""
+        self.hub.leaving = True
+        self.hub.publish()
+        await asyncio.sleep(self._settings.drain_s)
         self.hub.draining = True
         self.hub.publish()
         self._ended.set()

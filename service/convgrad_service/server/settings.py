@@ -6,12 +6,15 @@ line of ``convgrad serve`` is made from the same class. Nothing else reads the e
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ByteSize, Field
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -20,6 +23,12 @@ from convgrad_service.security.keys import read_keys
 from convgrad_service.server.warm_up import read_warm_up
 
 __all__ = ["Settings", "markdown_table", "setting_fields"]
+
+_PREFIX = "CONVGRAD_"
+_OF_THE_CLIENT = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
+_OF_A_SERVICE = re.compile(
+    r"CONVGRAD_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_TCP(_(PROTO|PORT|ADDR))?)?)"
+)
 
 _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 
@@ -58,7 +67,18 @@ class Settings(BaseSettings):
     Bytes may be written with a unit (``256MiB``, ``4GB``); durations are seconds.
     """
 
-    model_config = SettingsConfigDict(env_prefix="CONVGRAD_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_variables(cls, values: Any) -> Any:
+        for variable in sorted(os.environ):
+            if variable.startswith(_PREFIX) and not _is_known(variable):
+                known = [*_variables(), *_OF_THE_CLIENT]
+                near = difflib.get_close_matches(variable, known, n=1)
+                hint = f", did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{variable} is the name of no setting{hint}")
+        return values
 
     http_host: str = Field(
         default="127.0.0.1",
@@ -261,6 +281,11 @@ class Settings(BaseSettings):
         default=15.0,
         description="Longest time from a connection or a request line to the end of the headers.",
     )
+    cors_origins: str | None = Field(
+        default=None,
+        description="Origins, separated by commas, whose scripts a browser lets use this server, "
+        "such as https://lab.example; * allows all. Unset means none: no CORS header is sent.",
+    )
     max_header_bytes: _Bytes = Field(
         default=ByteSize(64 * _KiB), description="Largest request line and headers together."
     )
@@ -272,8 +297,17 @@ class Settings(BaseSettings):
         json_schema_extra={"unit": "s"},
         description="How long an idle connection is kept.",
     )
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})] = (
+        Field(
+            default=0.0,
+            description="How long the server goes on taking requests after SIGINT or SIGTERM while "
+            "it says that it is not ready, so that whoever distributes requests stops sending it "
+            "any first. Longer than a readiness probe takes to notice.",
+        )
+    )
     shutdown_grace_s: _Seconds = Field(
-        default=30.0, description="How long running requests may finish after SIGINT or SIGTERM."
+        default=30.0,
+        description="How long running requests may finish after SIGINT or SIGTERM and drain_s.",
     )
     malloc_tuning: bool = Field(
         default=True,
@@ -290,6 +324,21 @@ class Settings(BaseSettings):
         return KeyLimits(
             self.key_max_inflight, self.key_max_inflight_bytes, self.key_max_requests_per_s
         )
+
+
+def _variables() -> list[str]:
+    return [f"{_PREFIX}{name.upper()}" for name in Settings.model_fields]
+
+
+def _is_known(variable: str) -> bool:
+    # Upper or lower case, as pydantic-settings takes them.
+    name = variable.upper()
+    if name in _OF_THE_CLIENT or name in _variables():
+        return True
+    # What Kubernetes sets in every container for a Service called convgrad or convgrad-something.
+    return _OF_A_SERVICE.fullmatch(variable) is not None and (
+        "_SERVICE_" in variable or "_TCP" in variable or "://" in os.environ[variable]
+    )
 
 
 def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:

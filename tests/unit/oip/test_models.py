@@ -28,15 +28,17 @@ REPORT = Report(backend="cpu", kernel="k", flops=8, bytes=9, compute_s=0.5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_metadata_lists_required_inputs_and_all_outputs(name: str) -> None:
+def test_metadata_lists_all_inputs_and_outputs(name: str) -> None:
     metadata = model_metadata(name)
     operation = OPERATIONS[name]
-    assert tuple(tensor.name for tensor in metadata.inputs) == operation.required_tensors
+    required = tuple(tensor.name for tensor in metadata.inputs if not tensor.optional)
+    assert required == operation.required_tensors
+    assert {tensor.name for tensor in metadata.inputs} == set(operation.tensors)
     assert tuple(tensor.name for tensor in metadata.outputs) == operation.outputs
     for tensor in (*metadata.inputs, *metadata.outputs):
         assert set(tensor.shape) == {-1}
         assert tensor.datatype == ("INT64" if tensor.name == "indices" else "FP32")
-        ranks = {1} if tensor.name == "grad_bias" else {5 if "3d" in name else 4}
+        ranks = {1} if "bias" in tensor.name else {5 if "3d" in name else 4}
         assert len(tensor.shape) in ranks
 
 
@@ -49,6 +51,12 @@ def test_configuration_agrees_with_metadata(name: str) -> None:
         assert [(item["name"], item["data_type"], item["dims"]) for item in config[listed]] == [
             (tensor.name, f"TYPE_{tensor.datatype}", list(tensor.shape)) for tensor in tensors
         ]
+    assert [item["optional"] for item in config["input"]] == [
+        tensor.optional for tensor in metadata.inputs
+    ]
+    assert config["parameters"]["dtypes"] == {"string_value": "FP16,BF16,FP32,FP64"}
+    layouts = config["parameters"].get("layouts", {"string_value": ""})["string_value"]
+    assert tuple(filter(None, layouts.split(","))) == OPERATIONS[name].layouts
     json.dumps(config, allow_nan=False)
 
 

@@ -67,3 +67,39 @@ def test_every_setting_says_what_it_is() -> None:
         assert field.description.endswith("."), name
         if found := re.search(r"(?<!_per)_(bytes|s)$", name):
             assert unit == found[1], name
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("CONVGRAD_HTP_PORT", "did you mean CONVGRAD_HTTP_PORT?"),
+        ("CONVGRAD_MAX_QUEU", "did you mean CONVGRAD_MAX_QUEUE?"),
+        ("CONVGRAD_XYZ", "CONVGRAD_XYZ is the name of no setting"),
+        ("CONVGRAD_RPC_PORT", "did you mean CONVGRAD_GRPC_PORT?"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(
+    variable: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "9000")
+    with pytest.raises(ValidationError, match=re.escape(sentence)):
+        Settings()
+
+
+def test_variables_of_the_client_and_of_kubernetes_are_let_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable, value in {
+        "CONVGRAD_URL": "http://127.0.0.1:8000",
+        "CONVGRAD_API_KEY": "key",
+        "CONVGRAD_SERVICE_HOST": "10.0.0.1",
+        "CONVGRAD_SERVICE_PORT": "8000",
+        "CONVGRAD_SERVICE_PORT_HTTP": "8000",
+        "CONVGRAD_PORT": "tcp://10.0.0.1:8000",
+        "CONVGRAD_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "CONVGRAD_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "CONVGRAD_GPU_SERVICE_PORT_GRPC": "8001",
+        "CONVGRAD_GPU_PORT_8001_TCP_PROTO": "tcp",
+    }.items():
+        monkeypatch.setenv(variable, value)
+    Settings()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.plans.cpu_dense import Dense
+from convgrad_service.plans.cpu_dense import dense_of
+from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["DTYPE_CODES", "Control", "ConvArgs", "View", "aligned_empty", "conv_args", "view_of"]
 
@@ -82,11 +84,17 @@ def view_of(array: NDArray[Any] | None, lead: int = 0) -> View:
     return view
 
 
-def conv_args(dense: Dense, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
+def conv_args(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
     """A convolution's numbers, with no tensors yet, alpha 1 and beta 0.
 
     ``dtype`` is what the kernel reads, ``result_dtype`` what it writes.
     """
+    return ConvArgs.from_buffer_copy(_numbers(conv, dtype, result_dtype))
+
+
+@lru_cache(maxsize=256)
+def _numbers(conv: ConvShape, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> ConvArgs:
+    dense = dense_of(conv)
     args = ConvArgs()
     args.batch, args.groups = dense.batch, dense.groups
     args.in_channels, args.out_channels = dense.in_channels, dense.out_channels
@@ -100,5 +108,5 @@ def conv_args(dense: Dense, dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -
 def aligned_empty(size_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised bytes that start on a 64-byte boundary, as vector stores like them."""
     raw = np.empty(size_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    start = -raw.__array_interface__["data"][0] % 64
     return raw[start : start + size_bytes]

@@ -1,4 +1,4 @@
-"""Dense convolutions: kernels/dense_gather.cpp and kernels/dense_bwd_weight.cpp.
+"""Dense convolutions: kernels/dense_gather.cpp, dense_bwd_weight.cpp and first_bwd_weight.cpp.
 
 All take canonical views: activations (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias
 (G, K/G) or, for bwd_data, (G, C/G); any strides. A plan says which parts are launched.
@@ -15,7 +15,6 @@ from convgrad.errors import Internal
 from convgrad_service.backends.cpu.arguments import ConvArgs, conv_args, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Workers
-from convgrad_service.plans.cpu_dense import dense_of
 from convgrad_service.plans.cpu_dense_parts import DensePlan, Part
 from convgrad_service.problems.geometry import ConvShape
 
@@ -39,7 +38,7 @@ def forward(
     """output = conv(input, weight) + bias, rounded once."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
-        args = conv_args(dense_of(conv), input.dtype, output.dtype)
+        args = conv_args(conv, input.dtype, output.dtype)
         args.groups, args.out_channels = _extent(part.groups), _extent(part.channels)
         args.x = view_of(input[:, groups], 3)
         args.w = view_of(weight[groups, channels], 3)
@@ -66,7 +65,7 @@ def bwd_data(
     """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
-        args = conv_args(dense_of(conv), grad_output.dtype, grad_input.dtype)
+        args = conv_args(conv, grad_output.dtype, grad_input.dtype)
         args.groups, args.in_channels = _extent(part.groups), _extent(part.channels)
         args.x = view_of(grad_input[:, groups, channels], 3)
         args.w = view_of(weight[groups, :, channels], 3)
@@ -81,6 +80,7 @@ def bwd_data(
 def bwd_weight(
     library: Library,
     workers: Workers,
+    kernel: str,
     plan: DensePlan,
     conv: ConvShape,
     input: Array,
@@ -95,7 +95,7 @@ def bwd_weight(
     """grad_weight = alpha * grad + beta * accumulate, rounded once, in grad_weight's own type."""
     for part in plan.parts:
         groups, channels = slice(*part.groups), slice(*part.channels)
-        args = conv_args(dense_of(conv), input.dtype, grad_weight.dtype)
+        args = conv_args(conv, input.dtype, grad_weight.dtype)
         args.groups, args.out_channels = _extent(part.groups), _extent(part.channels)
         args.x = view_of(input[:, groups], 3)
         args.w = view_of(grad_weight[groups, channels], 3)
@@ -103,7 +103,7 @@ def bwd_weight(
         args.alpha = alpha
         if accumulate is not None:
             args.beta, args.accumulate = beta, view_of(accumulate[groups, channels], 3)
-        _launch(library, workers, "dense_bwd_weight", args, plan, part, cancelled)
+        _launch(library, workers, kernel, args, plan, part, cancelled)
 
 
 def _extent(span: tuple[int, int]) -> int:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from convgrad_service.backends.cpu.arguments import conv_args, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Workers
-from convgrad_service.plans.cpu_dense import dense_of
 from convgrad_service.problems.geometry import ConvShape
 
 __all__ = ["bwd_data", "bwd_weight", "forward"]
@@ -33,7 +32,7 @@ def forward(
     cancelled: threading.Event | None = None,
 ) -> None:
     """output = conv(input, weight) + bias, rounded once."""
-    args = conv_args(dense_of(conv), input.dtype, output.dtype)
+    args = conv_args(conv, input.dtype, output.dtype)
     args.x, args.w, args.y = view_of(input, 3), view_of(weight, 3), view_of(output, 3)
     args.bias = view_of(bias)
     workers.launch(library.kernel("direct_fwd"), args, cancelled=cancelled)
@@ -54,7 +53,7 @@ def bwd_data(
     cancelled: threading.Event | None = None,
 ) -> None:
     """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
-    args = conv_args(dense_of(conv), grad_output.dtype, grad_input.dtype)
+    args = conv_args(conv, grad_output.dtype, grad_input.dtype)
     args.x, args.w, args.y = view_of(grad_input, 3), view_of(weight, 3), view_of(grad_output, 3)
     args.alpha, args.bias = alpha, view_of(bias)
     if accumulate is not None:
@@ -76,7 +75,7 @@ def bwd_weight(
     cancelled: threading.Event | None = None,
 ) -> None:
     """grad_weight = alpha * grad + beta * accumulate, rounded once, in grad_weight's own type."""
-    args = conv_args(dense_of(conv), input.dtype, grad_weight.dtype)
+    args = conv_args(conv, input.dtype, grad_weight.dtype)
     args.x, args.w, args.y = view_of(input, 3), view_of(grad_weight, 3), view_of(grad_output, 3)
     args.alpha = alpha
     if accumulate is not None:

@@ -152,7 +152,8 @@ def bwd_weight_into(
         choice = choose("bwd_weight", conv, dtype, machine.device, NO_ROOM)
     if choice.dense is not None:
         dense.bwd_weight(
-            machine.library, machine.workers, choice.dense, conv, x, grad_output, grad_weight,
+            machine.library, machine.workers, f"{choice.engine}_bwd_weight", choice.dense, conv,
+            x, grad_output, grad_weight,
             alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
         )  # fmt: skip
     else:

@@ -1,4 +1,4 @@
-"""Grouped convolutions of few channels a group: kernels/grouped.cpp and grouped_weight.cpp.
+"""Grouped convolutions of few channels a group: kernels/grouped*.cpp and, of one, depthwise*.cpp.
 
 All take canonical views: activations (N, G, C/G, *spatial), weights (G, K/G, C/G, *kernel), bias
 (G, K/G), any strides. They answer how many bytes of work memory they used, or None where the plan
@@ -8,13 +8,14 @@ finds that the padded planes would not fit, and then nothing was computed.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cpu import depthwise
 from convgrad_service.backends.cpu.arguments import DTYPE_CODES, view_of
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.planar_args import (
@@ -25,8 +26,10 @@ from convgrad_service.backends.cpu.planar_args import (
     tap_table,
 )
 from convgrad_service.backends.cpu.threads import Workers
+from convgrad_service.plans.cpu_depthwise import depthwise_tiles
+from convgrad_service.plans.cpu_device import sum_bytes
 from convgrad_service.plans.planar import (
-    PlanarPlan,
+    PLANS_KEPT,
     bwd_data_plan,
     bwd_weight_plan,
     forward_plan,
@@ -37,6 +40,11 @@ from convgrad_service.problems.geometry import ConvShape
 __all__ = ["bwd_data", "bwd_weight", "forward"]
 
 Array = NDArray[Any]
+Direction = Literal["fwd", "bwd_data", "bwd_weight"]
+# Of a vector's lanes, at least one in so many must be a group for the depthwise kernels to run: the
+# grouped ones fill theirs with positions.
+LEAST_FILLED = 4
+PLANNED = {"fwd": forward_plan, "bwd_data": bwd_data_plan, "bwd_weight": bwd_weight_plan}
 
 
 def forward(
@@ -53,18 +61,15 @@ def forward(
     cancelled: threading.Event | None = None,
 ) -> int | None:
     """output = activation(conv(input, weight) + bias), rounded once."""
-    plan = forward_plan(conv, *_sums(library, dtype), _swaps(input) or _swaps(output))
-    if plan is None:
+    swap = _swaps(input) or _swaps(output)
+    prepared = _prepared("fwd", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
+    if prepared is None:
         return None
-    args = _args(conv, dtype, plan, weight)
+    args = prepared.args()
     args.src, args.dst, args.weight = view_of(input, 3), view_of(output, 3), view_of(weight)
     args.bias = view_of(bias)
-    args.src_channels, args.dst_channels = conv.in_channels_per_group, conv.out_channels_per_group
     args.activation = ACTIVATION_CODES[activation]
-    acc_bytes = _sums(library, dtype)[0]
-    if depthwise.applies(conv, acc_bytes, input, output):
-        return depthwise.correlate(library, workers, args, acc_bytes, cancelled)
-    return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
+    return _launch(library, workers, prepared, args, cancelled)
 
 
 def bwd_data(
@@ -83,21 +88,18 @@ def bwd_data(
     cancelled: threading.Event | None = None,
 ) -> int | None:
     """grad_input = alpha * grad + beta * accumulate + bias (G, C/G), rounded once."""
-    plan = bwd_data_plan(conv, *_sums(library, dtype), _swaps(grad_output) or _swaps(grad_input))
-    if plan is None:
+    swap = _swaps(grad_output) or _swaps(grad_input)
+    prepared = _prepared("bwd_data", conv, dtype, library.vector_bytes, swap, _taps_of(weight))
+    if prepared is None:
         return None
-    args = _args(conv, dtype, plan, weight)
+    args = prepared.args()
     args.src, args.dst = view_of(grad_output, 3), view_of(grad_input, 3)
     args.weight = view_of(weight)
     # What the forward calls output channels is summed over here.
     args.weight.stride[1], args.weight.stride[2] = args.weight.stride[2], args.weight.stride[1]
-    args.src_channels, args.dst_channels = conv.out_channels_per_group, conv.in_channels_per_group
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
     args.accumulate, args.bias = view_of(accumulate, 3), view_of(bias)
-    acc_bytes = _sums(library, dtype)[0]
-    if depthwise.applies(conv, acc_bytes, grad_output, grad_input, accumulate):
-        return depthwise.correlate(library, workers, args, acc_bytes, cancelled)
-    return _launch(library, workers, "grouped_correlate", args, plan, cancelled)
+    return _launch(library, workers, prepared, args, cancelled)
 
 
 def bwd_weight(
@@ -115,13 +117,13 @@ def bwd_weight(
     cancelled: threading.Event | None = None,
 ) -> int | None:
     """grad_weight = alpha * grad + beta * accumulate; the two have the same strides."""
-    plan = bwd_weight_plan(conv, *_sums(library, dtype), _swaps(input) or _swaps(grad_output))
-    if plan is None:
+    swap, taps = _swaps(input) or _swaps(grad_output), _taps_of(grad_weight)
+    prepared = _prepared("bwd_weight", conv, dtype, library.vector_bytes, swap, taps)
+    if prepared is None:
         return None
-    args = _args(conv, dtype, plan, grad_weight)
+    args = prepared.args()
     args.src, args.dst = view_of(input, 3), view_of(grad_output, 3)
     args.weight = view_of(grad_weight)
-    args.src_channels, args.dst_channels = conv.in_channels_per_group, conv.out_channels_per_group
     args.alpha, args.beta = alpha, 0.0 if accumulate is None else beta
     if accumulate is not None and accumulate.strides != grad_weight.strides:
         # The weight is small: a copy in its order keeps the kernel simple.
@@ -130,16 +132,7 @@ def bwd_weight(
         accumulate = same
     args.accumulate = view_of(accumulate)
     args.result_dtype = CODE_OF[grad_weight.dtype]
-    acc_bytes = _sums(library, dtype)[0]
-    if depthwise.applies(conv, acc_bytes, input, grad_output):
-        return depthwise.bwd_weight(library, workers, args, acc_bytes, cancelled)
-    return _launch(library, workers, "grouped_bwd_weight", args, plan, cancelled)
-
-
-def _sums(library: Library, dtype: DType) -> tuple[int, int]:
-    """Bytes of a sum and sums in a vector."""
-    acc_bytes = 8 if dtype is DType.FLOAT64 else 4
-    return acc_bytes, library.vector_bytes // acc_bytes
+    return _launch(library, workers, prepared, args, cancelled)
 
 
 def _swaps(activation: Array) -> bool:
@@ -151,35 +144,77 @@ def _swaps(activation: Array) -> bool:
     return adjacent and groups * channels > 1 and activation.strides[-1] != size
 
 
-def _args(conv: ConvShape, dtype: DType, plan: PlanarPlan, weight: Array) -> PlanarArgs:
-    """The arguments that all directions share."""
+def _taps_of(weight: Array) -> tuple[int, ...]:
+    """Strides of a weight's taps, in elements."""
+    return tuple(stride // weight.itemsize for stride in weight.strides[3:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What launches of one problem share: arguments without tensors, whose tables live here."""
+
+    template: PlanarArgs
+    kernel: str
+    tasks: int
+    scratch_bytes: int
+    workspace_bytes: int
+
+    def args(self) -> PlanarArgs:
+        """A launch's own copy."""
+        return PlanarArgs.from_buffer_copy(self.template)
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _prepared(
+    direction: Direction,
+    conv: ConvShape,
+    dtype: DType,
+    vector_bytes: int,
+    swap: bool,
+    strides: tuple[int, ...],
+) -> _Prepared | None:
+    lanes = vector_bytes // sum_bytes(dtype)
+    plan = PLANNED[direction](conv, sum_bytes(dtype), lanes, swap)
+    if plan is None:
+        return None
     args = PlanarArgs()
-    strides = tuple(stride // weight.itemsize for stride in weight.strides[3:])
     fill(args, plan, tap_table(plan, triple(conv.kernel_size, 1), triple(strides, 0)))
     args.batch, args.groups = conv.batch, conv.groups
     args.alpha, args.beta = 1.0, 0.0
     args.dtype = args.result_dtype = DTYPE_CODES[dtype]
-    return args
+    channels = conv.in_channels_per_group, conv.out_channels_per_group
+    args.src_channels, args.dst_channels = channels[::-1] if direction == "bwd_data" else channels
+    kernel = "bwd_weight" if direction == "bwd_weight" else "correlate"
+    tiles = None
+    if channels == (1, 1) and conv.groups * LEAST_FILLED >= lanes:
+        weight = direction == "bwd_weight"
+        tiles = depthwise_tiles(plan, conv.batch, conv.groups, vector_bytes, lanes, weight=weight)
+    if tiles is None:
+        sizes = plan.tasks, plan.scratch_bytes, plan.workspace_bytes
+        return _Prepared(args, f"grouped_{kernel}", *sizes)
+    args.tile[:], args.tiles[:] = tiles.tile, tiles.tiles
+    args.group_block, args.splits = tiles.group_block, tiles.splits
+    sizes = tiles.tasks, tiles.scratch_bytes, tiles.workspace_bytes
+    return _Prepared(args, f"depthwise_{kernel}", *sizes)
 
 
 def _launch(
     library: Library,
     workers: Workers,
-    kernel: str,
+    prepared: _Prepared,
     args: PlanarArgs,
-    plan: PlanarPlan,
     cancelled: threading.Event | None,
 ) -> int:
-    workspace = workers.workspaces.take(plan.workspace_bytes)
+    workspace = workers.workspaces.take(prepared.workspace_bytes)
     try:
         args.workspace = workspace.ctypes.data
         workers.launch(
-            library.kernel(kernel),
+            library.kernel(prepared.kernel),
             args,
-            scratch_bytes=plan.scratch_bytes,
-            tasks=plan.tasks,
+            scratch_bytes=prepared.scratch_bytes,
+            tasks=prepared.tasks,
             cancelled=cancelled,
         )
     finally:
         workers.workspaces.give(workspace)
-    return plan.workspace_bytes + plan.scratch_bytes * workers.threads
+    return prepared.workspace_bytes + prepared.scratch_bytes * workers.threads

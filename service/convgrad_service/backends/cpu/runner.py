@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from convgrad_service.backends.cpu.arguments import aligned_empty
 from convgrad_service.backends.cpu.library import Library
 from convgrad_service.backends.cpu.threads import Rehearsal, Workers
 from convgrad_service.plans.cpu_device import CpuDevice
@@ -33,7 +33,9 @@ class Machine:
     def output(self, name: str, spec: TensorSpec) -> NDArray[Any]:
         """Where an output is to be written."""
         place = self.out.get(name)
-        return np.empty(spec.shape, spec.dtype.numpy) if place is None else place
+        if place is not None:
+            return place
+        return aligned_empty(spec.size_bytes).view(spec.dtype.numpy).reshape(spec.shape)
 
     def rehearsing(self) -> Machine:
         """The same, on threads that launch nothing."""

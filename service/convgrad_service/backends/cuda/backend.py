@@ -31,6 +31,7 @@ from convgrad_service.backends.cuda.device import (
     describe,
     device_count,
     import_cupy,
+    uuid_of,
 )
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
@@ -105,7 +106,7 @@ class CudaBackend:
         self._cuda: Any = import_cupy().cuda
         self.devices = device_count()
         self.device: CudaDevice = describe(device, memory_limit_bytes)
-        self._index, self._poison = device, poison
+        self._index, self._poison, self._uuid = device, poison, uuid_of(device)
         self._limited = memory_limit_bytes is not None
         try:
             compiler = Compiler(
@@ -138,7 +139,8 @@ class CudaBackend:
                 free, total = runtime.memGetInfo()
         except runtime.CUDARuntimeError:
             free = total = 0  # a GPU that has failed does not say
-        return Vitals(total - free, total, compiler.found, compiler.compiled, compiler.compile_s)
+        counts = compiler.found, compiler.compiled, compiler.compile_s
+        return Vitals(total - free, total, *counts, self._uuid)
 
     def adopt(self, address: int, size_bytes: int) -> None:
         """See `ServingBackend.adopt`: tensors there are copied from and to where they lie."""

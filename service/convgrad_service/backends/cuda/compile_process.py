@@ -94,6 +94,11 @@ class CompileProcesses:
         finally:
             with self._lock:
                 self._running.remove(process)
+            # What a process that was killed has not read is still there.
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
 
 
 def _ending(code: int) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.plans.cuda_device import CudaDevice
 
-__all__ = ["cuda_driver_major", "describe", "device_count", "import_cupy"]
+__all__ = ["cuda_driver_major", "describe", "device_count", "import_cupy", "uuid_of"]
 
 OLDEST = (8, 0)
 
@@ -42,6 +43,12 @@ def device_count() -> int:
 def cuda_driver_major() -> int:
     """The major version of CUDA that the driver understands."""
     return int(import_cupy().cuda.runtime.driverGetVersion()) // 1000
+
+
+def uuid_of(index: int) -> str:
+    """Of the GPU of this index, as NVIDIA's tools write it."""
+    raw = bytes(import_cupy().cuda.runtime.getDeviceProperties(index)["uuid"])
+    return f"GPU-{uuid.UUID(bytes=raw[:16])}"
 
 
 def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:

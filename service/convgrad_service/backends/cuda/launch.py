@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from convgrad_service.backends.cuda.attributed_launch import AttributedLaunch
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.backends.cuda.overlap import launch_overlapping
 from convgrad_service.plans.cuda_program import (
     ZEROS,
     ZEROS_BYTES,
@@ -37,6 +37,27 @@ class _Addresses(dict[str, int]):
         if name != ZEROS:
             raise KeyError(name)
         return self._zeros()
+
+
+class PlainLaunch:
+    """A launch with its arguments filled.
+
+    The driver copies the structure before it returns. CuPy's own way of calling a kernel looks at
+    the types of its arguments first, which takes as long again.
+    """
+
+    __slots__ = ("_arguments", "_function", "_kept", "_launch", "_shape")
+
+    def __init__(self, launch: Any, function: int, step: Launch, filled: bytearray) -> None:
+        self._launch, self._function = launch, function
+        self._shape = (*step.grid, *step.block, step.shared_bytes)
+        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        self._arguments = ctypes.addressof(pointers)
+        self._kept = structure, pointers
+
+    def __call__(self, stream: int) -> None:
+        self._launch(self._function, *self._shape, stream, self._arguments, 0)
 
 
 class Kernels:
@@ -71,23 +92,28 @@ class Kernels:
 
     def run(self, steps: Iterable[Step], addresses: Mapping[str, int], stream: Any) -> None:
         """Put the steps on a stream, in order; returns before they have run."""
-        launch, on = self._cuda.driver.launchKernel, stream.ptr
         addresses = _Addresses(addresses, lambda: self._zeros_of(stream))
-        for step in steps:
-            if isinstance(step, Clear):
-                self._cuda.runtime.memsetAsync(addresses[step.buffer], 0, step.size_bytes, on)
-                continue
-            function = self._function(step)
-            filled = step.arguments.fill(addresses)
-            if step.overlaps:
-                launch_overlapping(function.ptr, step, filled, on)
-                continue
-            # The driver copies the structure before it returns. CuPy's own way of calling a kernel
-            # looks at the types of its arguments first, which takes as long again.
-            argument = ctypes.addressof(ctypes.c_char.from_buffer(filled))
-            parameters = ctypes.c_void_p(argument)
-            where = ctypes.addressof(parameters)
-            launch(function.ptr, *step.grid, *step.block, step.shared_bytes, on, where, 0)
+        for step in self.bind(steps, addresses):
+            step(stream.ptr)
+
+    def bind(
+        self, steps: Iterable[Step], addresses: Mapping[str, int]
+    ) -> list[Callable[[int], None]]:
+        """The steps with their arguments filled for these addresses.
+
+        Each takes the stream to run on and may be called again, any number of times.
+        """
+        return [self._bound(step, addresses) for step in steps]
+
+    def _bound(self, step: Step, addresses: Mapping[str, int]) -> Callable[[int], None]:
+        if isinstance(step, Clear):
+            address, size, clear = addresses[step.buffer], step.size_bytes, self._cuda.runtime
+            return lambda stream: clear.memsetAsync(address, 0, size, stream)
+        function = self._function(step)
+        filled = step.arguments.fill(addresses)
+        if step.overlaps or step.cluster > 1:
+            return AttributedLaunch(function.ptr, step, filled)
+        return PlainLaunch(self._cuda.driver.launchKernel, function.ptr, step, filled)
 
     def _zeros_of(self, stream: Any) -> int:
         """The zeros of a stream, on which one kernel follows another."""

@@ -121,6 +121,11 @@ class LeasePool:
         """What they hold now, in whole pages."""
         return self._places.used_bytes
 
+    @property
+    def waiting(self) -> int:
+        """Reservations that wait."""
+        return len(self._waiting)
+
     def take(self, size_bytes: int) -> Lease | None:
         """A lease at once, or None: too much is held by others, or they have waited for longer."""
         if self._waiting:

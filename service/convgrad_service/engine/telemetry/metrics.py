@@ -50,6 +50,8 @@ class Metrics:
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
         info.labels(_version.__version__, backend).set(1)
         ProcessCollector(registry=self.registry)
+        self.more: list[Callable[[], bytes]] = []
+        """What is written in the format already."""
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when Prometheus asks."""
@@ -83,7 +85,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + b"".join(more() for more in self.more)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -13,13 +13,14 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from convgrad.errors import CODES
 from convgrad_service.engine.telemetry.record import Record
 
 __all__ = ["RequestMetrics"]
 
-# From a tiny problem on a warm server to the longest that the default settings allow.
+# From the stages of a tiny problem on a warm server to the longest that the default settings allow.
 _SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 _BOUNDS = [*map(floatToGoString, _SECONDS), "+Inf"]
@@ -75,9 +76,12 @@ class RequestMetrics(Collector):
 
     def __init__(self) -> None:
         self._tallies: dict[Kind, _Tally] = {}
+        # From the start: what an alert counts the increase of must not begin at one.
+        self._by_code = dict.fromkeys(("ok", *CODES), 0)
 
     def count(self, record: Record) -> None:
         """Count one request."""
+        self._by_code[record.code] = self._by_code.get(record.code, 0) + 1
         kind = record.operation, record.transport, record.code
         tally = self._tallies.get(kind)
         if tally is None:
@@ -96,6 +100,14 @@ class RequestMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """See `Collector.collect`."""
         yield self._counter("requests", "Requests by how they ended.", 3, lambda t: t.requests)
+        by_code = CounterMetricFamily(
+            "convgrad_requests_by_code",
+            "Requests by how they ended, of every code from the start: for alerts.",
+            labels=("code",),
+        )
+        for code, count in self._by_code.items():
+            by_code.add_metric((code,), count)
+        yield by_code
         yield self._counter(
             "received_bytes", "Bytes of request bodies received.", 2, lambda t: t.received_bytes
         )
@@ -114,7 +126,7 @@ class RequestMetrics(Collector):
             lambda t: t.moved_bytes,
         )
         text = "Time from a request's headers to its answer's end."
-        yield self._histogram("request", text, 2)
+        yield self._histogram("request", text, 3)
         for stage, text in _STAGES.items():
             yield self._histogram(stage, text, 1)
 

@@ -6,17 +6,16 @@ is a model, always version 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Mapping
 
 from convgrad_service.engine.telemetry.statistics import OperationStatistics
 
 __all__ = ["TritonMetrics"]
 
-_LABELS = ("model", "version")
-
+_WAITING = (
+    "nv_inference_pending_request_count",
+    "Instantaneous number of pending requests awaiting execution",
+)
 _COUNTERS: Mapping[str, tuple[str, Callable[[OperationStatistics], float]]] = {
     "nv_inference_request_success": (
         "Number of successful inference requests",
@@ -55,18 +54,12 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[OperationStatistics], float]]] = {
 }
 
 
-class _Plain(CounterMetricFamily):
-    """A counter without the suffix ``_total``, which Triton's counters do not have."""
+class TritonMetrics:
+    """Reads ``statistics`` and ``waiting`` when Prometheus asks.
 
-    def __init__(self, name: str, documentation: str) -> None:
-        super().__init__(name, documentation, labels=_LABELS)
-
-    def add_metric(self, labels: Iterable[str], value: float, *_: object) -> None:
-        self.add_sample(self.name, dict(zip(_LABELS, labels, strict=True)), value)
-
-
-class TritonMetrics(Collector):
-    """Reads ``statistics`` and ``waiting`` when Prometheus asks."""
+    Triton's counters have no suffix ``_total``, which Prometheus' own client would put into the
+    line of their type: they are written here.
+    """
 
     def __init__(
         self,
@@ -75,17 +68,18 @@ class TritonMetrics(Collector):
     ) -> None:
         self._statistics, self._waiting = statistics, waiting
 
-    def collect(self) -> Iterable[Metric]:
-        """See `Collector.collect`."""
+    def exposition(self) -> bytes:
+        """All of them in Prometheus' text format 0.0.4."""
         statistics = self._statistics()
+        lines: list[str] = []
         for name, (text, read) in _COUNTERS.items():
-            counter = _Plain(name, text)
-            for operation, counts in statistics.items():
-                counter.add_metric((operation, "1"), read(counts))
-            yield counter
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
+            lines += [
+                f'{name}{{model="{operation}",version="1"}} {float(read(counts))!r}'
+                for operation, counts in statistics.items()
+            ]
         # Triton counts what waits by model; one queue serves all operations here.
-        yield GaugeMetricFamily(
-            "nv_inference_pending_request_count",
-            "Instantaneous number of pending requests awaiting execution",
-            value=self._waiting(),
-        )
+        name, text = _WAITING
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
+        lines.append(f"{name} {self._waiting()!r}")
+        return "".join(f"{line}\n" for line in lines).encode()

@@ -6,11 +6,12 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from convgrad.errors import CODES
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 
 SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
@@ -33,7 +34,9 @@ def test_they_are_what_the_library_counts(seed: int) -> None:
     requests = Counter("convgrad_requests", "x", (*labels, "code"), registry=theirs)
     received = Counter("convgrad_received_bytes", "x", labels, registry=theirs)
     flops = Counter("convgrad_computed_flops", "x", ("operation",), registry=theirs)
-    total = Histogram("convgrad_request_seconds", "x", labels, buckets=SECONDS, registry=theirs)
+    total = Histogram(
+        "convgrad_request_seconds", "x", (*labels, "code"), buckets=SECONDS, registry=theirs
+    )
     queue = Histogram(
         "convgrad_queue_seconds", "x", ("operation",), buckets=SECONDS, registry=theirs
     )
@@ -63,13 +66,33 @@ def test_they_are_what_the_library_counts(seed: int) -> None:
         requests.labels(operation, transport, code).inc()
         received.labels(operation, transport).inc(size)
         flops.labels(operation).inc(size)
-        total.labels(operation, transport).observe(spent_s)
+        total.labels(operation, transport, code).observe(spent_s)
         queue.labels(operation).observe(queue_s)
     names = tuple(
         f"convgrad_{name}"
-        for name in ("requests", "received_bytes", "computed_flops", "request_seconds", "queue")
+        for name in (
+            "requests_total",
+            "received_bytes",
+            "computed_flops",
+            "request_seconds",
+            "queue",
+        )
     )
     expected, found = samples(theirs, *names), samples(ours, *names)
     assert found.keys() == expected.keys()
     for line, value in expected.items():
         assert abs(found[line] - value) <= 1e-9 * abs(value), line
+
+
+def test_every_code_has_a_series_from_the_start() -> None:
+    """Else the first internal error would be the beginning of a series and no increase."""
+    registry, metrics = CollectorRegistry(), RequestMetrics()
+    registry.register(metrics)
+    found = samples(registry, "convgrad_requests_by_code_total")
+    assert set(found.values()) == {0.0}
+    for code in ("ok", *CODES):
+        assert f'convgrad_requests_by_code_total{{code="{code}"}}' in found
+    metrics.count(Record("conv_fwd", "http", "internal", 1.0, {}, 0, 0))
+    found = samples(registry, "convgrad_requests_by_code_total")
+    assert found.pop('convgrad_requests_by_code_total{code="internal"}') == 1.0
+    assert set(found.values()) == {0.0}

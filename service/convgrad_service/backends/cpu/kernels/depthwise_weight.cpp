@@ -1,156 +1,203 @@
-// Depthwise convolution backward with respect to the weight, where channels are contiguous.
+// Depthwise convolution backward with respect to the weight.
 //
-// Vectors run over channels. A task is one of `splits` runs of rows of grad_output; for a chunk of
-// a row's columns and a vector of channels, up to nine taps are summed in registers and added to the
+// A task is a few vectors of channels and one of `splits` parts of the images and tiles of positions.
+// Input and grad_output become blocks (depthwise.hpp), one a vector; the taps of a run are summed in registers
+// over a tile, each input vector being loaded once for all taps that it meets, and added to the
 // split's [tap][channel] sums in the workspace. A second phase adds the splits up in their order,
 // applies alpha and beta * accumulate and rounds once.
 //
-// Relies on: PlanarArgs as for grouped_weight.cpp with one channel a group, stride[1] = 1 of src and
-// dst, workspace of splits * (taps * groups + a vector) sums, scratch for one RowTap a tap.
-// Deterministic: the splits depend on the problem alone. Only pairs that meet are multiplied.
+// Relies on: PlanarArgs with one channel a group on both sides, dst = grad_output, tile, scratch and
+// splits as plans/cpu_depthwise.py makes them, workspace of splits * taps * whole vectors of groups
+// sums. Deterministic: the splits depend on the problem alone. Padding along W and columns past a
+// row's end are multiplied as zeros, within a channel.
 #include "depthwise.hpp"
 
 namespace convgrad {
 namespace {
 
-inline constexpr i64 kChunk = 16;
+// A tile's rows of grad_output and, for one run, of the input that they meet.
+template <class T>
+struct Meeting {
+  const T* y;
+  const T* x;
+  i64 y_row;  // sums from one row to the next
+  i64 x_row;
+  i64 rows;
+  i64 columns;  // a multiple of Q
+  i64 step;     // input columns from one column to the next
+};
 
-// J taps, columns [begin, end) that they all meet.
-template <class E, int J, bool whole>
-CONVGRAD_INLINE void contract_columns(const RowTap<typename E::Storage, typename E::Acc>* met,
-                                      i64 source_step, const typename E::Storage* y, i64 y_step,
-                                      i64 begin, i64 end, i64 c, int lanes) {
-  using T = typename E::Acc;
-  using S = typename E::Storage;
-  const auto read = [&](const S* p) {
-    if constexpr (whole) return load<E>(p);
-    return load_first<E>(p, lanes);
-  };
-  Vec<T> sum[J];
-  const S* source[J];
+// sums[s] += over rows and columns, the input at tap s times grad_output. Neighbouring columns go
+// to two sums each, so that their multiply-adds overlap.
+template <class T, int Q, int S>
+void contract_run(const Meeting<T>& met, T* sums) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum[S][2];
 #pragma clang loop unroll(full)
-  for (int j = 0; j < J; ++j) {
-    sum[j] = splat(T(0));
-    source[j] = met[j].source + begin * source_step + c;
-  }
-  for (i64 t = begin; t < end; ++t) {
-    const Vec<T> gradient = read(y + t * y_step + c);
+  for (int s = 0; s < S; ++s) sum[s][0] = sum[s][1] = splat(T(0));
+  for (i64 i = 0; i < met.rows; ++i) {
+    const T* y = met.y + i * met.y_row;
+    const T* x = met.x + i * met.x_row;
+    for (i64 t = 0; t < met.columns; t += Q, y += Q * L, x += Q * met.step * L) {
+      Vec<T> gradient[Q];
 #pragma clang loop unroll(full)
-    for (int j = 0; j < J; ++j) {
-      sum[j] += read(source[j]) * gradient;
-      source[j] += source_step;
+      for (int q = 0; q < Q; ++q) gradient[q] = load_raw<Vec<T>>(y + q * L);
+      if (met.step == 1) {
+#pragma clang loop unroll(full)
+        for (int c = 0; c < Q + S - 1; ++c) {
+          const Vec<T> value = load_raw<Vec<T>>(x + c * L);
+#pragma clang loop unroll(full)
+          for (int s = 0; s < S; ++s) {
+            const int q = c - s;
+            if (q >= 0 && q < Q) sum[s][q % 2] += value * gradient[q];
+          }
+        }
+      } else {
+#pragma clang loop unroll(full)
+        for (int q = 0; q < Q; ++q) {
+#pragma clang loop unroll(full)
+          for (int s = 0; s < S; ++s) {
+            sum[s][q % 2] += load_raw<Vec<T>>(x + (q * met.step + s) * L) * gradient[q];
+          }
+        }
+      }
     }
   }
 #pragma clang loop unroll(full)
-  for (int j = 0; j < J; ++j) {
-    // Lanes past the last channel add zeros to the next tap's sums.
-    T* to = met[j].weight + c;
-    store_raw(to, load_raw<Vec<T>>(to) + sum[j]);
+  for (int s = 0; s < S; ++s) {
+    T* to = sums + s * L;
+    store_raw(to, load_raw<Vec<T>>(to) + (sum[s][0] + sum[s][1]));
   }
 }
 
-template <class E, int J>
-void contract_channels(const RowTap<typename E::Storage, typename E::Acc>* met, i64 source_step,
-                       const typename E::Storage* y, i64 y_step, i64 begin, i64 end,
-                       i64 channels) {
-  constexpr int L = kLanes<typename E::Acc>;
-  i64 c = 0;
-  for (; c + L <= channels; c += L) {
-    contract_columns<E, J, true>(met, source_step, y, y_step, begin, end, c, L);
-  }
-  if (c < channels) {
-    contract_columns<E, J, false>(met, source_step, y, y_step, begin, end, c,
-                                  static_cast<int>(channels - c));
+template <class T, int Q, int S = kRunTaps>
+CONVGRAD_INLINE void contract_any_run(i64 taps, const Meeting<T>& met, T* sums) {
+  if (taps == S) {
+    contract_run<T, Q, S>(met, sums);
+  } else if constexpr (S > 1) {
+    contract_any_run<T, Q, S - 1>(taps, met, sums);
   }
 }
 
-template <class E>
-void contract_row(const PlanarArgs& args,
-                  const RowTap<typename E::Storage, typename E::Acc>* met, i64 count,
-                  const typename E::Storage* y, i64 columns) {
-  constexpr int J = kVectorRegisters == 32 ? 9 : 6;
-  const i64 source_step = args.src_step[2] * args.src.stride[5], y_step = args.dst.stride[5];
-  i64 low, high;
-  common_columns(met, count, columns, low, high);
-  if (low > high) low = high = columns;
-  for (i64 begin = low; begin < high; begin += kChunk) {
-    const i64 end = begin + kChunk < high ? begin + kChunk : high;
-    i64 j = 0;
-    for (; j + J <= count; j += J) {
-      contract_channels<E, J>(met + j, source_step, y, y_step, begin, end, args.groups);
-    }
-    for (; j + 3 <= count; j += 3) {
-      contract_channels<E, 3>(met + j, source_step, y, y_step, begin, end, args.groups);
-    }
-    for (; j < count; ++j) {
-      contract_channels<E, 1>(met + j, source_step, y, y_step, begin, end, args.groups);
-    }
-  }
-  for (i64 j = 0; j < count; ++j) {
-    const i64 before = met[j].high < low ? met[j].high : low;
-    if (met[j].low < before) {
-      contract_channels<E, 1>(met + j, source_step, y, y_step, met[j].low, before, args.groups);
-    }
-    const i64 after = met[j].low > high ? met[j].low : high;
-    if (after < met[j].high) {
-      contract_channels<E, 1>(met + j, source_step, y, y_step, after, met[j].high, args.groups);
-    }
-  }
-}
-
+// Writes what block of channels `block` has for one tap.
 template <class E, class Result>
-void finish_tap(const PlanarArgs& args, const typename E::Acc* partials, i64 each, i64 i) {
+void finish_tap(const PlanarArgs& args, const typename E::Acc* sums, i64 each, i64 block, i64 i) {
   using T = typename E::Acc;
   using R = typename Result::Storage;
   const T alpha = static_cast<T>(args.alpha), beta = static_cast<T>(args.beta);
   R* weights = static_cast<R*>(args.weight.data) + args.tap[i].weight;
   const R* add = args.beta != 0.0 ? static_cast<const R*>(args.accumulate.data) : nullptr;
   constexpr int L = kLanes<T>;
-  for (i64 first = 0; first < args.groups; first += L) {
-    // The partials have room for whole vectors.
-    Vec<T> sums = splat(T(0));
-    for (i64 split = 0; split < args.splits; ++split) {
-      sums += load_raw<Vec<T>>(partials + split * each + i * args.groups + first);
+  Vec<T> total = splat(T(0));
+  for (i64 split = 0; split < args.splits; ++split) {
+    total += load_raw<Vec<T>>(sums + split * each);
+  }
+  total *= alpha;
+  for (i64 c = 0; c < L && block * L + c < args.groups; ++c) {
+    const i64 at = (block * L + c) * args.weight.stride[0];
+    T sum = total[c];
+    // accumulate has the weight's own strides: the host sees to it.
+    if (add != nullptr) {
+      sum += beta * static_cast<T>(load_one<Result>(add + args.tap[i].weight + at));
     }
-    T all[L];
-    store_raw(all, sums * alpha);
-    for (i64 c = first; c < args.groups && c < first + L; ++c) {
-      const i64 at = c * args.weight.stride[0];
-      T sum = all[c - first];
-      if (add != nullptr) {
-        sum += beta * static_cast<T>(load_one<Result>(add + args.tap[i].weight + at));
-      }
-      store_one<Result>(weights + at, sum);
-    }
+    store_one<Result>(weights + at, sum);
   }
 }
 
 template <class E, class Result>
-void contract_rows(const PlanarArgs& args, Control* control, void* scratch) {
+void contract_blocks(const PlanarArgs& args, Control* control, void* scratch) {
   using T = typename E::Acc;
   using S = typename E::Storage;
-  auto* met = static_cast<RowTap<S, T>*>(scratch);
+  constexpr i64 L = kLanes<T>;
+  Arena arena{static_cast<char*>(scratch)};
+  const Runs runs = make_runs(args, arena);
+  const i64 together = columns_together(args.tile[2]);
+  const i64 y_width = ceil_div(args.tile[2], together) * together;
+  const i64 gradient_block = args.tile[0] * args.tile[1] * y_width * L;
+  i64 positions = 1;
+  for (int d = 0; d < 3; ++d) {
+    positions *= (args.tile[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
+  }
+  const i64 source_block = (positions + kWide * args.src_step[2]) * L;
+  const i64 vectors = args.group_block / L;
+  T* gradient = arena.take<T>(vectors * gradient_block);
+  T* source = arena.take<T>(vectors * source_block);
+
+  const i64 units = args.batch * tiles_of(args);
+  const i64 parts = ceil_div(args.groups, args.group_block), tasks = parts * args.splits;
   T* partials = static_cast<T*>(args.workspace);
-  const i64 each = args.taps * args.groups + kLanes<T>;
-  const i64 rows = args.batch * args.dst_size[0] * args.dst_size[1];
-  for (i64 split; (split = take_task(control, 0, args.splits)) >= 0;) {
-    T* sums = partials + split * each;
-    fill_zero(sums, each);
-    const i64 last = (split + 1) * rows / args.splits;
-    for (i64 row = split * rows / args.splits; row < last; ++row) {
-      const i64 t1 = row % args.dst_size[1], t0 = row / args.dst_size[1] % args.dst_size[0];
-      const i64 n = row / args.dst_size[1] / args.dst_size[0];
-      const i64 columns = args.dst_size[2];
-      const i64 count = row_taps<S, T>(args, n, t0, t1, columns, 0, sums, met);
-      const S* y = static_cast<const S*>(args.dst.data) + n * args.dst.stride[0] +
-                   t0 * args.dst.stride[3] + t1 * args.dst.stride[4];
-      contract_row<E>(args, met, count, y, columns);
+  const i64 blocks = ceil_div(args.groups, L), of_block = args.taps * L;
+  const i64 each = blocks * of_block;
+  for (i64 task; (task = take_task(control, 0, tasks)) >= 0;) {
+    // All channels of a split one after another: where they lie side by side, lines are shared.
+    const i64 block = task % parts, split = task / parts;
+    const i64 held = least(vectors, blocks - block * vectors);
+    T* sums = partials + split * each + block * vectors * of_block;
+    fill_zero(sums, held * of_block);
+    const i64 last = (split + 1) * units / args.splits;
+    for (i64 unit = split * units / args.splits; unit < last; ++unit) {
+      const TileOrigin tile = tile_at(args, block, unit);
+      i64 first[3], extent[3];
+      for (int d = 0; d < 3; ++d) {
+        first[d] = tile.start[d] * args.src_step[d] + runs.low[d];
+        extent[d] = (tile.extent[d] - 1) * args.src_step[d] + runs.high[d] - runs.low[d] + 1;
+      }
+      // What columns past a row's end meet is multiplied by zeros, and so must be finite.
+      read_source_blocks<E>(args, tile, first, extent, kWide * args.src_step[2], source,
+                            source_block);
+      const i64 width = tile.extent[2];
+      const View& y = args.dst;
+      const bool whole = y.stride[4] == width * y.stride[5];
+      const i64 rows = whole ? tile.extent[1] : 1;
+      for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
+        for (i64 v1 = 0; v1 < tile.extent[1]; v1 += rows) {
+          read_positions<E>(block_at<const S>(y, tile, tile.start[0] + v0, tile.start[1] + v1,
+                                              tile.start[2]),
+                            y, tile.groups, rows * width, width,
+                            gradient + (v0 * tile.extent[1] + v1) * y_width * L, y_width,
+                            gradient_block);
+        }
+      }
+      for (i64 c = 0; c < held; ++c) {
+        for (i64 v = 0; width < y_width && v < tile.extent[0] * tile.extent[1]; ++v) {
+          fill_zero(gradient + c * gradient_block + (v * y_width + width) * L,
+                    (y_width - width) * L);
+        }
+      }
+      for (i64 j = 0; j < runs.first[1]; ++j) {
+        const TapRun& run = runs.run[j];
+        for (i64 v0 = 0; v0 < tile.extent[0]; ++v0) {
+          const i64 u0 = (tile.start[0] + v0) * args.src_step[0] + run.source[0];
+          if (u0 < 0 || u0 >= args.src_size[0]) continue;
+          // The rows of the tile whose row of the input exists.
+          const i64 base = tile.start[1] * args.src_step[1] + run.source[1];
+          const i64 low = base >= 0 ? 0 : ceil_div(-base, args.src_step[1]);
+          const i64 room = args.src_size[1] - 1 - base;
+          const i64 high = room < 0 ? 0 : least(tile.extent[1], room / args.src_step[1] + 1);
+          if (low >= high) continue;
+          const i64 at = ((u0 - first[0]) * extent[1] + base + low * args.src_step[1] - first[1]) *
+                             extent[2] + run.source[2] - runs.low[2];
+          Meeting<T> met{gradient + (v0 * tile.extent[1] + low) * y_width * L, source + at * L,
+                         y_width * L, args.src_step[1] * extent[2] * L, high - low,
+                         ceil_div(width, together) * together, args.src_step[2]};
+          for (i64 c = 0; c < held; ++c, met.y += gradient_block, met.x += source_block) {
+            T* to = sums + c * of_block + run.first * L;
+            if (together == kWide) {
+              contract_any_run<T, kWide>(run.taps, met, to);
+            } else {
+              contract_any_run<T, kNarrow>(run.taps, met, to);
+            }
+          }
+        }
+      }
     }
     finish_task(control, 0);
   }
-  if (!wait_phase(control, 0, args.splits)) return;
-  for (i64 i; (i = take_task(control, 1, args.taps)) >= 0;) {
-    finish_tap<E, Result>(args, partials, each, i);
+  if (!wait_phase(control, 0, tasks)) return;
+  for (i64 block; (block = take_task(control, 1, blocks)) >= 0;) {
+    for (i64 i = 0; i < args.taps; ++i) {
+      finish_tap<E, Result>(args, partials + block * of_block + runs.packed[i] * L, each, block, i);
+    }
   }
 }
 
@@ -164,12 +211,12 @@ extern "C" CONVGRAD_EXPORT void convgrad_depthwise_bwd_weight(const convgrad::Pl
   const bool single = args->result_dtype == kFloat32;
   switch (args->dtype) {
     case kFloat16:
-      return single ? contract_rows<F16, F32>(*args, control, scratch)
-                    : contract_rows<F16, F16>(*args, control, scratch);
+      return single ? contract_blocks<F16, F32>(*args, control, scratch)
+                    : contract_blocks<F16, F16>(*args, control, scratch);
     case kBfloat16:
-      return single ? contract_rows<BF16, F32>(*args, control, scratch)
-                    : contract_rows<BF16, BF16>(*args, control, scratch);
-    case kFloat32: return contract_rows<F32, F32>(*args, control, scratch);
-    case kFloat64: return contract_rows<F64, F64>(*args, control, scratch);
+      return single ? contract_blocks<BF16, F32>(*args, control, scratch)
+                    : contract_blocks<BF16, BF16>(*args, control, scratch);
+    case kFloat32: return contract_blocks<F32, F32>(*args, control, scratch);
+    case kFloat64: return contract_blocks<F64, F64>(*args, control, scratch);
   }
 }

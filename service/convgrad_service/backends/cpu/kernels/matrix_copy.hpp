@@ -6,47 +6,12 @@
 //                      + beta * accumulate[...] + bias[j])
 //
 // Three ways, by the strides: columns contiguous (vectors), rows contiguous (transposition of
-// vector-by-vector blocks in registers), neither (one by one).
+// vector-by-vector blocks in registers), neither, or too few columns for a block (one by one).
 #pragma once
 
-#include "elements.hpp"
+#include "transpose.hpp"
 
 namespace convgrad {
-
-template <int... i>
-struct Lanes {};
-template <int n, int... i>
-struct MakeLanes : MakeLanes<n - 1, n - 1, i...> {};
-template <int... i>
-struct MakeLanes<0, i...> {
-  using type = Lanes<i...>;
-};
-
-// One butterfly step of a transposition: swaps the off-diagonal half x half blocks of two rows.
-template <class T, int half, int... i>
-CONVGRAD_INLINE void exchange(Vec<T>& a, Vec<T>& b, Lanes<i...>) {
-  constexpr int n = kLanes<T>;
-  const Vec<T> low = __builtin_shufflevector(a, b, ((i & half) ? n + i - half : i)...);
-  const Vec<T> high = __builtin_shufflevector(a, b, ((i & half) ? n + i : i + half)...);
-  a = low;
-  b = high;
-}
-
-template <class T, int half>
-CONVGRAD_INLINE void transpose_steps(Vec<T> (&rows)[kLanes<T>]) {
-  constexpr int n = kLanes<T>;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < n; ++i) {
-    if (!(i & half)) exchange<T, half>(rows[i], rows[i + half], typename MakeLanes<n>::type{});
-  }
-  if constexpr (half > 1) transpose_steps<T, half / 2>(rows);
-}
-
-// Transposes a square of kLanes<T> rows in registers.
-template <class T>
-CONVGRAD_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
-  transpose_steps<T, kLanes<T> / 2>(rows);
-}
 
 // block[i * block_row + j], i < rows, j < columns; nothing else of the block is written.
 template <class E>
@@ -63,11 +28,12 @@ void read_matrix(const typename E::Storage* source, i64 row, i64 column, i64 row
       const int rest = static_cast<int>(columns - j);
       if (rest) store_raw_first<T, lanes>(to + j, load_first<E>(from + j, rest), rest);
     }
-  } else if (row == 1) {
-    for (i64 i = 0; i < rows; i += lanes) {
-      const int height = static_cast<int>(least(lanes, rows - i));
-      for (i64 j = 0; j < columns; j += lanes) {
-        const int width = static_cast<int>(least(lanes, columns - j));
+  } else if (row == 1 && columns * 4 > lanes) {
+    // Along the rows first: the source is read in a few long runs, which the CPU prefetches.
+    for (i64 j = 0; j < columns; j += lanes) {
+      const int width = static_cast<int>(least(lanes, columns - j));
+      for (i64 i = 0; i < rows; i += lanes) {
+        const int height = static_cast<int>(least(lanes, rows - i));
         Vec<T> square[lanes];
         const auto* from = source + i + j * column;
         if (height == lanes && width == lanes) {

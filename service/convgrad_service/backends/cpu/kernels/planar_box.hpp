@@ -84,6 +84,29 @@ CONVGRAD_INLINE void read_even(const typename E::Storage* p, i64 n, typename E::
   store_raw_first<T, L>(out + column, even_lanes<Vec<T>, L>(a, b), rest);
 }
 
+// The first n lanes, `step` elements apart. What lies between them is left alone.
+template <class S, int lanes>
+CONVGRAD_INLINE void store_apart(S* p, VecN<S, lanes> v, i64 step, int n) {
+#if defined(CONVGRAD_AVX512)
+  if constexpr (sizeof(S) == 4 && lanes == 16) {
+    if (step == 2) {
+      const __m512 all = __builtin_bit_cast(__m512, v);
+      const __m512 low = __builtin_shufflevector(all, all, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6,
+                                                 7, 7);
+      const __m512 high = __builtin_shufflevector(all, all, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13,
+                                                  13, 14, 14, 15, 15);
+      const u64 mask = 0x55555555u & ((u64(1) << (2 * n)) - 1);
+      _mm512_mask_storeu_ps(p, static_cast<__mmask16>(mask), low);
+      if (n > 8) _mm512_mask_storeu_ps(p + 16, static_cast<__mmask16>(mask >> 16), high);
+      return;
+    }
+  }
+#endif
+  S elements[lanes];
+  store_raw(elements, v);
+  for (int i = 0; i < n; ++i) p[i * step] = elements[i];
+}
+
 // Columns and channels may be swapped in registers: the channels of all groups lie side by side.
 CONVGRAD_INLINE bool channels_adjacent(const View& view, i64 channels) {
   return (channels == 1 || view.stride[2] == 1) && view.stride[1] == channels;
@@ -274,9 +297,7 @@ void write_box(const View& view, const View& accumulate, const View& bias,
               for (int i = 0; i < columns; ++i) more[i] = load_one<E>(add + (column + i) * add_stride);
             }
             const StoredVec<E> result = E::round(epilogue(sum, more, shift));
-            S elements[L];
-            store_raw(elements, result);
-            for (int i = 0; i < columns; ++i) target[(column + i) * column_stride] = elements[i];
+            store_apart<S, L>(target + column * column_stride, result, column_stride, columns);
           }
         }
       }

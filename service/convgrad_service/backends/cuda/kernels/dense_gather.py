@@ -204,6 +204,7 @@ class DenseGather:
             f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
             (*x.steps, *w.steps, launch),
             (*x.workspace, *w.workspace),
+            expected_s=expected_s(work, axes, device, wide, tile),
         )
 
     def instances(self) -> Iterable[Instance]:
@@ -238,8 +239,10 @@ SPLIT_TILES = (
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
-def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
-    """The one that should take the least time. Every tile gives the same bits."""
+def expected_s(
+    work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
+) -> float:
+    """What a tile should take."""
     read, written = _channels(work)
     # Pixels and taps of each phase.
     phases = [
@@ -247,22 +250,23 @@ def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool
         for each in product(*(axis.phases for axis in axes))
     ]
 
-    def expected_s(tile: DenseTile) -> float:
-        columns = ceil_div(written, tile.n) * work.groups
-        depths = ceil_div(read, tile.depth(work.dtype))
-        blocks = steps = 0
-        for pixels, taps in phases:
-            count = ceil_div(pixels, tile.m) * columns
-            blocks += count
-            steps += count * taps * depths
-        shared = shared_bytes(tile, axes, wide)
-        return tile.expected_s(device, blocks, steps / blocks, shared)
+    columns = ceil_div(written, tile.n) * work.groups
+    depths = ceil_div(read, tile.depth(work.dtype))
+    blocks = steps = 0
+    for pixels, taps in phases:
+        count = ceil_div(pixels, tile.m) * columns
+        blocks += count
+        steps += count * taps * depths
+    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, wide))
 
+
+def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
+    """The one that should take the least time. Every tile gives the same bits."""
     tiles = SPLIT_TILES if splits_factors(work) else TILES
     if wide:
         return tiles[-1]
     fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
-    return min(fitting, key=expected_s)
+    return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:

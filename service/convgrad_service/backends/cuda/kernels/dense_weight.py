@@ -130,8 +130,8 @@ class DenseWeight:
                 (y.operand, work.out_channels, work.output),
             )
         )
-        chosen = weight_tile(work, device, wide)
-        tile, splits = tile or chosen[0], splits or chosen[1]
+        expected, best_tile, best_splits = _expected(work, device, wide)
+        tile, splits = tile or best_tile, splits or best_splits
         partials = f"{work.prefix}partials"
 
         args = DenseWeightArgs()
@@ -167,7 +167,12 @@ class DenseWeight:
         if splits > 1:
             workspace.append(Workspace(partials, splits * _partial_bytes(work)))
             steps.append(_sum(work, partials, splits))
-        return Fragment(f"{self.name}_{tile.m}x{tile.n}/{splits}", tuple(steps), tuple(workspace))
+        return Fragment(
+            f"{self.name}_{tile.m}x{tile.n}/{splits}",
+            tuple(steps),
+            tuple(workspace),
+            expected_s=expected,
+        )
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
@@ -252,17 +257,11 @@ def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
     return _expected(work, device, False)[0]
 
 
-def weight_tile(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[DenseTile, int]:
-    """The tile and the number of splits that should take the least time.
+def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
+    """The least time, the tile and the number of splits.
 
     They follow from the problem and the device model alone, so equal requests give equal bits.
     """
-    _, tile, splits = _expected(work, device, wide)
-    return tile, splits
-
-
-def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
-    """The least time, the tile and the number of splits."""
     results = work.groups * work.out_channels * work.in_channels * work.taps
     channels = _columns(work) // work.taps
     options = []

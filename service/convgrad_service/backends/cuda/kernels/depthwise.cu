@@ -147,7 +147,13 @@ struct Strip {
           result.at[v] = finished(args, sums[i][v], n, c + v, row, column + i);
         }
       }
-      store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
+      // Whichever leaves registers.
+      if constexpr (kSkipTaps && !BACKWARD) {
+        store_if(wanted, to, result.raw);
+        to += pitch;
+      } else {
+        store_if(wanted, to + static_cast<i64>(pitch) * i, result.raw);
+      }
     }
   }
 };

@@ -88,6 +88,15 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncwarp();
 }
 
+__device__ __forceinline__ u32 kept_bits(u32 bits) {
+  asm volatile("" : "+r"(bits));
+  return bits;
+}
+__device__ __forceinline__ u64 kept_bits(u64 bits) {
+  asm volatile("" : "+l"(bits));
+  return bits;
+}
+
 // Bits, one for each of so many.
 template <bool kMoreThan32>
 struct BitsOf {
@@ -149,13 +158,14 @@ struct RowCopier {
   __device__ __forceinline__ void copy(int offset_bytes, i64 step, int rows_on) {
     const bool exists = static_cast<u32>(row) < static_cast<u32>(rows);
     const T* from = next[0];
+    // The compiler would keep all of many conditions and distances.
+    const Bits here = kMany ? kept_bits(exists ? inside : 0) : inside;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (i + 1 < kCopies || has_last) {
         copy_async<PIECE>(target + offset_bytes + i * 32 * PIECE, kMany ? from : next[kMany ? 0 : i],
-                          exists && ((inside >> i) & 1) ? PIECE : 0);
+                          (kMany || exists) && ((here >> i) & 1) ? PIECE : 0);
       }
-      // In turn: the compiler would keep all of these distances.
       if constexpr (kMany) from = kept_pointer(from + apart);
       if (!kMany || i == 0) next[kMany ? 0 : i] += step;
     }

@@ -88,7 +88,7 @@ WEIGHT_TILES: dict[Kernel, WeightTile] = {
     (13, 13, 1): WeightTile(5, 1, 4, 1),
     (1, 5, 1): WeightTile(1, 2, 14, 2),
     (1, 15, 1): WeightTile(1, 1, 20, 2),
-    (1, 31, 1): WeightTile(1, 1, 16, 2),
+    (1, 31, 1): WeightTile(1, 1, 14, 2),
     (1, 5, 2): WeightTile(1, 2, 7, 2),
     (1, 15, 2): WeightTile(1, 1, 10, 2),
     (1, 31, 2): WeightTile(1, 1, 8, 2),
@@ -161,7 +161,8 @@ class DepthwiseWeight:
         shared_bytes = _shared_bytes(work.dtype, kernel, tile)
         channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
         columns = _columns(work, kernel, tile)
-        resident = max(1, resident_blocks(device, shared_bytes, tile.blocks) // columns)
+        held = _blocks(kernel, tile, piece_of(work))
+        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
         groups = ceil_div(plane.output[1], _strips(tile) * tile.columns)
         if chunk is None:
             reach = ceil_div(kernel[0], plane.stride) - 1
@@ -239,6 +240,11 @@ def _columns(work: ConvWork, kernel: Kernel, tile: WeightTile) -> int:
     return ceil_div(work.groups, BLOCK_CHANNELS) * ceil_div(kernel[0], tile.kernel_rows) * planes
 
 
+def _blocks(kernel: Kernel, tile: WeightTile, piece: int) -> int:
+    """Small copies of long rows take registers."""
+    return 1 if piece < CHUNK_BYTES and kernel[1] > 15 else tile.blocks
+
+
 def _strips(tile: WeightTile) -> int:
     """Side by side in a warp."""
     return 32 * tile.vector // BLOCK_CHANNELS
@@ -267,7 +273,7 @@ def _instance(
         "COLUMNS": tile.columns,
         "WARPS": WARPS,
         "STAGES": STAGES[dtype.itemsize],
-        "BLOCKS": tile.blocks,
+        "BLOCKS": _blocks(kernel, tile, piece),
         "PIECE": piece,
         "PLANES": int(deep),
     }

@@ -17,7 +17,7 @@
 // has one tile, and all reductions of a phase are cut in the same places, whatever taps they leave out.
 // Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
 // many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
-// results on their way; two barriers a stage, two for each of four tiles with what is told of them,
+// results on their way; two barriers a stage, two for each of four queued tiles with what is known of them,
 // and one for each of two warpgroups that take turns, or for the sums that other blocks send.
 // Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
 // group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
@@ -100,17 +100,17 @@ __device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES
 // All warpgroups multiply each tile together, some of its rows each.
 __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
-  Turning<kTold> turning(0);
+  Turning<kTileQueue> turning(0);
   Turning<STAGES> ring(0);
 #pragma unroll 1
   for (;;) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold& told = place.told[turning.at];
-    const int steps = told.steps;
-    const GatherTile tile = {told.phase, told.first_pixel + place.row * BM + warpgroup * kRowsOf,
-                             told.first_channel};
+    wait_for(place.queued(turning.at), turning.parity);
+    const QueuedTile& ahead = place.queue[turning.at];
+    const int steps = ahead.steps;
+    const GatherTile tile = {ahead.phase, ahead.first_pixel + place.row * BM + warpgroup * kRowsOf,
+                             ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.heard(turning.at));
+    if (lane == 0) arrive(place.taken(turning.at));
     turning.step();
     if (steps < 0) break;
     float sum[kParts][kFragments][4];
@@ -164,41 +164,40 @@ __device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAG
 __device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   Turning<STAGES> ring(0);
-  // The tiles that it has heard of: by their number they are told of in four places, and its turn is
-  // every other one.
-  u32 heard = 0;
-  auto hear = [&](GatherTile& tile) {
-    const u32 at = heard % kTold;
-    wait_for(place.known(at), heard / kTold & 1);
-    const TileTold& told = place.told[at];
-    const int steps = told.steps;
-    tile = {told.phase, told.first_pixel + place.row * BM, told.first_channel};
+  // How many tiles it has taken from the queue, the other warpgroup's included: its turn is every other one.
+  u32 count_taken = 0;
+  auto take = [&](GatherTile& tile) {
+    const u32 at = count_taken % kTileQueue;
+    wait_for(place.queued(at), count_taken / kTileQueue & 1);
+    const QueuedTile& ahead = place.queue[at];
+    const int steps = ahead.steps;
+    tile = {ahead.phase, ahead.first_pixel + place.row * BM, ahead.first_channel};
     __syncwarp();
-    if (lane == 0) arrive(place.heard(at));
-    ++heard;
+    if (lane == 0) arrive(place.taken(at));
+    ++count_taken;
     return steps;
   };
   // What the other warpgroup has, and then its own.
-  auto hear_two = [&](GatherTile& tile) {
-    const int others = hear(tile);
+  auto skip_and_take = [&](GatherTile& tile) {
+    const int others = take(tile);
     if (others < 0) return others;
     ring.step_by(others);
-    return hear(tile);
+    return take(tile);
   };
   GatherTile tile;
-  int steps = warpgroup == 0 ? hear(tile) : hear_two(tile);
+  int steps = warpgroup == 0 ? take(tile) : skip_and_take(tile);
 #pragma unroll 1
   while (steps >= 0) {
     // Cleared, while the other multiplies: a first product that ignores what they were would have them
     // keep their registers from one tile to the next.
     float sum[kParts][kFragments][4];
     clear(sum);
-    wait_for(place.turn(warpgroup), ((heard - 1) / 2 & 1) ^ 1 ^ warpgroup);
+    wait_for(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
     const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
     // While they run: where its rows go, and what comes next.
     const PartRows<T, kParts> rows(args, tile);
     GatherTile next;
-    const int next_steps = hear_two(next);
+    const int next_steps = skip_and_take(next);
     wait_products<0>();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
@@ -223,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
   place.staging = place.ring + STAGES * kStageBytes;
   place.barriers = place.staging + CONSUMERS * kStagingBytes;
   char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
-  place.told = reinterpret_cast<TileTold*>(after + kBarriers * 8);
+  place.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
   const int rank = CLUSTER > 1 ? static_cast<int>(block_of_cluster()) : 0;
   place.row = rank % SHARING, place.part = rank / SHARING;
   const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
@@ -236,9 +235,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       make_barrier(place.filled(i), 2);
       make_barrier(place.read(i), SHARING * kTogether * 4);
     }
-    for (int i = 0; i < kTold; ++i) {
-      make_barrier(place.known(i), 1);
-      make_barrier(place.heard(i), 2 + CONSUMERS * 4);
+    for (int i = 0; i < kTileQueue; ++i) {
+      make_barrier(place.queued(i), 1);
+      make_barrier(place.taken(i), 2 + CONSUMERS * 4);
     }
     if constexpr (ALTERNATE) {
       for (int i = 0; i < CONSUMERS; ++i) make_barrier(place.turn(i), 4);

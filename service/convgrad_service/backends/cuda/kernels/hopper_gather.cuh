@@ -131,8 +131,8 @@ __device__ __forceinline__ u32 met_taps(const HopperGatherArgs& args, const Gath
   return __ballot_sync(~0u, lane < axis.taps && some);
 }
 
-// What the warps of a block are told of a tile, in shared memory.
-struct TileTold {
+// A tile in the queue of a block's warps, in shared memory.
+struct QueuedTile {
   int phase, first_pixel, first_channel;  // of the cluster's tile
   int steps;                              // of this block; fewer than 0: there are no more tiles
   int first_step, end_step;               // of a split reduction: among all, kept or not
@@ -142,7 +142,7 @@ struct TileTold {
 
 // How many of a tile's steps from the first to before the end are kept, of chunks of channels and in
 // each the taps; a warp together.
-__device__ __forceinline__ int kept_steps(const GatherPhase& phase, const TileTold& tile) {
+__device__ __forceinline__ int kept_steps(const GatherPhase& phase, const QueuedTile& tile) {
   const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
   const int taps = phase.axis[0].taps * taps1 * taps2;
   int kept = 0;

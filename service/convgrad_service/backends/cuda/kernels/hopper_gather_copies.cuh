@@ -36,30 +36,30 @@ static_assert(CLUSTER == SHARING * SPLIT && (SPLIT == 1 || SHARING == 1),
               "blocks of a cluster share operands, or a reduction");
 static_assert(BN % 32 == 0 && (ACROSS || kOwnChannels % 8 == 0), "whole boxes for each");
 
-// Tiles that warps are told of ahead.
-constexpr int kTold = 4;
-// Of a stage, two; of what is told, two; and where warpgroups take turns, one each, or where a
+// Tiles that are worked out ahead.
+constexpr int kTileQueue = 4;
+// Of a stage, two; of a place in the queue, two; and where warpgroups take turns, one each, or where a
 // reduction is split, one.
-constexpr int kBarriers = 2 * STAGES + 2 * kTold + (ALTERNATE ? CONSUMERS : SPLIT > 1 ? 1 : 0);
+constexpr int kBarriers = 2 * STAGES + 2 * kTileQueue + (ALTERNATE ? CONSUMERS : SPLIT > 1 ? 1 : 0);
 struct Place {
   u32 ring, staging, barriers;  // shared addresses
-  TileTold* told;
+  QueuedTile* queue;
   int row;   // of the block in its cluster: which pixels
   int part;  // of the reduction
 
   __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
-  // Barriers: a stage's operands are there, or have been read; likewise of what is told of a tile.
+  // Barriers: a stage's operands are there, or have been read; likewise a place in the queue.
   __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
   __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
-  __device__ __forceinline__ u32 known(int i) const { return barriers + (2 * STAGES + i) * 8; }
-  __device__ __forceinline__ u32 heard(int i) const {
-    return barriers + (2 * STAGES + kTold + i) * 8;
+  __device__ __forceinline__ u32 queued(int i) const { return barriers + (2 * STAGES + i) * 8; }
+  __device__ __forceinline__ u32 taken(int i) const {
+    return barriers + (2 * STAGES + kTileQueue + i) * 8;
   }
   // The other blocks' sums of this one's rows are there.
-  __device__ __forceinline__ u32 joined() const { return barriers + (2 * STAGES + 2 * kTold) * 8; }
+  __device__ __forceinline__ u32 joined() const { return barriers + (2 * STAGES + 2 * kTileQueue) * 8; }
   // It is this warpgroup's turn to multiply.
   __device__ __forceinline__ u32 turn(int warpgroup) const {
-    return barriers + (2 * STAGES + 2 * kTold + warpgroup) * 8;
+    return barriers + (2 * STAGES + 2 * kTileQueue + warpgroup) * 8;
   }
 };
 
@@ -93,17 +93,17 @@ struct Turning {
 // One warp looks ahead at tiles, so that others need not wait for where they lie.
 __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const Place& place,
                                            const Turns& turns) {
-  Turning<kTold> turning(1);
+  Turning<kTileQueue> turning(1);
   const int chunks = (args.in_channels + kDepth - 1) / kDepth;
-  auto tell = [&](const TileTold& told) {
-    wait_for(place.heard(turning.at), turning.parity);
+  auto enqueue = [&](const QueuedTile& ahead) {
+    wait_for(place.taken(turning.at), turning.parity);
     if ((threadIdx.x & 31) == 0) {
-      place.told[turning.at] = told;
-      arrive(place.known(turning.at));
+      place.queue[turning.at] = ahead;
+      arrive(place.queued(turning.at));
     }
     turning.step();
   };
-  TileTold told;
+  QueuedTile ahead;
 #pragma unroll 1
   for (int turn = 0; turn < turns.count(); ++turn) {
     GatherTile tile;
@@ -114,32 +114,32 @@ __device__ __forceinline__ void look_ahead(const HopperGatherArgs& args, const P
     const int past = min(tile.first_pixel + BM * SHARING, phase.pixels);
     const PixelAt first = pixel_at(phase, tile.first_pixel), last = pixel_at(phase, past - 1);
     const PixelAt own = pixel_at(phase, tile.first_pixel + place.row * BM);
-    told.phase = tile.phase, told.first_pixel = tile.first_pixel;
-    told.first_channel = tile.first_channel;
+    ahead.phase = tile.phase, ahead.first_pixel = tile.first_pixel;
+    ahead.first_channel = tile.first_channel;
     int steps = chunks;
 #pragma unroll
     for (int d = 0; d < 3; ++d) {
-      told.taps[d] = met_taps(args, phase, first, last, d);
-      told.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
-      steps *= __popc(told.taps[d]);
+      ahead.taps[d] = met_taps(args, phase, first, last, d);
+      ahead.at[d] = phase.axis[d].low + position(own, d, args.images_first) * args.x_step[d];
+      steps *= __popc(ahead.taps[d]);
     }
-    told.image = image(own, args.images_first);
-    told.steps = steps;
+    ahead.image = image(own, args.images_first);
+    ahead.steps = steps;
     if constexpr (SPLIT > 1) {
       const int all = chunks * phase.axis[0].taps * phase.axis[1].taps * phase.axis[2].taps;
-      told.first_step = all * place.part / SPLIT, told.end_step = all * (place.part + 1) / SPLIT;
-      told.steps = kept_steps(phase, told);
+      ahead.first_step = all * place.part / SPLIT, ahead.end_step = all * (place.part + 1) / SPLIT;
+      ahead.steps = kept_steps(phase, ahead);
     }
-    tell(told);
+    enqueue(ahead);
   }
-  told.steps = -1;
-  tell(told);
+  ahead.steps = -1;
+  enqueue(ahead);
 }
 
 // Calls `copy(channel, t, r, s)` for each step of this block: chunks of channels, and in each the
 // taps that are kept. A part of them is not walked up to: that takes 80 ns a step.
 template <class Copy>
-__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const TileTold& tile,
+__device__ __forceinline__ void for_each_step(const GatherPhase& phase, const QueuedTile& tile,
                                               int channels, const Copy& copy) {
   const int taps1 = phase.axis[1].taps, taps2 = phase.axis[2].taps;
   const int taps = phase.axis[0].taps * taps1 * taps2;
@@ -178,15 +178,15 @@ __device__ __forceinline__ void for_each_step(const GatherPhase& phase, const Ti
 
 // One thread starts the copies of the pixels.
 __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTold> turning(0);
+  Turning<kTileQueue> turning(0);
   Turning<STAGES> ring(1);
   const int channels = args.in_channels, way = args.dims + (args.images_first ? 3 : 0);
   const int x_tap[3] = {args.x_tap[0], args.x_tap[1], args.x_tap[2]};
 #pragma unroll 1
   for (;;) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold tile = place.told[turning.at];
-    arrive(place.heard(turning.at));
+    wait_for(place.queued(turning.at), turning.parity);
+    const QueuedTile tile = place.queue[turning.at];
+    arrive(place.taken(turning.at));
     turning.step();
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);
@@ -216,15 +216,15 @@ __device__ __forceinline__ void copy_pixels(const HopperGatherArgs& args, const 
 
 // One thread starts the copies of this block's part of the weights, to all that share them.
 __device__ __forceinline__ void copy_weights(const HopperGatherArgs& args, const Place& place) {
-  Turning<kTold> turning(0);
+  Turning<kTileQueue> turning(0);
   Turning<STAGES> ring(1);
   const int channels = args.in_channels;
   const int r_step[3] = {args.r_step[0], args.r_step[1], args.r_step[2]};
 #pragma unroll 1
   for (;;) {
-    wait_for(place.known(turning.at), turning.parity);
-    const TileTold tile = place.told[turning.at];
-    arrive(place.heard(turning.at));
+    wait_for(place.queued(turning.at), turning.parity);
+    const QueuedTile tile = place.queue[turning.at];
+    arrive(place.taken(turning.at));
     turning.step();
     if (tile.steps < 0) return;
     const GatherPhase& phase = phase_of(args, tile.phase);

@@ -8,7 +8,8 @@
 // displacement: its operand is the slice from so many pixels on, 64 bytes each. What the columns at
 // the ends of rows sum up is left there.
 //
-// Tile: a box of positions, of all images and channel tiles in turn; a block takes every so manyth.
+// Tile: a box of positions, of all images and channel tiles in turn; a block takes tiles blockIdx.x,
+// + gridDim.x, ...
 // It has two warpgroups that multiply, which share the columns or the result's channels, and one
 // whose first two warps load: slices of the source (boxes over W and H, zeros outside) into a ring
 // of stages, weights into another ring or, where all of them fit, once. Tables say what belongs

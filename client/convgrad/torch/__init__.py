@@ -1,0 +1,88 @@
+"""PyTorch: gradients of convolution and pooling by convgrad, in one line.
+
+::
+
+    import convgrad.torch
+
+    convgrad.torch.use(convgrad.torch.Local())   # kernels in this process, on the tensors' device
+    loss.backward()                              # models unchanged
+
+`use` routes the backward pass of every convolution and max pooling through a backend, for good or,
+as a context manager, inside a ``with`` block. There are two backends of one protocol:
+
+`Local`
+    Plans and kernels in this process, on CUDA or CPU tensors, without a copy, on PyTorch's
+    current stream and from its allocator. Needs the distribution that holds the service.
+`Remote`
+    A convgrad server, for programs without a GPU.
+
+`conv1d` and its kin compute forward and backward on the backend, whatever `use` says:
+
+=============================================  =====================================================
+`conv1d`, `conv2d`, `conv3d`                   as in ``torch.nn.functional``
+`conv_transpose1d` to `conv_transpose3d`       likewise, with ``output_padding``
+`max_pool2d`, `max_pool3d`                     likewise; the backward pass is deterministic
+`conv1d_input`, `conv1d_weight` to 3d          as in ``torch.nn.grad``
+`convolution_backward`                         as ``torch.ops.aten.convolution_backward``
+=============================================  =====================================================
+
+They take float16, bfloat16, float32 and float64, unbatched inputs, ``padding="same"``, and
+``channels_last`` tensors without a conversion; they work under autocast, ``torch.compile``,
+gradient checkpointing and CUDA graphs, and have second derivatives. `report` says which layers were
+computed, by which kernel, and what was left to PyTorch.
+
+float32 convolutions use TF32 where PyTorch's would (``torch.backends.cudnn.allow_tf32``) on a
+GPU, and true float32 elsewhere.
+"""
+
+from __future__ import annotations
+
+from convgrad.torch._backends import Backend, Geometry
+from convgrad.torch._functional import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    max_pool2d,
+    max_pool3d,
+)
+from convgrad.torch._grad import (
+    conv1d_input,
+    conv1d_weight,
+    conv2d_input,
+    conv2d_weight,
+    conv3d_input,
+    conv3d_weight,
+    convolution_backward,
+)
+from convgrad.torch._local import Local
+from convgrad.torch._remote import Remote
+from convgrad.torch._report import Report, report
+from convgrad.torch._use import use
+
+__all__ = [
+    "Backend",
+    "Geometry",
+    "Local",
+    "Remote",
+    "Report",
+    "conv1d",
+    "conv1d_input",
+    "conv1d_weight",
+    "conv2d",
+    "conv2d_input",
+    "conv2d_weight",
+    "conv3d",
+    "conv3d_input",
+    "conv3d_weight",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "convolution_backward",
+    "max_pool2d",
+    "max_pool3d",
+    "report",
+    "use",
+]

@@ -1,0 +1,260 @@
+"""Convolutions and max pooling with the signatures of ``torch.nn.functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from convgrad.torch._ops import OPS
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "max_pool2d",
+    "max_pool3d",
+    "per_dimension",
+]
+
+Sizes = int | Sequence[int]
+Tensor: TypeAlias = torch.Tensor
+
+
+def _make_conv(ndim: int) -> Callable[..., Tensor]:
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        input, weight, bias = _autocast(input, weight, bias)
+        steps, gaps = per_dimension(stride, ndim), per_dimension(dilation, ndim)
+        batched, unbatched = _batched(input, ndim)
+        if isinstance(padding, str):
+            batched, pads = _padded(batched, padding, weight, steps, gaps)
+        else:
+            pads = per_dimension(padding, ndim)
+        output = OPS.convolution(
+            batched, weight, bias, steps, pads, gaps, False, [0] * ndim, groups
+        )
+        return output.squeeze(0) if unbatched else output
+
+    return _documented(
+        conv,
+        f"conv{ndim}d",
+        f"""Convolution in {ndim}D, forward and backward on the backend.
+
+    As ``torch.nn.functional.conv{ndim}d``.
+
+    Parameters
+    ----------
+    input : Tensor
+        (N, C, *in), or (C, *in); float16, bfloat16, float32 or float64.
+    weight : Tensor
+        (K, C/groups, *kernel), of the same dtype.
+    bias : Tensor, optional
+        (K,).
+    stride, dilation : int or sequence of int
+        One, or one per spatial dimension.
+    padding : int, sequence of int, "valid" or "same"
+        Zeros on both sides; "same" needs stride 1.
+    groups : int
+        Groups of channels.
+
+    Returns
+    -------
+    Tensor
+        (N, K, *out), channels last where an input is.
+
+    Raises
+    ------
+    convgrad.ConvgradError
+        The sizes contradict each other, or the backend failed.
+    """,
+    )
+
+
+def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
+    def conv_transpose(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        dilation: Sizes = 1,
+    ) -> Tensor:
+        input, weight, bias = _autocast(input, weight, bias)
+        batched, unbatched = _batched(input, ndim)
+        output = OPS.convolution(
+            batched,
+            weight,
+            bias,
+            per_dimension(stride, ndim),
+            per_dimension(padding, ndim),
+            per_dimension(dilation, ndim),
+            True,
+            per_dimension(output_padding, ndim),
+            groups,
+        )
+        return output.squeeze(0) if unbatched else output
+
+    return _documented(
+        conv_transpose,
+        f"conv_transpose{ndim}d",
+        f"""Transposed convolution in {ndim}D, forward and backward on the backend.
+
+    As ``torch.nn.functional.conv_transpose{ndim}d``.
+
+    Parameters
+    ----------
+    input : Tensor
+        (N, C, *in), or (C, *in); float16, bfloat16, float32 or float64.
+    weight : Tensor
+        (C, K/groups, *kernel), of the same dtype.
+    bias : Tensor, optional
+        (K,).
+    stride, padding, output_padding, dilation : int or sequence of int
+        One, or one per spatial dimension.
+    groups : int
+        Groups of channels.
+
+    Returns
+    -------
+    Tensor
+        (N, K, *out).
+
+    Raises
+    ------
+    convgrad.ConvgradError
+        The sizes contradict each other, or the backend failed.
+    """,
+    )
+
+
+def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
+    def max_pool(
+        input: Tensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+    ) -> Tensor:
+        kernel = per_dimension(kernel_size, ndim)
+        steps = kernel if stride is None else per_dimension(stride, ndim)
+        batched, unbatched = _batched(input, ndim)
+        output = OPS.max_pool(
+            batched,
+            kernel,
+            steps,
+            per_dimension(padding, ndim),
+            per_dimension(dilation, ndim),
+            ceil_mode,
+        )
+        return output.squeeze(0) if unbatched else output
+
+    return _documented(
+        max_pool,
+        f"max_pool{ndim}d",
+        f"""Max pooling in {ndim}D, forward and backward on the backend, deterministic.
+
+    As ``torch.nn.functional.max_pool{ndim}d`` without ``return_indices``.
+
+    Parameters
+    ----------
+    input : Tensor
+        (N, C, *in), or (C, *in); float16, bfloat16, float32 or float64.
+    kernel_size, stride, padding, dilation : int or sequence of int
+        One, or one per spatial dimension; ``stride`` defaults to ``kernel_size``.
+    ceil_mode : bool
+        Round the output's size up.
+
+    Returns
+    -------
+    Tensor
+        (N, C, *out).
+
+    Raises
+    ------
+    convgrad.ConvgradError
+        The sizes contradict each other, or the backend failed.
+    """,
+    )
+
+
+def per_dimension(value: Sizes, ndim: int) -> list[int]:
+    """One value for each of ``ndim`` dimensions.
+
+    Raises
+    ------
+    ValueError
+        There are neither one nor ``ndim`` of them.
+    """
+    values = [value] if isinstance(value, int) else list(value)
+    if len(values) not in (1, ndim):
+        raise ValueError(f"got {len(values)} values, {values}; expected one, or {ndim}")
+    return values * ndim if len(values) == 1 else values
+
+
+def _autocast(
+    input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype that autocast gives convolutions, where it is on."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and input.is_floating_point():
+        dtype = torch.get_autocast_dtype(kind)
+        return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return input, weight, bias
+
+
+def _batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
+    """With a batch dimension, and whether it was made here."""
+    if input.dim() == ndim + 1:
+        return input.unsqueeze(0), True
+    if input.dim() != ndim + 2:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)}; expected {ndim + 2} dimensions, "
+            f"or {ndim + 1} without a batch"
+        )
+    return input, False
+
+
+def _padded(
+    input: Tensor, padding: str, weight: Tensor, stride: list[int], dilation: list[int]
+) -> tuple[Tensor, list[int]]:
+    """The input and the padding that stand for "valid" or "same"."""
+    if padding == "valid":
+        return input, [0] * len(stride)
+    if padding != "same":
+        raise ValueError(f"padding is {padding!r}; expected 'valid', 'same' or numbers")
+    if any(step != 1 for step in stride):
+        raise ValueError(f"padding='same' with stride {tuple(stride)}; expected stride 1")
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    uneven = [0] * (2 * len(total))
+    for dim, each in enumerate(total):
+        # One more zero after than before where the sum is odd, as in PyTorch.
+        uneven[2 * (len(total) - 1 - dim) + 1] = each % 2
+    if any(uneven):
+        input = torch.nn.functional.pad(input, uneven)
+    return input, [each // 2 for each in total]
+
+
+def _documented(function: Any, name: str, text: str) -> Callable[..., Tensor]:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function  # type: ignore[no-any-return]
+
+
+conv1d, conv2d, conv3d = map(_make_conv, (1, 2, 3))
+conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_make_conv_transpose, (1, 2, 3))
+max_pool2d, max_pool3d = map(_make_max_pool, (2, 3))

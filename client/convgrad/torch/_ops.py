@@ -1,0 +1,226 @@
+"""The operators ``convgrad::…``: implementations, fake implementations and derivatives.
+
+They compute on `default_backend`, so that ``torch.compile``, which traces them as they are, holds
+no backend in its graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from convgrad.torch._backends import Backend, Geometry
+from convgrad.torch._local import Local
+from convgrad.torch._passes import (
+    computable,
+    conv_backward,
+    conv_forward,
+    pool_backward,
+    pool_forward,
+)
+from convgrad.torch._use import backend_in_use
+
+__all__ = ["OPS", "default_backend"]
+
+_LIBRARY = torch.library.Library("convgrad", "DEF")
+_CONV = (
+    "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+)
+_POOL = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
+_LIBRARY.define(f"convolution(Tensor input, Tensor weight, Tensor? bias, {_CONV}) -> Tensor")
+_LIBRARY.define(
+    f"convolution_backward(Tensor grad_output, Tensor input, Tensor weight, {_CONV}, "
+    "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(f"max_pool(Tensor input, {_POOL}) -> Tensor")
+_LIBRARY.define(f"max_pool_backward(Tensor grad_output, Tensor input, {_POOL}) -> Tensor")
+
+OPS = torch.ops.convgrad
+_ATEN = torch.ops.aten
+
+
+def default_backend() -> Backend:
+    """What `use` was given; else `Local`.
+
+    Raises
+    ------
+    convgrad.DeviceUnavailable
+        Neither is there.
+    """
+    return backend_in_use() or _local()
+
+
+@lru_cache(maxsize=1)
+def _local() -> Backend:
+    return Local()
+
+
+def _geometry(values: Sequence[Any]) -> Geometry:
+    stride, padding, dilation, transposed, output_padding, groups = values
+    return Geometry(
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+        transposed,
+        tuple(output_padding),
+    )
+
+
+def _pool_geometry(values: Sequence[Any]) -> Any:
+    *sizes, ceil_mode = values
+    return (*map(tuple, sizes), ceil_mode)
+
+
+def _convolution(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    if computable(input, weight) is None:
+        return conv_forward(default_backend(), input, weight, bias, _geometry(rest))
+    return _ATEN.convolution(input, weight, bias, *rest)
+
+
+def _convolution_fake(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    return _ATEN.convolution(input, weight, bias, *rest)
+
+
+def _convolution_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    *geometry, mask = rest
+    if computable(grad_output, input, weight) is None:
+        backend = default_backend()
+        found = conv_backward(
+            backend, grad_output, input, weight, astuple(_geometry(geometry)), tuple(mask)
+        )
+    else:
+        channels = [grad_output.shape[1]]
+        found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)
+    # An operator's results are tensors: an empty one stands for what was not asked for.
+    return tuple(grad_output.new_empty(0) if each is None else each for each in found)
+
+
+def _convolution_backward_fake(
+    grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    *geometry, mask = rest
+    channels = [grad_output.shape[1]]
+    found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)
+    return tuple(
+        each if asked else grad_output.new_empty(0) for each, asked in zip(found, mask, strict=True)
+    )
+
+
+def _max_pool(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if computable(input) is None:
+        return pool_forward(default_backend(), input, _pool_geometry(rest))
+    return _with_indices(input)(input, *rest)[0]
+
+
+def _max_pool_fake(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _with_indices(input)(input, *rest)[0]
+
+
+def _max_pool_backward(grad_output: torch.Tensor, input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if computable(grad_output, input) is None:
+        return pool_backward(default_backend(), grad_output, input, _pool_geometry(rest))
+    return torch.zeros_like(input)  # an empty batch
+
+
+def _max_pool_backward_fake(
+    grad_output: torch.Tensor, input: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    return torch.empty_like(input)
+
+
+def _with_indices(input: torch.Tensor) -> Any:
+    return _ATEN.max_pool2d_with_indices if input.dim() == 4 else _ATEN.max_pool3d_with_indices
+
+
+def _save_convolution(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    input, weight, bias, *ctx.rest = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(input, weight)
+
+
+def _convolution_derivative(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+    input, weight = ctx.saved_tensors
+    mask = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
+    found = OPS.convolution_backward(grad_output, input, weight, *ctx.rest, mask)
+    gradients = (each if asked else None for each, asked in zip(found, mask, strict=True))
+    return (*gradients, *(None,) * len(ctx.rest))
+
+
+def _save_convolution_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad_output, input, weight, *ctx.rest, ctx.mask = inputs
+    ctx.save_for_backward(grad_output, input, weight)
+
+
+def _convolution_backward_derivative(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    """The second derivative: compositions of forward and backward passes, as PyTorch has them."""
+    grad_output, input, weight = ctx.saved_tensors
+    given = (each if asked else None for each, asked in zip(gradients, ctx.mask, strict=True))
+    found = _ATEN._convolution_double_backward(
+        *given, grad_output, weight, input, *ctx.rest, ctx.needs_input_grad[:3]
+    )
+    return (*found, *(None,) * (len(ctx.rest) + 1))
+
+
+def _save_max_pool(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    input, *ctx.rest = inputs
+    ctx.save_for_backward(input)
+
+
+def _max_pool_derivative(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+    (input,) = ctx.saved_tensors
+    return (OPS.max_pool_backward(grad_output, input, *ctx.rest), *(None,) * len(ctx.rest))
+
+
+def _save_max_pool_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, input, *ctx.rest = inputs
+    ctx.save_for_backward(input)
+
+
+def _max_pool_backward_derivative(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient is routed, not scaled: what comes back is gathered from where it went."""
+    (input,) = ctx.saved_tensors
+    _, indices = _with_indices(input)(input, *ctx.rest)
+    gathered = gradient.flatten(2).gather(2, indices.flatten(2)).view(indices.shape)
+    return (gathered, None, *(None,) * len(ctx.rest))
+
+
+for _name, _compute, _fake, _derivative, _save in (
+    (
+        "convolution",
+        _convolution,
+        _convolution_fake,
+        _convolution_derivative,
+        _save_convolution,
+    ),
+    (
+        "convolution_backward",
+        _convolution_backward,
+        _convolution_backward_fake,
+        _convolution_backward_derivative,
+        _save_convolution_backward,
+    ),
+    ("max_pool", _max_pool, _max_pool_fake, _max_pool_derivative, _save_max_pool),
+    (
+        "max_pool_backward",
+        _max_pool_backward,
+        _max_pool_backward_fake,
+        _max_pool_backward_derivative,
+        _save_max_pool_backward,
+    ),
+):
+    _LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"convgrad::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"convgrad::{_name}", _derivative, setup_context=_save, lib=_LIBRARY
+    )

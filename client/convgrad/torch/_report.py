@@ -1,0 +1,96 @@
+"""What was computed, by whom: counts for each layer that a program's backward passes met."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+__all__ = ["Counter", "Report", "Row", "count_left", "report"]
+
+
+class Row(NamedTuple):
+    """One kind of call: what was asked for, who computed it by which kernel, and how often."""
+
+    operation: str
+    layer: str
+    computed_by: str
+    kernel: str
+    calls: int
+
+
+class Counter:
+    """Counts one kind of call."""
+
+    __slots__ = ("calls", "computed_by", "layer", "operation", "runner")
+
+    def __init__(self, operation: str, layer: str, computed_by: str, runner: Any) -> None:
+        self.operation, self.layer = operation, layer
+        self.computed_by, self.runner = computed_by, runner
+        self.calls = 0
+        with _LOCK:
+            _COUNTERS.append(self)
+
+    def row(self) -> Row:
+        # A runner knows its kernel once it has run; what was left to PyTorch, the reason at once.
+        kernel = self.runner if isinstance(self.runner, str) else self.runner.kernel
+        return Row(self.operation, self.layer, self.computed_by, kernel, self.calls)
+
+
+_COUNTERS: list[Counter] = []
+_LEFT: dict[tuple[str, str, str], Counter] = {}
+_LOCK = threading.Lock()
+
+
+def count_left(operation: str, layer: str, reason: str) -> None:
+    """Count a call that is left to PyTorch."""
+    key = (operation, layer, reason)
+    if key not in _LEFT:
+        _LEFT[key] = Counter(operation, layer, "PyTorch", reason)
+    _LEFT[key].calls += 1
+
+
+class Report:
+    """The calls counted so far; printing it shows a table.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        In descending order of calls.
+    """
+
+    def __init__(self, rows: tuple[Row, ...]) -> None:
+        self.rows = rows
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "convgrad.torch has computed nothing yet"
+        head = ("operation", "layer", "computed by", "kernel", "calls")
+        cells = [head, *((*row[:4], str(row.calls)) for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        )
+
+    __repr__ = __str__
+
+
+def report(*, reset: bool = False) -> Report:
+    """Which layers were computed since the start, by which kernel, and what PyTorch computed.
+
+    Parameters
+    ----------
+    reset : bool
+        Start counting anew afterwards.
+    """
+    with _LOCK:
+        counters = list(_COUNTERS)
+    totals: dict[tuple[str, str, str, str], int] = {}
+    for counter in counters:
+        if counter.calls:
+            *what, calls = counter.row()
+            totals[tuple(what)] = totals.get(tuple(what), 0) + calls
+            if reset:
+                counter.calls = 0
+    rows = sorted((Row(*what, calls) for what, calls in totals.items()), key=lambda r: -r.calls)
+    return Report(tuple(rows))

@@ -1,0 +1,87 @@
+"""Launches with attributes, which CuPy cannot ask for: that may start while the kernel before them
+still runs (programmatic dependent launch), or whose blocks form clusters. From sm_90 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.plans.cuda_program import Launch
+
+__all__ = ["AttributedLaunch"]
+
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class AttributedLaunch:
+    """A launch with its arguments filled that overlaps the one before it, or has clusters.
+
+    Calling it puts it on a stream. A kernel that overlaps waits itself for what the one before it
+    writes.
+
+    Raises
+    ------
+    DeviceUnavailable
+        The driver refused it.
+    """
+
+    __slots__ = ("_arguments", "_attributes", "_function", "_kept", "_step")
+
+    def __init__(self, function: int, step: Launch, filled: bytearray) -> None:
+        self._function, self._step = ctypes.c_void_p(function), step
+        wanted = []
+        if step.overlaps:
+            wanted.append(_Attribute(_SERIALIZATION, 0, (1,)))
+        if step.cluster > 1:
+            wanted.append(_Attribute(_CLUSTER_DIMENSION, 0, (step.cluster, 1, 1)))
+        self._attributes = (_Attribute * len(wanted))(*wanted)
+        structure = (ctypes.c_char * len(filled)).from_buffer(filled)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        self._kept = structure  # the arguments point into it
+
+    def __call__(self, stream: int) -> None:
+        step = self._step
+        config = _Config(
+            step.grid,
+            step.block,
+            step.shared_bytes,
+            stream,
+            ctypes.addressof(self._attributes),
+            len(self._attributes),
+        )
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._function, self._arguments, None
+        )
+        if status != 0:
+            raise DeviceUnavailable(f"launching {step.instance.name} failed: CUDA error {status}")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,235 @@
+// A convolution as an implicit GEMM: fprop, dgrad or wgrad, any geometry, by cp.async and mma.sync.
+// The host's side is implicit_gemm.py.
+//
+//            M (rows)                      N (columns)                    K (the reduction)
+//   fprop    pixels of the output          output channels                taps x input channels
+//   dgrad    pixels of a phase of the      input channels                 taps of the phase x
+//            input                                                        output channels
+//   wgrad    output channels               taps x input channels          pixels of the output
+//
+// Channels of a tap are padded to chunks of 16 bytes, in K and (wgrad) in N. Groups are a batch.
+//
+// Block: a tile of kM x kN. The reduction is split among the blocks of a cluster, which add up in the
+// order of their ranks through distributed shared memory, and, where that is not enough, among
+// clusters, which leave their sums in a workspace: the block that comes last adds them up, in the order
+// of clusters. So one order of additions, which the launch decides.
+//
+// Relies on its launcher for the grid (blocks of a cluster running fastest, then column tiles, then
+// row tiles; groups; splits of the workspace, then phases), for channels of the source, of the weight's
+// inner dimension and of grad_output that are side by side, in vectors of VECTOR bytes that are
+// aligned, and for counters that are zero.
+// Index limits: pixels of a phase, and rows of the reduction, below 2^31; 64-bit offsets.
+#include "conv/implicit_gemm_result.cuh"
+#include "core/cluster_reduce.cuh"
+#include "core/mma_multistage.cuh"
+#include "overlap.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+// A step's copies of fprop and dgrad: pixels, and weights.
+template <class Gemm, Operation kOperation, int kVector>
+struct GatherLoads {
+  using T = typename Gemm::T;
+  static constexpr bool kForward = kOperation == Operation::kFprop;
+  template <bool kFirst, class A, class B>
+  struct Either {
+    using type = A;
+  };
+  template <class A, class B>
+  struct Either<false, A, B> {
+    using type = B;
+  };
+  using Weights = typename Either<
+      kForward, WeightRows<T, typename Gemm::TileB, Gemm::kThreads, kVector>,
+      WeightColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector>>::type;
+
+  const Phases& phases;
+  PixelRows<T, typename Gemm::TileA, Gemm::kThreads, kVector> pixels;
+  Weights weights;
+
+  __device__ __forceinline__ GatherLoads(const ImplicitGemmArgs& args, const Phases& phases,
+                                         int group, int row, int rows, int column, int first_step)
+      : phases(phases),
+        pixels(args, phases, group, row, rows, first_step),
+        weights(args, phases, group, column, first_step) {}
+
+  __device__ __forceinline__ void operator()(u32 stage) {
+    pixels.load(stage, phases);
+    weights.load(stage + Gemm::TileA::kBytes, phases);
+  }
+};
+
+// Of wgrad: pixels of grad_output, and of the input at each column's tap.
+template <class Gemm, int kVector>
+struct WgradLoads {
+  using T = typename Gemm::T;
+  GradientPixels<T, typename Gemm::TileA, Gemm::kThreads, kVector> gradient;
+  TapColumns<T, typename Gemm::TileB, Gemm::kThreads, kVector> input;
+
+  __device__ __forceinline__ WgradLoads(const ImplicitGemmArgs& args, const Phases& phases,
+                                        int group, int row, int pixels, int column, int first_step)
+      : gradient(args, phases, group, row, first_step, pixels),
+        input(args, phases, group, column, first_step, pixels) {}
+
+  __device__ __forceinline__ void operator()(u32 stage) {
+    gradient.load(stage);
+    input.load(stage + Gemm::TileA::kBytes);
+  }
+};
+
+template <class Gemm, Operation kOperation>
+struct LoadsOf;
+template <class Gemm>
+struct LoadsOf<Gemm, Operation::kFprop> {
+  using type = GatherLoads<Gemm, Operation::kFprop, VECTOR>;
+};
+template <class Gemm>
+struct LoadsOf<Gemm, Operation::kDgrad> {
+  using type = GatherLoads<Gemm, Operation::kDgrad, VECTOR>;
+};
+template <class Gemm>
+struct LoadsOf<Gemm, Operation::kWgrad> {
+  using type = WgradLoads<Gemm, VECTOR>;
+};
+
+constexpr Operation kOperation = Operation::OPERATION;
+using Gemm = MmaMultistage<ELEMENT, BM, BN, WM, WN, STAGES, kOperation == Operation::kWgrad,
+                           kOperation != Operation::kFprop>;
+using Reduce = ClusterReduce<Gemm>;
+
+// This thread's results: eight neighbouring columns of two rows of an owned fragment, rows `row` and
+// `row` + 8 of its tile. `each` gets their number within the block, the fragment, the first row in it,
+// and their place in the tile.
+template <class Each>
+__device__ __forceinline__ void for_each_pair(const Reduce& reduce, bool pixels_fastest,
+                                              Each each) {
+  // Owned fragments are whole rows of the warp's, or a part of one: powers of two.
+  const int owned_log = reduce.owned_log();
+  const int across_log = min(owned_log, Reduce::log_of(Gemm::kColumnFragments));
+  const int first = static_cast<int>(threadIdx.x / 32) << (3 + owned_log);
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < 8 << owned_log; i += 32) {
+    const int row = pixels_fastest ? i & 7 : i >> across_log & 7;
+    const int across = (pixels_fastest ? i >> 3 : i) & ((1 << across_log) - 1);
+    const int fragment = (i >> (3 + across_log) << across_log) + across;
+    const int f = reduce.first() + fragment;
+    each(first + i, fragment, row, Gemm::warp_row() + f / Gemm::kColumnFragments * 16 + row,
+         Gemm::warp_column() + f % Gemm::kColumnFragments * 8);
+  }
+}
+
+constexpr int kTileSums = Gemm::kM * Gemm::kN;
+
+// A thread's partial sums, in the order of clusters.
+__device__ __forceinline__ void add_up(const float4* from, int count, float (&sums)[2][8]) {
+#pragma unroll
+  for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = 0;
+#pragma unroll 2
+  for (int p = 0; p < count; ++p, from += kTileSums / 4) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const float4 four = __ldcg(from + q);
+      float(&to)[8] = sums[q / 2];
+      const int e = q % 2 * 4;
+      to[e] += four.x, to[e + 1] += four.y, to[e + 2] += four.z, to[e + 3] += four.w;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
+    implicit_gemm(const __grid_constant__ ImplicitGemmArgs args) {
+  using T = ELEMENT;
+  extern __shared__ uint4 shared[];
+  char* const base = reinterpret_cast<char*>(shared);
+  // The ring is the first thing after the barrier; a block alone passes its sums through it.
+  char* const ring = base + 128;
+  char* const room = args.cluster_log == 0 ? ring : ring + args.ring_bytes;
+
+  const u32 cluster = blockIdx.x >> args.cluster_log;
+  const u32 rank = blockIdx.x & ((1u << args.cluster_log) - 1);
+  const int row_tile = divide(cluster, args.by_column_tiles);
+  const int column_tiles = (args.columns + Gemm::kN - 1) / Gemm::kN;
+  const int row = row_tile * Gemm::kM, column = (cluster - row_tile * column_tiles) * Gemm::kN;
+  const int group = blockIdx.y;
+  const u32 phase = args.workspace == 1 ? blockIdx.z : blockIdx.z / args.workspace;
+  const u32 part = blockIdx.z - phase * args.workspace;
+  // What other operations read of the only phase is at fixed places.
+  const Phases phases(args, kOperation == Operation::kDgrad ? phase : 0);
+  const int pixels = args.batch * phases.d->count * phases.h->count * phases.w->count;
+  const int row_end = kOperation == Operation::kWgrad ? args.rows : pixels;
+
+  // This block's part of the steps.
+  const int all_steps = kOperation == Operation::kWgrad
+                            ? (pixels + Gemm::kDepth - 1) / Gemm::kDepth
+                            : (phases.taps() * args.tap_chunks + 7) / 8;
+  const int splits = args.workspace << args.cluster_log;
+  const int each = divide(all_steps + splits - 1, args.by_splits);
+  const int begin = min(static_cast<int>((part << args.cluster_log) + rank) * each, all_steps);
+  const int steps = row < row_end ? min(each, all_steps - begin) : 0;
+
+  typename LoadsOf<Gemm, kOperation>::type load(args, phases, group, row, pixels, column, begin);
+  const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
+  reduce.prepare();
+  wait_for_previous();
+  typename Gemm::Sums sums = {};
+  Gemm::run(sums, shared_address(ring), steps, load);
+  start_next();
+  reduce.exchange(sums);
+
+  // Partial sums of clusters: the last block of each rank adds up its part of the tile.
+  float4* partials = nullptr;
+  if (args.workspace > 1) {
+    const u32 tiles = gridDim.x >> args.cluster_log;
+    const i64 tile = (static_cast<i64>(phase) * gridDim.y + blockIdx.y) * tiles + cluster;
+    const int own_sums = Gemm::kWarps * 128 << reduce.owned_log();
+    partials = reinterpret_cast<float4*>(args.partials + tile * args.workspace * kTileSums +
+                                         static_cast<i64>(rank) * own_sums);
+    float4* const own = partials + static_cast<i64>(part) * (kTileSums / 4);
+    for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int, int) {
+      float found[2][8];
+      reduce.rows_of(fragment, in, found);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* const four = found[q / 2] + q % 2 * 4;
+        own[i * 4 + q] = {four[0], four[1], four[2], four[3]};
+      }
+    });
+    __threadfence();
+    __syncthreads();
+    int last = 0;
+    if (threadIdx.x == 0) {
+      u32* const counter = args.counters + (tile << args.cluster_log) + rank;
+      last = atomicInc(counter, args.workspace - 1) == static_cast<u32>(args.workspace) - 1;
+    }
+    if (!__syncthreads_or(last)) return;
+    __threadfence();
+  }
+  // Four columns of float32 at a time: a chunk's, which has one tap.
+  constexpr int kRun = sizeof(T) == 2 ? 8 : 4;
+  for_each_pair(reduce, args.pixels_fastest, [&](int i, int fragment, int in, int r, int c) {
+    float found[2][8];
+    if (partials == nullptr) {
+      reduce.rows_of(fragment, in, found);
+    } else {
+      add_up(partials + i * 4, args.workspace, found);
+    }
+#pragma unroll
+    for (int first = 0; first < 8; first += kRun) {
+      const ResultColumns<kOperation, T> columns(args, phases, group, column + c + first);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        const int at = row + r + half * 8;
+        if (at >= row_end || columns.count <= 0) continue;
+        float own[kRun];
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
+        finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
+                            columns.count, columns.channel, own);
+      }
+    }
+  });
+}

@@ -1,0 +1,243 @@
+"""A convolution as an implicit GEMM by mma.sync: fprop, dgrad and wgrad, any geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.channels_last import (
+    Prepared,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
+    CHUNK_BYTES,
+    MAX_PHASES,
+    arguments,
+    channels_of,
+    result_of,
+)
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import chosen, expected_s
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    TILES,
+    Config,
+    Gemm,
+    Tile,
+)
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.dense_limits import (
+    MAX_PIXELS,
+    why_not_dense,
+)
+from convgrad_service.plans.cuda_device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda_program import (
+    ZEROS,
+    ZEROS_BYTES,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda_works import ConvWork, Operand
+
+__all__ = ["ImplicitGemm", "gemm_of"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+OPERATIONS = {"fwd": "kFprop", "bwd_data": "kDgrad", "bwd_weight": "kWgrad"}
+LEAST_VECTOR = 4
+VECTORS = (16, 8, 4)
+"""Bytes that one copy may bring."""
+COUNTERS = ZEROS_BYTES // 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What is read, in the order that the kernel wants, and the bytes that one copy may bring."""
+
+    source: Prepared
+    other: Prepared
+    vector: int
+
+
+class ImplicitGemm:
+    """fwd, bwd_data and bwd_weight on tensor cores, 16 bits or TF32, with little to do before the
+    products: for layers that leave large tiles idle, and for those that no other kernel takes.
+    """
+
+    name = "implicit_gemm"
+
+    def __init__(self, config: Config | None = None, dtypes: Sequence[DType] = DTYPES) -> None:
+        """``config`` where another than the chosen one is tried; ``dtypes`` are those it takes."""
+        self._config, self._dtypes = config, dtypes
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if (reason := why_not_dense(work, device)) is not None:
+            return reason
+        if work.dtype not in self._dtypes:
+            return f"{work.dtype.value} is left to others"
+        if work.dtype is DType.FLOAT32 and work.precision != "high":
+            return "float32's own precision is not TF32's"
+        result = result_of(work)
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.split_k is not None and work.split_k > 1:
+            return "a number of splits was asked for"
+        if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
+            return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
+        if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
+            return f"the pixels are more than {MAX_PIXELS}"
+        if work.taps * (max(work.in_channels, work.out_channels) + 16) > MAX_PIXELS:
+            return f"the taps x channels are more than {MAX_PIXELS}"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        axes = [axis_of(_gathering(work), dim) for dim in range(3)]
+        operands = _operands(work, device)
+        gemm = gemm_of(work, axes)
+        config = self._config or chosen(gemm, work.dtype, device, COUNTERS)
+        copies = (*operands.source.steps, *operands.other.steps)
+        workspace = [*operands.source.workspace, *operands.other.workspace]
+        partials = f"{work.prefix}implicit_gemm_partials"
+        tile = config.tile
+        tiles = gemm.tiles(tile)
+        if config.workspace > 1:
+            size = tiles * work.groups * len(gemm.phases) * config.workspace * tile.m * tile.n * 4
+            workspace.append(Workspace(partials, size))
+        args = arguments(work, operands.source.operand, operands.other.operand, axes, gemm, config)
+        launch = Launch(
+            _instance(tile, work.dtype, work.direction, operands.vector),
+            (tiles * config.cluster, work.groups, len(gemm.phases) * config.workspace),
+            (tile.threads, 1, 1),
+            pack(
+                args,
+                source=operands.source.operand,
+                other=operands.other.operand,
+                result=result_of(work),
+                accumulate=work.accumulate,
+                bias=work.bias,
+                partials=partials if config.workspace > 1 else None,
+                counters=ZEROS if config.workspace > 1 else None,
+            ),
+            tile.shared_bytes(config.cluster, config.steps(gemm, work.dtype)),
+            overlaps=bool(copies or work.follows) and device.capability >= OVERLAPPING,
+            cluster=config.cluster,
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{config}",
+            (*copies, launch),
+            tuple(workspace),
+            expected_s=expected_s(gemm, work.dtype, config, device),
+            order=f"{config.cluster}x{config.workspace}" if config.splits > 1 else "",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(tile, dtype, direction, vector)
+            for dtype in self._dtypes
+            for direction in OPERATIONS
+            for tile in TILES
+            for vector in VECTORS
+        ]
+
+
+def gemm_of(work: ConvWork, axes: list[Axis]) -> Gemm:
+    """The convolution's M, N and K."""
+    chunk = CHUNK_BYTES // work.dtype.itemsize
+    source, result = channels_of(work)
+    size = work.dtype.itemsize
+    moved = (
+        size
+        * work.groups
+        * (
+            work.batch
+            * (work.in_channels * prod(work.input) + work.out_channels * prod(work.output))
+            + work.taps * work.in_channels * work.out_channels
+        )
+    )
+    tap_channels = ceil_div(source, chunk) * chunk
+    irregular = work.taps > 1 or max(work.stride) > 1
+    if work.direction == "bwd_weight":
+        phases = ((work.out_channels, work.pixels),)
+        columns = work.taps * tap_channels
+        return Gemm(phases, columns, work.groups, moved, weight=True, irregular=irregular)
+    found = tuple(
+        (work.batch * d.count * h.count * w.count, d.taps * h.taps * w.taps * tap_channels)
+        for d in axes[0].phases
+        for h in axes[1].phases
+        for w in axes[2].phases
+    )
+    return Gemm(found, result, work.groups, moved, weight=False, irregular=irregular)
+
+
+def _gathering(work: ConvWork) -> ConvWork:
+    """wgrad meets the input as fprop does."""
+    return replace(work, direction="fwd") if work.direction == "bwd_weight" else work
+
+
+def _operands(work: ConvWork, device: CudaDevice) -> _Operands:
+    """The inputs as they lie, where channels are side by side in vectors, or copies of them."""
+    vectors = []
+
+    def ready(operand: Operand, extents: tuple[int, ...], copied: Prepared) -> Prepared:
+        vector = vector_of(operand, extents)
+        if vector >= LEAST_VECTOR:
+            vectors.append(vector)
+            return Prepared(operand)
+        return copied
+
+    def activation(
+        operand: Operand, channels: int, size: tuple[int, int, int], name: str
+    ) -> Prepared:
+        extents = work.batch, work.groups, channels, *size
+        name = f"{work.prefix}{name}_channels_last"
+        copied = prepare_activation(operand, work.batch, work.groups, channels, size, name, device)
+        return ready(operand, extents, copied)
+
+    x = (work.x, work.in_channels, work.input, "input")
+    y = (work.y, work.out_channels, work.output, "grad_output")
+    if work.direction == "bwd_weight":
+        source, other = activation(*x), activation(*y)
+    else:
+        source = activation(*(y if work.direction == "bwd_data" else x))
+        extents = work.groups, work.out_channels, work.in_channels, *work.kernel
+        name = f"{work.prefix}weight_channels_last"
+        other = ready(
+            work.w,
+            extents,
+            prepare_weight(
+                work.w, work.groups, work.out_channels, work.in_channels, work.kernel, name, device
+            ),
+        )
+    return _Operands(source, other, min(vectors, default=CHUNK_BYTES))
+
+
+def vector_of(operand: Operand, extents: tuple[int, ...]) -> int:
+    """The largest vector, in bytes, of channels (axis 2) side by side and aligned; 0 for none."""
+    size = operand.dtype.itemsize
+    strides = [
+        stride * size
+        for axis, (stride, extent) in enumerate(zip(operand.strides, extents, strict=True))
+        if axis != 2 and extent > 1
+    ]
+    if operand.strides[2] != 1 and extents[2] > 1:
+        return 0
+    fitting = (
+        vector for vector in VECTORS if not any(n % vector for n in (extents[2] * size, *strides))
+    )
+    return next(fitting, 0)
+
+
+def _instance(tile: Tile, dtype: DType, direction: str, vector: int) -> Instance:
+    defines = tile.defines(dtype, OPERATIONS[direction], vector)
+    return Instance(
+        "conv/implicit_gemm.cu",
+        "implicit_gemm",
+        tuple((name, str(value)) for name, value in defines.items()),
+    )

@@ -1,0 +1,187 @@
+"""The argument of implicit_gemm.cu: a convolution's tensors and axes as the kernel takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config, Gemm
+from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase, divider
+from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
+from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
+
+__all__ = [
+    "CHUNK_BYTES",
+    "MAX_PHASES",
+    "ImplicitGemmArgs",
+    "arguments",
+    "channels_of",
+    "result_of",
+]
+
+MAX_PHASES = 8
+CHUNK_BYTES = 16
+
+
+class DividerArgs(ctypes.Structure):
+    """See ``divider.cuh``."""
+
+    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``implicit_gemm_args.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count")),
+        ("by_taps", DividerArgs),
+        ("by_count", DividerArgs),
+    )
+
+
+class AxisArgs(ctypes.Structure):
+    """See ``implicit_gemm_args.cuh``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("size", "x_step", "x_tap", "y_step", "r_step", "phases")
+    )
+
+
+class ImplicitGemmArgs(ctypes.Structure):
+    """See ``implicit_gemm_args.cuh``."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "source",
+                "other",
+                "result",
+                "accumulate",
+                "bias",
+                "partials",
+                "counters",
+            )
+        ),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("source", "other", "result")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "rows",
+                "columns",
+                "source_channels",
+                "result_channels",
+                "tap_chunks",
+                "cluster_log",
+                "workspace",
+                "ring_bytes",
+                "linear_source",
+                "linear_other",
+                "linear_result",
+                "plain",
+                "result_in_vectors",
+                "pixels_fastest",
+                "wide_result",
+                "batch",
+                "activation",
+            )
+        ),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *((name, DividerArgs) for name in ("by_column_tiles", "by_tap_chunks", "by_splits")),
+        ("axis", AxisArgs * 3),
+        ("phase", (PhaseArgs * 3) * MAX_PHASES),
+    )
+
+
+def arguments(
+    work: ConvWork,
+    source: Operand,
+    other: Operand,
+    axes: Sequence[Axis],
+    gemm: Gemm,
+    config: Config,
+) -> ImplicitGemmArgs:
+    """All but the addresses. ``source`` and ``other`` are what is read, channels side by side."""
+    source_channels, result_channels = channels_of(work)
+    result = result_of(work)
+    weight, size = work.direction == "bwd_weight", work.dtype.itemsize
+    written = work.input if work.direction == "bwd_data" else work.output
+    one_tap = all(
+        len(axis.phases) == 1
+        and axis.phases[0] == Phase(1, 0, 0, 0, axis.x_size)
+        and axis.x_step == 1
+        for axis in axes
+    )
+    args = ImplicitGemmArgs()
+    args.source_stride[:] = [stride * size for stride in source.strides]
+    strides = [stride * size for stride in other.strides]
+    if work.direction == "bwd_data":
+        strides[1:3] = strides[2:0:-1]
+    args.other_stride[:] = strides
+    args.result_stride[:] = result.strides
+    args.rows, args.columns = gemm.rows, gemm.columns
+    args.source_channels, args.result_channels = source_channels, result_channels
+    args.tap_chunks = ceil_div(source_channels * size, CHUNK_BYTES)
+    args.cluster_log = config.cluster.bit_length() - 1
+    args.workspace = config.workspace
+    args.ring_bytes = config.tile.ring_bytes(config.steps(gemm, work.dtype))
+    args.linear_source = one_tap and _linear(source, work.batch, written)
+    args.linear_other = weight and _linear(other, work.batch, work.output)
+    args.linear_result = (
+        not weight and len(gemm.phases) == 1 and _linear(result, work.batch, written)
+    )
+    args.plain = work.epilogue_free
+    extents = (
+        (work.groups, work.out_channels, work.in_channels, *work.kernel)
+        if weight
+        else (work.batch, work.groups, result_channels, *written)
+    )
+    args.result_in_vectors = in_whole_chunks(result, extents, 2)
+    args.pixels_fastest = not weight and result.strides[2] != 1
+    args.wide_result = work.result_dtype is DType.FLOAT32
+    args.batch = work.batch
+    args.activation = ACTIVATIONS[work.activation]
+    args.alpha, args.beta = work.alpha, work.beta
+    args.by_column_tiles = DividerArgs(*divider(ceil_div(gemm.columns, config.tile.n)))
+    args.by_tap_chunks = DividerArgs(*divider(args.tap_chunks))
+    args.by_splits = DividerArgs(*divider(config.splits))
+    for dim, axis in enumerate(axes):
+        args.axis[dim] = AxisArgs(
+            axis.x_size, axis.x_step, axis.x_tap, axis.y_step, axis.r_step, len(axis.phases)
+        )
+        for place, phase in enumerate(axis.phases):
+            args.phase[place][dim] = PhaseArgs(
+                phase.taps,
+                phase.r0,
+                phase.x0,
+                phase.y0,
+                phase.count,
+                DividerArgs(*divider(max(phase.taps, 1))),
+                DividerArgs(*divider(phase.count)),
+            )
+    return args
+
+
+def _linear(operand: Operand, batch: int, size: Size3) -> bool:
+    """Whether pixel p lies at p times the stride of W."""
+    wanted = operand.strides[5]
+    for axis, extent in ((5, size[2]), (4, size[1]), (3, size[0]), (0, batch)):
+        if extent > 1 and operand.strides[axis] != wanted:
+            return False
+        wanted *= extent
+    return True
+
+
+def result_of(work: ConvWork) -> Operand:
+    """What is written."""
+    return {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
+
+
+def channels_of(work: ConvWork) -> tuple[int, int]:
+    """Of the source and of the result (wgrad: of grad_output), in one group."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels

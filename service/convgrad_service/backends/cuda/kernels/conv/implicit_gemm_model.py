@@ -1,0 +1,162 @@
+"""What a launch of implicit_gemm should take, and the choice of its tile and splits by it.
+
+The constants were fitted on an H200 to half of 250 random layers (`tests/perf/random_layers.py`,
+seed 11, bfloat16, channels last), with all tiles and splits. On the other half the choice took 5 %
+longer than the fastest by mean. They serve to choose on other devices too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log2
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
+    CLUSTERS,
+    STEP_BYTES,
+    TILES,
+    Config,
+    Gemm,
+)
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+
+__all__ = ["chosen", "configs", "expected_s"]
+
+# Blocks of clusters of 4 and 8 leave some of the multiprocessors that the constants are for idle.
+MULTIPROCESSORS, OF_LARGE_CLUSTERS = 132, 120
+# What is summed through a workspace: at most so many times as many blocks as multiprocessors.
+MOST_WAVES, WORKSPACES = 4, (2, 4, 8, 16, 32, 64)
+# Memory and multiprocessors overlap, but for so much of the shorter time.
+BESIDE = 0.25
+UNIT_SUMS, UNIT_WARPS = 64 * 64, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """In microseconds. Sizes count tiles of 64 x 64; a warp's, 32 x 32.
+
+    ``start`` is the launch. ``block`` and ``block_size`` are a block beside its steps, and
+    ``block_irregular`` what finding positions adds. ``step`` and ``step_size`` are the latency of a
+    step; ``size`` and ``warps`` its throughput on a multiprocessor that has several blocks, and
+    ``turn`` that of a block. ``irregular`` multiplies what addresses take in a step. ``join`` and
+    ``join_size`` are the reduction of a cluster; ``meet`` and ``left`` (for each megabyte that a
+    multiprocessor writes) the one through a workspace. ``memory`` and ``l2`` are bandwidths, in
+    megabytes a microsecond.
+    """
+
+    start: float
+    block: float
+    block_size: float
+    block_irregular: float
+    step: float
+    step_size: float
+    size: float
+    warps: float
+    turn: float
+    irregular: float
+    join: float
+    join_size: float
+    meet: float
+    left: float
+    memory: float
+    l2: float
+
+
+GATHER = Rates(
+    start=4.45,
+    block=0.92,
+    block_size=0.98,
+    block_irregular=1.45,
+    step=0.077,
+    step_size=0.374,
+    size=0.191,
+    warps=0.025,
+    turn=0.81,
+    irregular=2.66,
+    join=0.175,
+    join_size=0.112,
+    meet=0.84,
+    left=2.35,
+    memory=1.71,
+    l2=11.5,
+)
+WGRAD = Rates(
+    start=2.94,
+    block=2.34,
+    block_size=0.447,
+    block_irregular=0.143,
+    step=0.076,
+    step_size=0.475,
+    size=0.129,
+    warps=0.042,
+    turn=0.71,
+    irregular=3.63,
+    join=0.204,
+    join_size=0.231,
+    meet=1.78,
+    left=4.43,
+    memory=6.56,
+    l2=12.6,
+)
+
+
+def expected_s(gemm: Gemm, dtype: DType, config: Config, device: CudaDevice) -> float:
+    """What a launch takes in a graph; of float32 in TF32 a step of as many bytes takes as long."""
+    rates, tile = WGRAD if gemm.weight else GATHER, config.tile
+    size, warps = tile.m * tile.n / UNIT_SUMS, tile.threads / 32 / UNIT_WARPS
+    irregular = rates.irregular if gemm.irregular else 1.0
+    steps = config.steps(gemm, dtype)
+    blocks = gemm.tiles(tile) * gemm.groups * len(gemm.phases) * config.splits
+    usable = OF_LARGE_CLUSTERS if config.cluster > 2 else MULTIPROCESSORS
+    each = ceil_div(blocks * MULTIPROCESSORS, usable * device.multiprocessors)
+    resident = min(each, tile.resident(device, config.cluster, steps))
+
+    alone = rates.block + rates.block_size * size / warps
+    alone += rates.block_irregular if gemm.irregular else 0.0
+    alone += steps * (rates.step * irregular + rates.step_size * size / warps)
+    copied = (tile.m + tile.n) * STEP_BYTES * MULTIPROCESSORS / 1e6 / rates.l2
+    work = max(rates.size * size + rates.warps * warps * irregular, copied)
+    turn = rates.turn * (warps + size) / 2 + steps * work
+    busy = max(alone * ceil_div(each, resident), alone + (each - 1) * turn)
+    memory = gemm.bytes / 1e6 / rates.memory
+
+    total = rates.start + max(busy, memory) + BESIDE * min(busy, memory)
+    if config.cluster > 1:
+        total += rates.join + rates.join_size * log2(config.cluster) * size
+    if config.workspace > 1:
+        tiles_each = ceil_div(ceil_div(blocks, config.workspace), device.multiprocessors)
+        left = config.workspace * tiles_each * tile.m * tile.n * 4 / 1e6
+        total += rates.meet + rates.left * left
+    return total * 1e-6
+
+
+def configs(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Iterator[Config]:
+    """Those worth a thought: a step at least for each block, and ``counters`` enough."""
+    steps = gemm.steps(dtype)
+    clusters = CLUSTERS if device.capability >= (9, 0) else CLUSTERS[:1]
+    for tile in TILES:
+        tiles = gemm.tiles(tile) * gemm.groups * len(gemm.phases)
+        fitting = [
+            cluster
+            for cluster in clusters
+            if (cluster == 1 or cluster <= min(steps, tile.fragments))
+            and tile.shared_bytes(cluster, tile.stages) <= device.shared_bytes_per_block
+        ]
+        if not fitting:
+            continue
+        yield from (Config(tile, cluster) for cluster in fitting)
+        most = fitting[-1]
+        for workspace in WORKSPACES:
+            few = tiles * most * workspace <= MOST_WAVES * device.multiprocessors
+            if few and most * workspace <= steps and tiles * most <= counters:
+                yield Config(tile, most, workspace)
+
+
+def chosen(gemm: Gemm, dtype: DType, device: CudaDevice, counters: int) -> Config:
+    """What should take the least time, from the problem and the device model alone."""
+    return min(
+        configs(gemm, dtype, device, counters),
+        key=lambda config: expected_s(gemm, dtype, config, device),
+    )

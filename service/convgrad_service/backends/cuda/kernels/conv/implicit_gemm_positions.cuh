@@ -1,0 +1,125 @@
+// Phases, positions and taps of a convolution, and how threads share the chunks of a tile.
+#pragma once
+
+#include "conv/implicit_gemm_args.cuh"
+#include "kept.cuh"
+#include "tensor_core.cuh"
+
+namespace convgrad {
+
+__device__ __forceinline__ bool inside(int position, int size) {
+  return static_cast<u32>(position) < static_cast<u32>(size);
+}
+
+// A chunk by copies of kVector bytes; zeros where it is not `there`. Of shorter vectors only those of
+// the first `real` bytes exist; a chunk that is copied at once is whole, or ends with zeros in memory.
+template <int kVector>
+__device__ __forceinline__ void copy_vectors(u32 to, const char* from, bool there, int real) {
+  if constexpr (kVector == 16) {
+    copy_chunk(to, from, there);
+  } else {
+#pragma unroll
+    for (int at = 0; at < 16; at += kVector) {
+      copy_async<kVector>(to + at, from + at, there && at < real ? kVector : 0);
+    }
+  }
+}
+
+// The phase of a block along each dimension.
+struct Phases {
+  const GatherPhase *d, *h, *w;
+
+  __device__ __forceinline__ Phases(const ImplicitGemmArgs& args, u32 number)
+      : d(&args.phase[0][0]), h(&args.phase[0][1]), w(&args.phase[0][2]) {
+    if (number == 0) return;
+    const u32 outer = number / static_cast<u32>(args.axis[2].phases);
+    w = &args.phase[number - outer * args.axis[2].phases][2];
+    d = &args.phase[outer / static_cast<u32>(args.axis[1].phases)][0];
+    h = &args.phase[outer % static_cast<u32>(args.axis[1].phases)][1];
+  }
+  __device__ __forceinline__ int taps() const { return d->taps * h->taps * w->taps; }
+};
+
+// A position of the phases: an image, and a place in it.
+struct Position {
+  int n, d, h, w;
+
+  Position() = default;
+  __device__ __forceinline__ Position(const Phases& phases, int pixel) {
+    const int rest_w = divide(pixel, phases.w->by_count);
+    const int rest_h = divide(rest_w, phases.h->by_count);
+    n = divide(rest_h, phases.d->by_count);
+    w = pixel - rest_w * phases.w->count;
+    h = rest_w - rest_h * phases.h->count;
+    d = rest_h - n * phases.d->count;
+  }
+};
+
+struct Tap {
+  int d, h, w;
+
+  __device__ __forceinline__ Tap(const Phases& phases, int tap) {
+    const int rest = divide(tap, phases.w->by_taps);
+    d = divide(rest, phases.h->by_taps);
+    w = tap - rest * phases.w->taps;
+    h = rest - d * phases.h->taps;
+  }
+};
+
+// A chunk of the channels at the taps: of the reduction of fprop and dgrad, of the columns of wgrad.
+template <class T>
+struct TapChunk {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  int tap, channel;
+
+  TapChunk() = default;
+  __device__ __forceinline__ TapChunk(const ImplicitGemmArgs& args, int chunk) {
+    tap = divide(chunk, args.by_tap_chunks);
+    channel = (chunk - tap * args.tap_chunks) * kElements;
+  }
+  // To that of the next step; whether it is of another tap.
+  __device__ __forceinline__ bool advance(const ImplicitGemmArgs& args) {
+    channel += 8 * kElements;
+    const int end = args.tap_chunks * kElements;
+    if (channel < end) return false;
+    if (end < 8 * kElements) {
+      const int taps = divide(channel / kElements, args.by_tap_chunks);
+      tap += taps, channel -= taps * end;
+    } else {
+      ++tap, channel -= end;
+    }
+    return true;
+  }
+  // Elements of the source's channels that are left.
+  __device__ __forceinline__ int left(const ImplicitGemmArgs& args) const {
+    return args.source_channels - channel;
+  }
+};
+
+// How a block's threads take the chunks of a tile: each always the same column of it, in rows that are
+// kThreadRows apart.
+template <class Tile, int kThreads>
+struct Chunks {
+  static constexpr int kThreadRows = kThreads / Tile::kChunks;
+  static constexpr int kCount = Tile::kRows > kThreadRows ? Tile::kRows / kThreadRows : 1;
+  // Whether each thread has a row.
+  static constexpr bool kAll = kThreadRows <= Tile::kRows;
+  static_assert(kThreads % Tile::kChunks == 0 && Tile::kRows % kCount == 0, "whole rounds");
+
+  __device__ static __forceinline__ int column() { return threadIdx.x % Tile::kChunks; }
+  __device__ static __forceinline__ int row() { return threadIdx.x / Tile::kChunks; }
+  __device__ static __forceinline__ bool exists() { return kAll || row() < Tile::kRows; }
+  __device__ static __forceinline__ u32 first_at() {
+    return static_cast<u32>(kept_value(Tile::at(row(), column())));
+  }
+  // From the first row's place.
+  __device__ static __forceinline__ u32 at(u32 first, int i) {
+    if constexpr (kThreadRows % Tile::kPeriod == 0) {
+      return first + i * kThreadRows * Tile::kRowBytes;
+    } else {
+      return Tile::at(row() + i * kThreadRows, column());
+    }
+  }
+};
+
+}  // namespace convgrad

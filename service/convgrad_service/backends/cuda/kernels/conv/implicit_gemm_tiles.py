@@ -1,0 +1,139 @@
+"""Tiles of implicit_gemm, and how a problem is split among blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import ceil_div
+
+__all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile"]
+
+STEP_BYTES = 128
+"""Of the reduction, in a step."""
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks of a cluster: what every GPU with clusters takes."""
+STAGES = 4
+"""Of most tiles' rings: what is under way where blocks share a multiprocessor."""
+# In front of the ring, for the barrier; what the system has of a multiprocessor's for each block.
+BARRIER_BYTES, RESERVED_BYTES = 128, 1024
+# ClusterReduce: a fragment of 16 x 8 sums, padded.
+FRAGMENT_BYTES, FRAGMENT_SUMS = 656, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """M x N of a block, and of a warp; stages of its ring; blocks that its registers let a
+    multiprocessor have."""
+
+    m: int
+    n: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}" + (f"s{self.stages}" if self.stages != STAGES else "")
+
+    @property
+    def threads(self) -> int:
+        return self.m // self.warp_m * (self.n // self.warp_n) * 32
+
+    @property
+    def fragments(self) -> int:
+        """Of a warp: at most so many blocks of a cluster have a part each."""
+        return self.warp_m // 16 * (self.warp_n // 8)
+
+    def ring_bytes(self, steps: int) -> int:
+        """Of a block of so many steps: no more stages than it fills."""
+        return min(self.stages, max(steps, 1)) * (self.m + self.n) * STEP_BYTES
+
+    def shared_bytes(self, cluster: int, steps: int) -> int:
+        ring = self.ring_bytes(steps)
+        sums = self.m * self.n // FRAGMENT_SUMS * FRAGMENT_BYTES
+        return BARRIER_BYTES + (max(ring, sums) if cluster == 1 else ring + sums)
+
+    def resident(self, device: CudaDevice, cluster: int, steps: int) -> int:
+        """Blocks that a multiprocessor has at the same time."""
+        each = self.shared_bytes(cluster, steps) + RESERVED_BYTES
+        return min(self.blocks, device.shared_bytes_per_multiprocessor // each)
+
+    def defines(self, dtype: DType, operation: str, vector: int) -> dict[str, object]:
+        """What implicit_gemm.cu expects."""
+        return {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "OPERATION": operation,
+            "BM": self.m,
+            "BN": self.n,
+            "WM": self.warp_m,
+            "WN": self.warp_n,
+            "STAGES": self.stages,
+            "BLOCKS": self.blocks,
+            "VECTOR": vector,
+        }
+
+
+TILES = (
+    Tile(64, 64, 32, 32, 4, 3),
+    Tile(64, 64, 32, 32, 6, 2),
+    Tile(64, 32, 32, 16, 4, 4),
+    Tile(32, 64, 16, 32, 4, 4),
+    Tile(32, 32, 16, 16, 6, 4),
+    Tile(128, 16, 32, 16, 4, 3),
+    Tile(128, 32, 32, 32, 4, 3),
+    Tile(128, 64, 32, 32, 4, 2),
+    Tile(64, 128, 32, 32, 4, 2),
+    Tile(128, 128, 64, 32, 4, 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A tile, and among how many blocks its reduction is split: of a cluster, and so many clusters
+    through a workspace."""
+
+    tile: Tile
+    cluster: int = 1
+    workspace: int = 1
+
+    def __str__(self) -> str:
+        split = f"_k{self.cluster}" if self.cluster > 1 else ""
+        return f"{self.tile}{split}" + (f"/{self.workspace}" if self.workspace > 1 else "")
+
+    @property
+    def splits(self) -> int:
+        return self.cluster * self.workspace
+
+    def steps(self, gemm: Gemm, dtype: DType) -> int:
+        """The most of one block."""
+        return ceil_div(gemm.steps(dtype), self.splits)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A convolution as implicit_gemm takes it: for each phase its rows and the elements of its
+    reduction (in whole chunks), columns, and groups; the bytes that it must read and write; whether
+    it is wgrad; whether its pixels are looked up (``irregular``), by position and tap."""
+
+    phases: tuple[tuple[int, int], ...]
+    columns: int
+    groups: int
+    bytes: int
+    weight: bool
+    irregular: bool
+
+    @property
+    def rows(self) -> int:
+        """Of the largest phase."""
+        return max(rows for rows, _ in self.phases)
+
+    def tiles(self, tile: Tile) -> int:
+        """Of one phase and group, in the grid."""
+        return ceil_div(self.rows, tile.m) * ceil_div(self.columns, tile.n)
+
+    def steps(self, dtype: DType) -> int:
+        """The most of any phase."""
+        return max(ceil_div(depth * dtype.itemsize, STEP_BYTES) for _, depth in self.phases)

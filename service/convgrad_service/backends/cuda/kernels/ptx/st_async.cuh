@@ -1,0 +1,22 @@
+// Stores to the shared memory of another block of the cluster (st.async, DSMEM). Needs sm_90. The
+// emulator's twin is tests/emulator/kernels/ptx/st_async.cuh.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace convgrad {
+
+// 16 bytes to the same address in block `rank` of the cluster, counted at the barrier of this address
+// there (arrive_expecting announces them). No fence: who waits at that barrier sees the values.
+__device__ __forceinline__ void store_async(u32 to, const float (&values)[4], u32 barrier,
+                                            u32 rank) {
+  asm volatile(
+      "{.reg .b32 there, counted; mapa.shared::cluster.u32 there, %0, %6; "
+      "mapa.shared::cluster.u32 counted, %5, %6; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%1,%2,%3,%4}, "
+      "[counted];}" ::"r"(to),
+      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+}  // namespace convgrad

@@ -1,0 +1,121 @@
+"""The forms of a tensor as named schemas, because generators of clients make types of names, and
+the paths of tensors that stay on the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from convgrad.contract import tensor_json_schema
+from convgrad.dtypes import FLOATING, INDEX
+
+__all__ = ["REF", "named_tensors", "stored_tensor_paths", "with_named_tensors"]
+
+REF = "#/components/schemas/{}"
+# A tensor of any type is what an answer holds; the others are what requests take.
+_KINDS = {"Tensor": (*FLOATING, *INDEX), "FloatTensor": FLOATING, "IndexTensor": INDEX}
+
+
+def named_tensors() -> dict[str, Any]:
+    """Each kind of tensor as one of its forms, and each form, by name."""
+    schemas: dict[str, Any] = {}
+    for kind, dtypes in _KINDS.items():
+        forms = {
+            _form_name(kind, form["title"]): form for form in tensor_json_schema(dtypes)["oneOf"]
+        }
+        for name, form in forms.items():
+            schemas[name] = {**form, "title": name}
+        schemas[kind] = {"title": kind, "oneOf": [{"$ref": REF.format(name)} for name in forms]}
+    schemas["StoredTensorDescription"] = {
+        "title": "StoredTensorDescription",
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "dtype": {"type": "string", "enum": [dtype.value for dtype in _KINDS["Tensor"]]},
+            "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            "bytes": {"type": "integer"},
+            "expires_in_s": {"type": "number"},
+        },
+        "required": ["name", "dtype", "shape"],
+    }
+    return schemas
+
+
+def with_named_tensors(schema: Any) -> Any:
+    """``schema`` with a reference wherever a kind of tensor stands."""
+    if isinstance(schema, list):
+        return [with_named_tensors(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    for kind, forms in _FORMS.items():
+        if schema.get("oneOf") == forms:
+            beside = {
+                key: value for key, value in schema.items() if key in ("title", "description")
+            }
+            return {"$ref": REF.format(kind), **beside}
+    return {key: with_named_tensors(value) for key, value in schema.items()}
+
+
+def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
+    """The paths of tensors that stay on the server; ``error`` describes an answer of a status."""
+    name = {
+        "name": "name",
+        "in": "path",
+        "required": True,
+        "description": "What the tensor is called on the server.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"},
+    }
+    lives = {
+        "name": "X-Time-To-Live",
+        "in": "header",
+        "description": "Seconds since its last use after which it is forgotten; at most the "
+        "server's own limit.",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    described = {"$ref": REF.format("StoredTensorDescription")}
+    a_tensor = {
+        "application/json": {"schema": {"$ref": REF.format("Tensor")}},
+        "application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}},
+    }
+
+    def operation(identifier: str, summary: str, answer: Any, *statuses: int) -> dict[str, Any]:
+        return {
+            "tags": ["stored tensors"],
+            "operationId": identifier,
+            "summary": summary,
+            "responses": {
+                "200": {"description": "Done.", "content": answer},
+                **{str(status): error(status) for status in statuses},
+            },
+        }
+
+    def as_json(schema: Any) -> dict[str, Any]:
+        return {"application/json": {"schema": schema}}
+
+    listed = {"type": "array", "items": described}
+    list_schema = {"type": "object", "properties": {"tensors": listed}, "required": ["tensors"]}
+    return {
+        "/tensors": {
+            "get": operation("list_tensors", "The tensors that are kept.", as_json(list_schema))
+        },
+        "/tensors/{name}": {
+            "parameters": [name],
+            "put": {
+                **operation("put_tensor", "Keep a tensor.", as_json(described), 400, 413, 415, 429),
+                "parameters": [lives],
+                "requestBody": {"required": True, "content": a_tensor},
+            },
+            "get": operation("get_tensor", "Fetch a tensor.", a_tensor, 404, 406),
+            "delete": operation(
+                "drop_tensor", "Forget a tensor.", as_json({"type": "object"}), 404
+            ),
+        },
+    }
+
+
+def _form_name(kind: str, form: str) -> str:
+    # The name of a stored tensor says nothing of its elements, so there is one form of it.
+    return "StoredTensor" if form == "stored" else f"{form.capitalize()}{kind}"
+
+
+_FORMS = {kind: tensor_json_schema(dtypes)["oneOf"] for kind, dtypes in _KINDS.items()}

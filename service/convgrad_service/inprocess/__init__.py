@@ -1,0 +1,50 @@
+"""The same plans and kernels inside the caller's process, on memory that the caller owns.
+
+No server, no event loop, no second process. A framework bridge finds `executor` by the entry point
+``convgrad.executors``, prepares an operation once for each set of shapes, and launches it on
+addresses of its own tensors::
+
+    device = executor("cuda", 0)
+    backward = device.prepare("conv_bwd_data", {"grad_output": spec, "weight": spec}, {"stride": 2})
+    backward.launch(addresses, workspace, stream)
+
+The caller allocates outputs and workspace; nothing is copied, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from convgrad.errors import UnsupportedProblem
+from convgrad_service.inprocess.base import Executor, NotCompiled, Prepared, problem_of
+
+__all__ = ["Executor", "NotCompiled", "Prepared", "executor", "problem_of"]
+
+
+@lru_cache(maxsize=64)
+def executor(kind: str, index: int = 0) -> Executor:
+    """The executor of one device, made once for each process.
+
+    Parameters
+    ----------
+    kind : {"cpu", "cuda"}
+        The kind of device.
+    index : int
+        The number of the GPU; ignored for the CPU.
+
+    Raises
+    ------
+    DeviceUnavailable
+        There is no such GPU, no CuPy, or no compiler for its kernels.
+    UnsupportedProblem
+        Another kind of device.
+    """
+    if kind == "cpu":
+        from convgrad_service.inprocess.cpu import CpuExecutor
+
+        return CpuExecutor()
+    if kind == "cuda":
+        from convgrad_service.inprocess.cuda import CudaExecutor
+
+        return CudaExecutor(index)
+    raise UnsupportedProblem(f"tensors are on {kind!r}; expected cpu or cuda")

@@ -1,0 +1,241 @@
+"""The GPU kernels on device memory of the caller, launched on the caller's stream.
+
+A launch costs the host a few microseconds: argument structures are filled once for each set of
+addresses, which a caching allocator hands out again and again, and then only launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from convgrad.errors import DeviceUnavailable
+from convgrad_service.backends.cuda.compile import DEFAULT_CACHE, Compiler
+from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.launch import Kernels
+from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
+from convgrad_service.inprocess.base import NotCompiled, problem_of
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_program import (
+    ALIGNMENT,
+    ZEROS,
+    ZEROS_BYTES,
+    CudaPlan,
+    ceil_div,
+)
+from convgrad_service.problems.base import Problem
+
+__all__ = ["CudaExecutor"]
+
+Bound = Sequence[Callable[[int], None]]
+"""Launches with their arguments filled; each takes the stream."""
+
+# Sets of addresses whose argument structures a prepared operation keeps.
+KEPT_ADDRESSES = 32
+# CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+_IMPLICIT = 906
+# Buffers of zeros made ahead, because memory cannot be allocated while a stream is capturing.
+ZERO_BUFFERS = 64
+
+
+class CudaExecutor:
+    """Plans for one GPU, compiles, and launches where the caller says. See `Executor`.
+
+    Raises
+    ------
+    DeviceUnavailable
+        No CuPy, no NVRTC, no such GPU, or one too old.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._cuda: Any = import_cupy().cuda
+        self._device = describe(index)
+        try:
+            compiler = Compiler(
+                find_nvrtc(cuda_driver_major()), self._device.architecture, DEFAULT_CACHE
+            )
+        except CompileError as error:
+            raise DeviceUnavailable(str(error)) from error
+        self._index = index
+        with self._cuda.Device(index):
+            self._kernels = Kernels(compiler)
+            self._zeros = _ZeroBuffers(self._cuda)
+
+    def prepare(
+        self,
+        operation: str,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        parameters: Mapping[str, Any],
+        *,
+        wait: bool = True,
+    ) -> PreparedOnCuda:
+        """See `Executor.prepare`; compiling takes seconds where the kernels are not cached."""
+        problem = problem_of(operation, tensors, parameters)
+        plan = plan_for(problem, self._device, FAMILIES)
+        compiling = self._kernels.compile_ahead(plan.steps)
+        if compiling is not None:
+            if not wait and not compiling.done():
+                raise NotCompiled(f"the kernels of {plan.kernel} are being compiled")
+            compiling.result()
+        with self._cuda.Device(self._index):
+            self._kernels.prepare(plan.steps)
+            return PreparedOnCuda(problem, plan, self._kernels, self._zeros)
+
+
+class PreparedOnCuda:
+    """A plan, where its workspace lies, and the argument structures of its latest launches.
+
+    See `Prepared`. Safe to call from several threads.
+    """
+
+    def __init__(
+        self, problem: Problem, plan: CudaPlan, kernels: Kernels, zeros: _ZeroBuffers
+    ) -> None:
+        self.inputs, self.outputs = problem.inputs, problem.outputs
+        self.kernel = plan.kernel
+        self._plan, self._kernels, self._zeros = plan, kernels, zeros
+        self._names = (*self.inputs, *self.outputs)
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for item in plan.workspace:
+            self._offsets[item.name] = end
+            end += ceil_div(item.size_bytes, ALIGNMENT) * ALIGNMENT
+        self.workspace_bytes = end
+        self._bound: OrderedDict[tuple[int, ...], tuple[Bound, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def launch(
+        self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
+    ) -> None:
+        """See `Prepared.launch`: returns before it has run."""
+        key = (stream, capture_id(stream) if capturing else 0, workspace, *addresses)
+        with self._lock:
+            bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bind(key, addresses, workspace)
+        first, *branches = bound
+        for step in first:
+            step(stream)
+        if branches:
+            self._run_side_by_side(branches, stream)
+
+    def _run_side_by_side(self, branches: Sequence[Bound], stream: int) -> None:
+        """The branches on streams of their own, forked from this one and joined to it again."""
+        current = self._zeros.cuda.ExternalStream(stream)
+        sides = [current, *self._zeros.streams(len(branches) - 1)]
+        start = current.record()
+        for side in sides[1:]:
+            side.wait_event(start)
+        try:
+            for branch, side in zip(branches, sides, strict=True):
+                for step in branch:
+                    step(side.ptr)
+        finally:
+            for side in sides[1:]:
+                current.wait_event(side.record())
+
+    def _bind(
+        self, key: tuple[int, ...], addresses: Sequence[int], workspace: int
+    ) -> tuple[Bound, ...]:
+        """Launches with their arguments filled for these addresses: what runs first, then each
+        branch."""
+        places = dict(zip(self._names, addresses, strict=True))
+        places |= {name: workspace + offset for name, offset in self._offsets.items()}
+        steps, cuts = self._plan.steps, self._plan.branches
+        spans = [(0, cuts[0] if cuts else len(steps)), *pairwise([*cuts, len(steps)])]
+        bound = tuple(
+            self._kernels.bind(
+                steps[start:stop], {**places, ZEROS: self._zeros.of((*key[:2], branch))}
+            )
+            for branch, (start, stop) in enumerate(spans if cuts else spans[:1])
+        )
+        with self._lock:
+            self._bound[key] = bound
+            if len(self._bound) > KEPT_ADDRESSES:
+                self._bound.popitem(last=False)
+        return bound
+
+
+class _ZeroBuffers:
+    """Zeros for kernels to count in, one buffer for each stream or capture, and side streams.
+
+    Kernels leave the zeros as they found them, and those of one stream follow each other. A graph
+    may be replayed on any stream, so each capture has buffers of its own.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self.cuda = cuda
+        size = ZERO_BUFFERS * ZEROS_BYTES
+        self._memory: list[Any] = [cuda.alloc(size)]
+        cuda.runtime.memset(self._memory[0].ptr, 0, size)
+        self._left = ZERO_BUFFERS
+        self._of: dict[tuple[int, ...], int] = {}
+        self._local = threading.local()
+        self._lock = threading.Lock()
+
+    def of(self, user: tuple[int, ...]) -> int:
+        """The address of the zeros of (stream, capture, branch)."""
+        with self._lock:
+            found = self._of.get(user)
+            if found is None:
+                if self._left == 0:
+                    self._grow()
+                self._left -= 1
+                found = self._of[user] = int(self._memory[-1].ptr) + self._left * ZEROS_BYTES
+        return found
+
+    def _grow(self) -> None:
+        """Another block of buffers.
+
+        Raises
+        ------
+        DeviceUnavailable
+            CUDA refuses: the stream is capturing a graph.
+        """
+        size = ZERO_BUFFERS * ZEROS_BYTES
+        try:
+            memory = self.cuda.alloc(size)
+            self.cuda.runtime.memset(memory.ptr, 0, size)
+        except self.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceUnavailable(
+                f"there is no room for more than {len(self._of)} graph captures and streams "
+                f"({error}); run the operation once outside of the capture first"
+            ) from error
+        self._memory.append(memory)
+        self._left = ZERO_BUFFERS
+
+    def streams(self, count: int) -> list[Any]:
+        """So many streams beside the caller's; each thread has its own."""
+        made: list[Any] = self._local.__dict__.setdefault("streams", [])
+        made += [self.cuda.Stream(non_blocking=True) for _ in range(count - len(made))]
+        return made[:count]
+
+
+@lru_cache(maxsize=1)
+def _capture_info() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+
+
+def capture_id(stream: int) -> int:
+    """The number of the graph capture that a stream takes part in; 0 where it is in none.
+
+    Raises
+    ------
+    DeviceUnavailable
+        The driver refuses to say.
+    """
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    result = _capture_info()(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if result == _IMPLICIT:
+        return 0  # the default stream, while another one captures
+    if result != 0:
+        raise DeviceUnavailable(f"cuStreamGetCaptureInfo failed: CUDA error {result}")
+    return int(number.value) if status.value == 1 else 0

@@ -1,0 +1,129 @@
+"""Tiles of the depthwise CPU kernels: pure arithmetic over a planar plan.
+
+The kernels (``backends/cpu/kernels/depthwise.cpp``, ``depthwise_weight.cpp``) lay out their scratch
+by the same formulas. Every position is a vector of channels there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from convgrad_service.plans.planar import PLANS_KEPT, PlanarPlan, Triple
+
+__all__ = ["DepthwiseTiles", "depthwise_tiles"]
+
+# A task's blocks should stay in half of a core's L2 cache; beyond the hard limit the grouped
+# kernels run.
+BLOCK_BYTES = 384 * 1024
+SCRATCH_LIMIT_BYTES = 8 * 1024 * 1024
+# Each thread packs all weights for itself.
+WEIGHT_LIMIT_BYTES = 1024 * 1024
+# Vectors of a task at most, and the rows that its tile keeps if it has more than one.
+VECTORS, ROWS = 8, 4
+# Columns computed together, `kWide` of the kernels.
+WIDE = 8
+# Parts that a weight's gradient is summed in, whatever the threads.
+MOST_SPLITS = 64
+RUN_BYTES, MET_BYTES = 40, 24
+
+
+@dataclass(frozen=True, slots=True)
+class DepthwiseTiles:
+    """One launch; names as in ``kernels/planar_args.hpp``."""
+
+    tile: Triple
+    tiles: Triple
+    group_block: int
+    splits: int
+    tasks: int
+    scratch_bytes: int
+    workspace_bytes: int
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def depthwise_tiles(
+    plan: PlanarPlan,
+    batch: int,
+    groups: int,
+    vector_bytes: int,
+    lanes: int,
+    *,
+    weight: bool,
+) -> DepthwiseTiles | None:
+    """Tiles for a correlation, or for the gradient of the weight; None where one is too large.
+
+    A task takes several vectors of channels at once, as long as its tile keeps rows enough beside
+    their halo: where channels lie side by side in memory it then reads and writes long runs.
+    """
+    low, high = _met(plan)
+    extent = [-(-size // step) for size, step in zip(plan.dst_size, plan.dst_step, strict=True)]
+    taps, phases = len(plan.taps), len(plan.dst_phase)
+    tables = _up64(taps * RUN_BYTES) + _up64((phases + 1) * 8) + _up64(taps * 8)
+    channels = -(-groups // lanes)
+    if not weight:
+        tables += _up64(taps * MET_BYTES) + channels * (1 + taps) * vector_bytes
+    if channels * taps * vector_bytes > WEIGHT_LIMIT_BYTES:
+        return None
+
+    def scratch(tile: list[int], vectors: int) -> int:
+        source = prod(
+            (t - 1) * step + h - lo + 1
+            for t, step, lo, h in zip(tile, plan.src_step, low, high, strict=True)
+        )
+        result = [t * step for t, step in zip(tile, plan.dst_step, strict=True)]
+        past = WIDE * plan.src_step[2]
+        if weight:
+            result[2] += WIDE
+        else:
+            past += max(WIDE * plan.dst_step[2], lanes)
+        return tables + vectors * (source + prod(result) + past) * vector_bytes
+
+    def shrunk(vectors: int) -> list[int]:
+        tile = list(extent)
+        while scratch(tile, vectors) > BLOCK_BYTES:
+            longest = next((d for d in (0, 1) if tile[d] > 1), 2)
+            if longest == 2 and tile[2] <= 4 * WIDE:
+                break
+            tile[longest] = -(-tile[longest] // 2)
+        return tile
+
+    vectors = -(-channels // -(-channels // VECTORS))
+    tile = shrunk(vectors)
+    while vectors > 1 and tile[1] < min(extent[1], ROWS):
+        vectors //= 2
+        tile = shrunk(vectors)
+    if scratch(tile, vectors) > SCRATCH_LIMIT_BYTES:
+        return None
+    tiles = [-(-e // t) for e, t in zip(extent, tile, strict=True)]
+    tile = [-(-e // n) for e, n in zip(extent, tiles, strict=True)]
+    blocks, units = -(-groups // (vectors * lanes)), batch * prod(tiles)
+    splits = min(units, MOST_SPLITS) if weight else 1
+    return DepthwiseTiles(
+        _triple(tile),
+        _triple(tiles),
+        vectors * lanes,
+        splits,
+        blocks * (splits if weight else units),
+        scratch(tile, vectors),
+        splits * taps * channels * vector_bytes if weight else 0,
+    )
+
+
+def _met(plan: PlanarPlan) -> tuple[list[int], list[int]]:
+    """The least and the greatest source coordinates that any tap meets at t = 0."""
+    if not len(plan.taps):
+        return [0, 0, 0], [0, 0, 0]
+    offsets = plan.taps[:, 1:4] + plan.origin
+    source = offsets * plan.src_step + plan.src_phase[plan.taps[:, 0]]
+    return [int(v) for v in source.min(axis=0)], [int(v) for v in source.max(axis=0)]
+
+
+def _triple(values: list[int]) -> Triple:
+    first, second, third = values
+    return first, second, third
+
+
+def _up64(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64

@@ -1,0 +1,66 @@
+"""implicit_gemm, run on the CPU: every operation, alone, in clusters, through a workspace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config
+from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
+from convgrad_service.plans.cuda_families import Families
+from tests.cases import FROM_CONV, Case, conv_cases
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.harness import answers, check, drawn, with_layouts
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+NAMES = (
+    "plain",
+    "stride_beyond_kernel",
+    "stride_shares_factor_with_dilation",
+    "padding_beyond_the_kernel",
+    "channels_67",
+    "channels_33_to_130",
+    "groups_3_odd",
+    "1d_causal",
+    "3d_plain",
+)
+CASES = [case for op in FROM_CONV for case in conv_cases(op) if case.name in NAMES]
+TILE = {(tile.m, tile.n): tile for tile in reversed(TILES)}
+WAYS = {
+    "alone": Config(TILE[64, 64]),
+    "cluster": Config(TILE[64, 64], 4),
+    "workspace": Config(TILE[128, 32], 1, 3),
+    "both": Config(TILE[64, 32], 2, 2),
+}
+TF32 = 2.0**-10  # what rounding the factors costs
+
+
+def families(config: Config | None) -> Families:
+    gemm = ImplicitGemm(config)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
+@pytest.mark.parametrize("gate", ["exact", "bounded"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_right(seed: int, case: Case, way: str, gate: str) -> None:
+    for dtype in ("bfloat16", "float32") if way in ("alone", "both") else ("bfloat16",):
+        high = dtype == "float32"
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        posed = case.with_params("high", precision="high") if high else case
+        backend = EmulatedBackend(families(WAYS[way]))
+        for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+            found = answers(backend, posed, tensors, layout)
+            what = f"seed {seed}, {case.id} {dtype} {layout}"
+            check(found, wanted, gate, what, TF32 if high else 0.0)

@@ -1,0 +1,233 @@
+"""Whole networks on the GPU, every distinct convolution at several batches, beside PyTorch's cuDNN.
+
+    python -m tests.perf.bench_networks --networks resnet50 --batches 1 8 --ops conv_bwd_data
+
+Times the layers of `suite/networks.json` as bench_gpu.py does (graph replay, one process, the same
+tensors), in short samples so that several hundred take a minute, and writes
+`tests/perf/results/networks.jsonl`: the fields of bench_gpu and `batch`, a line for each layer,
+batch, operation, type and layout, in place of an older run's. Ends with a table by class and batch,
+and the sums of each network. Needs a GPU, CuPy and PyTorch.
+
+Plans are made and kernels compiled in parallel before anything is timed. Each result is compared
+with cuDNN's, from a poisoned output; `--float64` compares with a float64 computation, which takes
+longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.plans.cuda import plan_for
+from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.problems import Problem
+from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of
+from tests.perf.gpu_layers import Case, cases_of, problem_of
+
+HERE = Path(__file__).resolve().parent
+SUITE, RESULTS = HERE / "suite" / "networks.json", HERE / "results" / "networks.jsonl"
+BATCHES = (1, 8, 32, 128)
+GRADIENTS = ("conv_bwd_data", "grouped_conv_bwd_weight")
+# Plans made by one process at a time, and by how many.
+CHUNK, PROCESSES = 8, 16
+# Of the peer's time over ours: what the summary counts as slower.
+SLOWER = (0.97, 0.95, 0.85)
+# Both results are rounded.
+APART = {name: 2 * bound for name, bound in TOLERANCE.items()}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One measurement to make; ``layer`` has a batch."""
+
+    layer: Mapping[str, Any]
+    op: str
+    dtype: str
+    layout: str
+    precision: str
+
+    @property
+    def problem(self) -> Problem:
+        made: Any = problem_of(self.layer, self.dtype, self.layout, self.op)
+        problem: Problem = made
+        if self.dtype == "float32":
+            problem = replace(made, precision=self.precision)
+        return problem
+
+    def case(self) -> Case:
+        (case,) = cases_of(self.layer, self.dtype, self.layout, (self.op,))
+        return replace(case, problem=self.problem)
+
+
+def wanted_of(given: argparse.Namespace) -> list[Wanted]:
+    """Layer by layer, so that its operations follow each other."""
+    layers = [
+        layer
+        for layer in json.loads(SUITE.read_text(encoding="utf-8"))
+        if (not given.networks or set(given.networks) & set(layer["networks"]))
+        and (not given.classes or layer["class"] in given.classes)
+    ]
+    return [
+        Wanted({**layer, "N": batch}, op, dtype, layout, given.precision)
+        for dtype in given.dtypes
+        for layout in given.layouts
+        for batch in given.batches
+        for layer in layers
+        for op in given.ops
+    ]
+
+
+def _plan(work: tuple[Wanted, CudaDevice]) -> CudaPlan:
+    one, device = work
+    return plan_for(one.problem, device, FAMILIES)
+
+
+def plans_of(wanted: Sequence[Wanted], device: CudaDevice) -> list[CudaPlan]:
+    """In several processes: planning needs no GPU."""
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        return list(pool.map(_plan, [(one, device) for one in wanted], chunksize=CHUNK))
+
+
+def apart(case: Case, ours: Sequence[Any], peer: Any) -> float:
+    """||ours - peer|| / ||peer||, the largest; NaN where an element was not written."""
+    pairs = zip(ours, peer if isinstance(peer, list) else [peer], strict=True)
+    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def measure(bench: Bench, one: Wanted, plan: CudaPlan, given: argparse.Namespace) -> dict[str, Any]:
+    """One line of results."""
+    tf32 = one.precision == "high"
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    case = one.case()
+    results = outputs_of(case)
+    run = bench.ours(plan, {**case.tensors, **results})
+    run()
+    found = list(results.values())
+    if given.float64:
+        error = error_of(case, found if len(found) > 1 else found[0])
+    else:
+        error = apart(case, found, case.peer(case.tensors))
+    if not error <= APART[one.dtype]:
+        raise SystemExit(f"{one.layer['name']} {one.op} {one.dtype} {one.layout}: error {error}")
+    ours_s = bench.seconds(run)
+    peer_s = bench.seconds(lambda: case.peer(case.tensors))
+    more = {"precision": one.precision} if one.dtype == "float32" else {}
+    return {
+        "bench": "networks",
+        "op": one.op,
+        "layer": one.layer["name"],
+        "class": one.layer["class"],
+        "networks": one.layer["networks"],
+        "batch": one.layer["N"],
+        "dtype": one.dtype,
+        "layout": one.layout,
+        "ours_ms": round(ours_s * 1e3, 5),
+        "kernel": plan.kernel,
+        "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+        "peer_ms": round(peer_s * 1e3, 5),
+        "reference_ms": round(case.reference_s * 1e3, 5),
+        "error": float(f"{error:.3g}"),
+        "samples": bench.samples,
+        **more,
+    }
+
+
+def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("op", "layer", "batch", "dtype", "layout")
+    return *(line[name] for name in names), line.get("precision")
+
+
+def store(lines: Iterable[dict[str, Any]], path: Path) -> None:
+    """In place of older lines of the same measurements."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            kept[key_of(line)] = line
+    kept |= {key_of(line): line for line in lines}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept.values()), encoding="utf-8")
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> None:
+    """By class, then by network: the peer's time over ours."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        group = (*(line[name] for name in ("class", "op", "dtype", "layout")), line["batch"])
+        groups[group].append(line)
+    slower = "".join(f"{f'<{bound}x':>8}" for bound in SLOWER)
+    print(f"{'class, operation, type, layout, batch':58}{'layers':>7}{'geomean':>9}{slower}  worst")
+    for group, members in groups.items():
+        ratios = sorted((one["peer_ms"] / one["ours_ms"], one["layer"]) for one in members)
+        below = "".join(
+            f"{sum(ratio < bound for ratio, _ in ratios) / len(ratios):8.0%}" for bound in SLOWER
+        )
+        mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+        name = " ".join(map(str, group))
+        print(f"{name:58}{len(ratios):7}{mean:8.2f}x{below}  {ratios[0][0]:.2f}x {ratios[0][1]}")
+    sums: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for line in lines:
+        if line["op"] not in GRADIENTS:
+            continue
+        for network, count in line["networks"].items():
+            total = sums[network, line["dtype"], line["layout"], line["batch"]]
+            total[0] += count * line["ours_ms"]
+            total[1] += count * line["peer_ms"]
+    print(f"\n{'network, both gradients':58}{'ours ms':>9}{'peer ms':>9}{'faster':>8}")
+    for network, (ours, peer) in sums.items():
+        print(f"{' '.join(map(str, network)):58}{ours:9.3f}{peer:9.3f}{peer / ours:7.2f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="*", default=[], help="none means all")
+    parser.add_argument("--classes", nargs="*", default=[], help="none means all")
+    parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--ops", nargs="*", default=GRADIENTS, help="conv_fwd too")
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--layouts", nargs="*", default=["NHWC"])
+    parser.add_argument("--precision", choices=("high", "highest"), default="high")
+    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--seconds", type=float, help="stop measuring after so many")
+    parser.add_argument("--float64", action="store_true", help="compare with float64")
+    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    bench = Bench(given.samples)
+    started_s = time.monotonic()
+    wanted = wanted_of(given)
+    plans = plans_of(wanted, bench.device)
+    planned_s = time.monotonic()
+    bench.compile(plans)
+    compiled_s = time.monotonic()
+    where = facts(given.git_sha)
+    lines: list[dict[str, Any]] = []
+    for one, plan in zip(wanted, plans, strict=True):
+        if given.seconds is not None and time.monotonic() - compiled_s > given.seconds:
+            print(f"out of time: {len(wanted) - len(lines)} were not measured")
+            break
+        lines.append(measure(bench, one, plan, given) | where)
+    store(lines, given.results)
+    show(lines)
+    print(
+        f"\n{len(lines)} measured in {time.monotonic() - compiled_s:.0f} s, after "
+        f"{planned_s - started_s:.0f} s of planning and {compiled_s - planned_s:.0f} s of compiling"
+    )
+
+
+if __name__ == "__main__":
+    main()

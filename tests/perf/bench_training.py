@@ -1,0 +1,193 @@
+"""A training step of whole networks, by PyTorch alone and with `convgrad.torch.use(Local())`.
+
+Forward, backward and fused SGD; bfloat16 autocast, channels last; as one CUDA graph and eager, both
+ways in one process. Also what a call costs the host. Needs torch, torchvision, timm and a GPU::
+
+    python -m tests.perf.bench_training --batches 32 128 --out training.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+
+import convgrad.torch as ours
+from tests.perf.provenance import origin
+
+NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "resnet50": (torchvision.models.resnet50, (3, 224, 224)),
+    "convnext_tiny": (torchvision.models.convnext_tiny, (3, 224, 224)),
+    "efficientnet_b0": (torchvision.models.efficientnet_b0, (3, 224, 224)),
+    "mobilenetv3_large": (torchvision.models.mobilenet_v3_large, (3, 224, 224)),
+    "regnety_3_2gf": (torchvision.models.regnet_y_3_2gf, (3, 224, 224)),
+    "r3d_18": (torchvision.models.video.r3d_18, (3, 16, 112, 112)),
+    "densenet121": (torchvision.models.densenet121, (3, 224, 224)),
+    "ghostnet_100": (lambda: timm.create_model("ghostnet_100"), (3, 224, 224)),
+}
+
+
+class Step:
+    """One training step on fixed data, eager or as a CUDA graph."""
+
+    def __init__(self, name: str, batch: int) -> None:
+        make, shape = NETWORKS[name]
+        torch.manual_seed(0)
+        memory = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
+        self.model = make().cuda().to(memory_format=memory).train()
+        self.x = torch.randn(batch, *shape, device="cuda").to(memory_format=memory)
+        self.y = torch.randint(0, 400, (batch,), device="cuda")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(self.model(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def recorded(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph
+
+
+def samples_ms(run: Callable[[], Any], seconds: float) -> list[float]:
+    run()
+    torch.cuda.synchronize()
+    found: list[float] = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or len(found) < 5:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return found
+
+
+def compiled(step: Step, local: ours.Local) -> float:
+    """Have the kernels that a step needs; returns the seconds that took."""
+    started = time.monotonic()
+    with ours.use(ours.Local(wait=False)):
+        step()
+    with ours.use(local):
+        step()
+    torch.cuda.synchronize()
+    return time.monotonic() - started
+
+
+def host_us(local: ours.Local) -> dict[str, float]:
+    """What a small convolution's backward pass costs the host, ours and PyTorch's own."""
+    x = torch.randn(1, 64, 8, 8, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(64, 64, 1, 1, device="cuda", dtype=torch.bfloat16)
+    steps = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False])
+
+    def once() -> None:
+        torch.ops.aten.convolution_backward(x, x, w, None, *steps)
+
+    def measured() -> float:
+        found = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(20):
+                once()
+            found.append((time.perf_counter() - started) / 20 * 1e6)
+        return statistics.median(found)
+
+    once()
+    peer = measured()
+    with ours.use(local, fallback=False):
+        once()
+        return {"ours": measured(), "peer": peer}
+
+
+def measure(name: str, batch: int, seconds: float, local: ours.Local) -> dict[str, Any]:
+    step = Step(name, batch)
+    compile_s = compiled(step, local)
+    ours.report(reset=True)
+    with ours.use(local):
+        own_eager = samples_ms(step, seconds)
+        rows = ours.report(reset=True).rows
+        own_graph = step.recorded()
+    left = sum(row.calls for row in rows if row.computed_by == "PyTorch")
+    peer_eager = samples_ms(step, seconds)
+    peer_graph = step.recorded()
+    own: list[float] = []
+    peer: list[float] = []
+    for _ in range(3):  # interleaved: clocks drift
+        peer += samples_ms(peer_graph.replay, seconds / 3)
+        own += samples_ms(own_graph.replay, seconds / 3)
+    median = statistics.median
+    return {
+        "bench": "training",
+        "network": name,
+        "batch": batch,
+        "dtype": "bfloat16",
+        "layout": "NHWC",
+        "ours_ms": round(median(own), 3),
+        "peer": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+        "peer_ms": round(median(peer), 3),
+        "ours_eager_ms": round(median(own_eager), 3),
+        "peer_eager_ms": round(median(peer_eager), 3),
+        "left_to_peer": left,
+        "compile_s": round(compile_s, 1),
+        "samples": len(own),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
+    parser.add_argument("--batches", nargs="+", type=int, default=[32, 128])
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each way that is timed")
+    parser.add_argument("--limit-s", type=float, default=600, help="begin nothing after so long")
+    parser.add_argument("--out", type=Path, help="append records to this file")
+    options = parser.parse_args()
+    started = time.monotonic()
+    local = ours.Local()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    where = origin(torch.cuda.get_device_name(), versions)
+    print("host us a call:", host_us(local), flush=True)
+    for name in options.networks:
+        for batch in options.batches:
+            if time.monotonic() - started > options.limit_s:
+                print("out of time before", name, batch)
+                return
+            batch_of = min(batch, 32) if name == "r3d_18" else batch
+            if batch_of != batch and batch_of in options.batches:
+                continue
+            row = {**measure(name, batch_of, options.seconds, local), **where}
+            print(
+                f"{name:18} {batch_of:4} graph {row['ours_ms']:8.3f} / {row['peer_ms']:8.3f} ms "
+                f"= {row['peer_ms'] / row['ours_ms']:.3f}x   eager {row['ours_eager_ms']:8.3f} / "
+                f"{row['peer_eager_ms']:8.3f} = {row['peer_eager_ms'] / row['ours_eager_ms']:.3f}x"
+                f"   left {row['left_to_peer']}  compile {row['compile_s']} s",
+                flush=True,
+            )
+            if options.out:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

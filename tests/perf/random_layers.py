@@ -1,0 +1,81 @@
+"""Random convolutions like those of real networks, to fit and to judge choices of kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["random_layers"]
+
+# How often a network has such a layer: the kernel, its stride, its dilation.
+KERNELS = (
+    (10, 1, 1, 1),
+    (1, 1, 2, 1),
+    (6, 3, 1, 1),
+    (2, 3, 2, 1),
+    (1, 3, 1, 2),
+    (1, 5, 1, 1),
+    (1, 2, 2, 1),
+)
+# Spatial sizes from an input of 224 (and neighbours), or of a segmentation network.
+SIZES = (7, 7, 8, 13, 14, 14, 16, 20, 28, 28, 32, 40, 56, 56, 64, 80, 112)
+BATCHES = (1, 1, 2, 4, 8, 8, 16, 32, 32, 64)
+# Mostly multiples of 8 or 16, some of 4 or 2.
+NARROW, WIDE = (8, 12, 16, 18, 24, 32, 36, 40, 48, 60), (1.0, 1.0, 1.25, 1.5)
+MOST_FLOPS, MOST_ELEMENTS = 3e11, 2e8
+
+
+def random_layers(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """``count`` layers with a batch, as entries of `suite/networks.json`; equal for equal seeds."""
+    draw = random.Random(seed)
+    while count > 0:
+        layer = _layer(draw)
+        if layer is None:
+            continue
+        count -= 1
+        yield layer
+
+
+def _channels(draw: random.Random) -> int:
+    if draw.random() < 0.25:
+        return draw.choice(NARROW)
+    return max(16, int(2 ** draw.uniform(5, 11) * draw.choice(WIDE)) // 16 * 16)
+
+
+def _layer(draw: random.Random) -> dict[str, Any] | None:
+    """None where it would be larger than real ones are."""
+    weights = [weight for weight, *_ in KERNELS]
+    _, kernel, stride, dilation = draw.choices(KERNELS, weights)[0]
+    inputs, outputs = _channels(draw), _channels(draw)
+    ndim = draw.choices((1, 2, 3), (1, 8, 1))[0]
+    size = draw.choice(SIZES)
+    sizes = {1: [size * size], 2: [size, size], 3: [min(size, 8), min(size, 28), min(size, 28)]}[
+        ndim
+    ]
+    pad = dilation * (kernel - 1) // 2
+    out = [(one + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1 for one in sizes]
+    batch = draw.choice(BATCHES)
+    pixels_in = pixels_out = batch
+    for a, b in zip(sizes, out, strict=True):
+        pixels_in, pixels_out = pixels_in * a, pixels_out * b
+    flops = 2 * pixels_out * inputs * outputs * kernel**ndim
+    if flops > MOST_FLOPS or max(pixels_in * inputs, pixels_out * outputs) > MOST_ELEMENTS:
+        return None
+    shape = "x".join(map(str, sizes))
+    return {
+        "name": f"{inputs}>{outputs}_{shape}_k{kernel}_s{stride}_d{dilation}_n{batch}",
+        "class": "dense",
+        "networks": {},
+        "ndim": ndim,
+        "N": batch,
+        "C": inputs,
+        "K": outputs,
+        "groups": 1,
+        "input_size": sizes,
+        "output_size": out,
+        "kernel_size": [kernel] * ndim,
+        "stride": [stride] * ndim,
+        "padding": [pad] * ndim,
+        "dilation": [dilation] * ndim,
+    }

@@ -1,0 +1,214 @@
+"""The functions of `convgrad.torch` beside PyTorch's own, forward, backward and twice backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import convgrad.torch as ours
+from convgrad import InvalidProblem
+
+functional = torch.nn.functional
+Tensor = torch.Tensor
+
+CONVS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "1d": (1, (2, 6, 20), (8, 6, 5), {"stride": 2, "padding": 2}),
+    "2d": (2, (2, 6, 9, 11), (8, 6, 3, 3), {"padding": 1}),
+    "2d strided": (2, (2, 6, 9, 11), (8, 6, 3, 2), {"stride": (2, 3), "padding": (1, 0)}),
+    "2d dilated": (2, (1, 4, 12, 12), (6, 4, 3, 3), {"dilation": 2, "padding": 2}),
+    "2d grouped": (2, (2, 8, 7, 7), (12, 4, 3, 3), {"groups": 2, "padding": 1}),
+    "2d depthwise": (2, (2, 6, 8, 8), (6, 1, 3, 3), {"groups": 6, "stride": 2, "padding": 1}),
+    "2d same": (2, (2, 4, 8, 9), (6, 4, 4, 3), {"padding": "same"}),
+    "2d valid": (2, (2, 4, 8, 9), (6, 4, 4, 3), {"padding": "valid"}),
+    "3d": (3, (1, 4, 5, 6, 7), (6, 4, 3, 3, 3), {"padding": 1}),
+    "2d unbatched": (2, (6, 9, 11), (8, 6, 3, 3), {"padding": 1}),
+}
+TRANSPOSED: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "1d": (1, (2, 6, 9), (6, 4, 4), {"stride": 2, "padding": 1}),
+    "2d": (2, (2, 6, 5, 6), (6, 4, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "2d grouped": (2, (2, 6, 5, 6), (6, 4, 3, 3), {"stride": 3, "groups": 2, "dilation": 2}),
+    "3d": (3, (1, 4, 3, 4, 3), (4, 6, 2, 2, 2), {"stride": 2}),
+}
+POOLS: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    "2d": (2, (2, 5, 9, 10), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "2d ceil": (2, (2, 5, 9, 10), {"kernel_size": (3, 2), "ceil_mode": True}),
+    "2d unbatched": (2, (5, 9, 10), {"kernel_size": 2}),
+    "3d": (3, (1, 3, 5, 6, 7), {"kernel_size": 3, "stride": 2, "padding": 1}),
+}
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1.5e-1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _on(backend: ours.Backend) -> Iterator[None]:
+    with ours.use(backend):
+        yield
+
+
+def normal(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, *, grad: bool = True
+) -> Tensor:
+    return torch.randn(shape, dtype=dtype).requires_grad_(grad)
+
+
+def same(found: Any, wanted: Any, dtype: torch.dtype) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype is b.dtype
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", CONVS)
+def test_convolutions_are_pytorchs(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ndim, of_input, of_weight, options = CONVS[name]
+    inputs = normal(of_input, dtype), normal(of_weight, dtype), normal(of_weight[:1], dtype)
+    output = getattr(ours, f"conv{ndim}d")(*inputs, **options)
+    with ours.use(None):
+        wanted = getattr(functional, f"conv{ndim}d")(*inputs, **options)
+        grad = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, inputs, grad)
+    same([output], [wanted], dtype)
+    same(torch.autograd.grad(output, inputs, grad), gradients, dtype)
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_convolutions_are_pytorchs(name: str) -> None:
+    torch.manual_seed(0)
+    ndim, of_input, of_weight, options = TRANSPOSED[name]
+    channels = of_weight[1] * options.get("groups", 1)
+    inputs = normal(of_input), normal(of_weight), normal((channels,))
+    output = getattr(ours, f"conv_transpose{ndim}d")(*inputs, **options)
+    with ours.use(None):
+        wanted = getattr(functional, f"conv_transpose{ndim}d")(*inputs, **options)
+        grad = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, inputs, grad)
+    same([output], [wanted], torch.float64)
+    same(torch.autograd.grad(output, inputs, grad), gradients, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_is_pytorchs(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ndim, of_input, options = POOLS[name]
+    input = normal(of_input, dtype)
+    output = getattr(ours, f"max_pool{ndim}d")(input, **options)
+    with ours.use(None):
+        wanted = getattr(functional, f"max_pool{ndim}d")(input, **options)
+        grad = torch.randn_like(wanted)
+        gradients = torch.autograd.grad(wanted, [input], grad)
+    assert torch.equal(output, wanted)
+    same(torch.autograd.grad(output, [input], grad), gradients, dtype)
+
+
+def test_channels_last_stays() -> None:
+    torch.manual_seed(0)
+    input = normal((2, 8, 7, 7), torch.float32, grad=False).to(memory_format=torch.channels_last)
+    input.requires_grad_()
+    weight = normal((16, 8, 3, 3), torch.float32)
+    output = ours.conv2d(input, weight, padding=1)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    gradients = torch.autograd.grad(output, (input, weight), torch.randn_like(output))
+    assert gradients[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_second_derivatives() -> None:
+    torch.manual_seed(0)
+    inputs = normal((2, 4, 5, 5)), normal((6, 2, 3, 3)), normal((6,))
+    options = {"stride": 2, "padding": 1, "groups": 2}
+
+    def conv(*tensors: Tensor) -> Tensor:
+        return ours.conv2d(*tensors, **options)
+
+    assert torch.autograd.gradcheck(conv, inputs)
+    assert torch.autograd.gradgradcheck(conv, inputs)
+    # Values far apart: finite differences must not change the maximum.
+    spread = torch.randperm(2 * 3 * 36).double().view(2, 3, 6, 6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ours.max_pool2d(x, 3, 2, 1), (spread,))
+    assert torch.autograd.gradgradcheck(lambda x: ours.max_pool2d(x, 3, 2, 1), (spread,))
+
+
+def test_the_operators_keep_pytorchs_rules() -> None:
+    torch.manual_seed(0)
+    geometry = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    input, weight, bias = normal((2, 4, 5, 5)), normal((6, 4, 3, 3)), normal((6,))
+    convolution = torch.ops.convgrad.convolution.default
+    torch.library.opcheck(convolution, (input, weight, bias, *geometry))
+    torch.library.opcheck(convolution, (input, weight, None, *geometry))
+    backward = torch.ops.convgrad.convolution_backward.default
+    for mask in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(backward, (normal((2, 6, 5, 5)), input, weight, *geometry, mask))
+    pool = [2, 2], [2, 2], [0, 0], [1, 1], False
+    torch.library.opcheck(torch.ops.convgrad.max_pool.default, (input, *pool))
+
+
+def test_compiled_and_checkpointed() -> None:
+    torch.manual_seed(0)
+    input, weight = normal((2, 4, 5, 5), torch.float32), normal((6, 4, 3, 3), torch.float32)
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return ours.max_pool2d(ours.conv2d(x, w, padding=1).relu(), 2)
+
+    wanted = torch.autograd.grad(layer(input, weight).sum(), (input, weight))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    same(torch.autograd.grad(compiled(input, weight).sum(), (input, weight)), wanted, torch.float32)
+    again = checkpoint(layer, input, weight, use_reentrant=False)
+    same(torch.autograd.grad(again.sum(), (input, weight)), wanted, torch.float32)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    input, weight = normal((1, 4, 5, 5), torch.float32), normal((6, 4, 3, 3), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = ours.conv2d(input, weight)
+    assert output.dtype is torch.bfloat16
+    output.sum().backward()
+    assert input.grad is not None
+    assert input.grad.dtype is torch.float32
+
+
+def test_single_gradients_are_pytorchs() -> None:
+    torch.manual_seed(0)
+    input, weight = normal((2, 4, 7, 7), grad=False), normal((6, 4, 3, 3), grad=False)
+    grad = normal((2, 6, 4, 4), grad=False)
+    options = {"stride": 2, "padding": 1}
+    found = ours.conv2d_input(input.shape, weight, grad, **options)
+    same([found], [torch.nn.grad.conv2d_input(input.shape, weight, grad, **options)], input.dtype)
+    found = ours.conv2d_weight(input, weight.shape, grad, **options)
+    same([found], [torch.nn.grad.conv2d_weight(input, weight.shape, grad, **options)], input.dtype)
+    steps = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    for mask in ([True, False, True], [False, False, True], [True, True, True]):
+        some = ours.convolution_backward(grad, input, weight, None, *steps, mask)
+        with ours.use(None):
+            wanted = torch.ops.aten.convolution_backward(grad, input, weight, [6], *steps, mask)
+        assert [each is not None for each in some] == mask
+        kept = [each for each, asked in zip(wanted, mask, strict=True) if asked]
+        same([each for each in some if each is not None], kept, input.dtype)
+
+
+def test_an_empty_batch_is_no_error() -> None:
+    input, weight = normal((0, 4, 5, 5)), normal((6, 4, 3, 3))
+    output = ours.conv2d(input, weight)
+    assert output.shape == (0, 6, 3, 3)
+    output.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_refusals_say_what_was_expected() -> None:
+    with pytest.raises(ValueError, match="expected 4 dimensions, or 3 without a batch"):
+        ours.conv2d(normal((5, 5)), normal((6, 4, 3, 3)))
+    with pytest.raises(ValueError, match="expected stride 1"):
+        ours.conv2d(normal((1, 4, 5, 5)), normal((6, 4, 3, 3)), stride=2, padding="same")
+    with pytest.raises((InvalidProblem, RuntimeError), match=r"channels|weight"):
+        ours.conv2d(normal((1, 5, 5, 5)), normal((6, 4, 3, 3)))

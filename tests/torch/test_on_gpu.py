@@ -1,0 +1,145 @@
+"""`Local` on CUDA tensors: PyTorch's gradients, streams, CUDA graphs, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import convgrad.torch as ours
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[ours.Local]:
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield ours.Local()
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 7, 2, 3),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(32, 64, 3, 1, 1, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, 2, 1, groups=64),
+        nn.Conv2d(64, 96, 1, bias=False),
+        nn.ConvTranspose2d(96, 16, 2, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ).cuda()
+
+
+def gradients(model: nn.Module, x: torch.Tensor, **autocast: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cuda", **autocast):
+        loss = model(x).square().sum()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_near(found: list[torch.Tensor], wanted: list[torch.Tensor], share: float) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= share * b.norm() + 1e-6, (a.shape, float((a - b).norm()))
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_models_gradients(local: ours.Local, dtype: torch.dtype, memory: Any) -> None:
+    model = network().to(memory_format=memory)
+    x = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=memory)
+    options = {"dtype": dtype, "enabled": dtype is not torch.float32}
+    wanted = gradients(model, x, **options)
+    ours.report(reset=True)
+    with ours.use(local, fallback=False):
+        found = gradients(model, x, **options)
+        again = gradients(model, x, **options)
+    assert_near(found, wanted, 1e-4 if dtype is torch.float32 else 3e-2)
+    assert {row.computed_by for row in ours.report().rows} == {"local"}
+    assert_near(again, found, 1e-3)  # what PyTorch computes here adds atomically
+
+
+def test_a_cuda_graph_replays_what_eager_computes(local: ours.Local) -> None:
+    x = torch.randn(8, 64, 28, 28, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(96, 64, 3, 3, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(8, 96, 28, 28, device="cuda", dtype=torch.bfloat16)
+    steps = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+    with ours.use(local, fallback=False):
+
+        def run() -> list[torch.Tensor]:
+            return list(torch.ops.aten.convolution_backward(grad, x, w, [96], *steps))
+
+        wanted = [each.clone() for each in run()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        for scale in (1.0, -2.0):
+            grad.mul_(scale)
+            graph.replay()
+            torch.cuda.synchronize()
+            for a, b in zip(found, run(), strict=True):
+                assert torch.equal(a, b)
+        grad.div_(-2.0)
+        for a, b in zip(wanted, run(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_streams_are_pytorchs_current_one(local: ours.Local) -> None:
+    x = torch.randn(16, 64, 56, 56, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
+    with ours.use(local, fallback=False):
+        (wanted,) = torch.autograd.grad(layer(x).sum(), x)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)  # work that is still running when ours is launched
+            y = x * 1.0
+            (found,) = torch.autograd.grad(layer(y).sum(), y)
+        torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(found, wanted)
+
+
+def test_a_view_that_starts_anywhere(local: ours.Local) -> None:
+    whole = torch.randn(9, 7, 15, 15, device="cuda")
+    x = whole[1:].requires_grad_()
+    w = torch.randn(5, 7, 3, 3, device="cuda")
+    wanted = torch.autograd.grad(nn.functional.conv2d(x, w).square().sum(), x)
+    with ours.use(local, fallback=False):
+        found = torch.autograd.grad(nn.functional.conv2d(x, w).square().sum(), x)
+    assert_near(list(found), list(wanted), 1e-4)
+
+
+def test_an_overflow_is_seen_by_the_gradient_scaler(local: ours.Local) -> None:
+    layer = nn.Conv2d(8, 8, 3, padding=1).cuda()
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
+    x = torch.randn(4, 8, 16, 16, device="cuda")
+    with ours.use(local, fallback=False):
+        with torch.autocast("cuda", torch.float16):
+            loss = layer(x).square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(layer.weight, before)
+    assert scaler.get_scale() < 2.0**60
+
+
+def test_a_layer_that_is_being_compiled_is_pytorchs(local: ours.Local) -> None:
+    x = torch.randn(3, 40, 17, 19, device="cuda", dtype=torch.float16, requires_grad=True)
+    w = torch.randn(24, 40, 5, 3, device="cuda", dtype=torch.float16)
+    wanted = torch.autograd.grad(nn.functional.conv2d(x, w).sum(), x)
+    with ours.use(ours.Local(wait=False)):
+        found = torch.autograd.grad(nn.functional.conv2d(x, w).sum(), x)
+    assert_near(list(found), list(wanted), 1e-2)

@@ -1,0 +1,131 @@
+"""`use`: models unchanged, their backward passes on a backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import convgrad.torch as ours
+from convgrad import ConnectionFailed
+
+
+class Residual(nn.Module):
+    """A block of a ResNet with grouped and strided convolutions, and batch norm."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, stride, 1, groups=4),
+            nn.BatchNorm2d(out),
+        )
+        self.side = nn.Conv2d(channels, out, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.side(x))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 7, 2, 3),
+        nn.MaxPool2d(3, 2, 1),
+        Residual(8, 16, 1),
+        Residual(16, 32, 2),
+        nn.ConvTranspose2d(32, 8, 2, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
+    )
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), torch.arange(len(x)) % 10).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_models_gradients_are_pytorchs(backend: ours.Backend, channels_last: bool) -> None:
+    torch.manual_seed(1)
+    memory = torch.channels_last if channels_last else torch.contiguous_format
+    model = network().to(memory_format=memory)
+    x = torch.randn(4, 3, 32, 32).to(memory_format=memory)
+    wanted = gradients(model, x)
+    ours.report(reset=True)
+    with ours.use(backend, fallback=False):
+        found = gradients(model, x)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    rows = ours.report(reset=True).rows
+    assert {row.computed_by for row in rows} == {backend.name}
+    # Seven convolutions, one of which is transposed and takes two operations, and the pooling.
+    assert sum(row.calls for row in rows) == 10
+
+
+def test_outside_of_it_pytorch_computes() -> None:
+    model, x = network(), torch.randn(2, 3, 32, 32)
+    with ours.use(ours.Local()):
+        pass
+    ours.report(reset=True)
+    gradients(model, x)
+    assert not ours.report().rows
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    model, x = network(), torch.randn(4, 3, 32, 32)
+    with ours.use(ours.Local()):
+        first, second = gradients(model, x), gradients(model, x)
+    # Batch norm and the linear layer are PyTorch's, and on one CPU as deterministic.
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_a_backend_does_not_take_is_left_to_pytorch() -> None:
+    x = torch.randn(1, 2, 5, 5, dtype=torch.complex64, requires_grad=True)
+    w = torch.randn(2, 2, 3, 3, dtype=torch.complex64)
+    real = torch.randn(0, 2, 5, 5, requires_grad=True)
+    layer = nn.Conv2d(2, 2, 3)
+    ours.report(reset=True)
+    with ours.use(ours.Local()):
+        torch.nn.functional.conv2d(x, w).abs().sum().backward()
+        layer(real).sum().backward()
+    rows = ours.report(reset=True).rows
+    assert any(row.computed_by == "PyTorch" and "empty" in row.kernel for row in rows)
+    half = torch.randn(1, 2, 5, 5, requires_grad=True)
+    with ours.use(ours.Local(), fallback=False):
+        layer(half).sum().backward()
+    assert half.grad is not None
+
+
+def test_a_server_that_is_gone_is_an_error_and_not_left_to_pytorch() -> None:
+    layer, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
+    gone = ours.Remote("http://127.0.0.1:9")
+    with ours.use(gone), pytest.raises(ConnectionFailed):
+        layer(x).sum().backward()
+    gone.close()
+
+
+def test_training_follows_pytorchs_own() -> None:
+    torch.manual_seed(2)
+    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
+
+    def train(steps: int) -> list[float]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    wanted = train(10)
+    with ours.use(ours.Local()):
+        found = train(10)
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert wanted[-1] < wanted[0]
