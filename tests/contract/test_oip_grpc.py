@@ -268,11 +268,13 @@ def test_descriptions(client: Any) -> None:
     assert "binary_tensor_data" in metadata.extensions
     for name, operation in OPERATIONS.items():
         model = client.get_model_metadata(name)
-        assert tuple(tensor.name for tensor in model.inputs) == operation.required_tensors
+        assert {tensor.name for tensor in model.inputs} == set(operation.tensors)
         assert tuple(tensor.name for tensor in model.outputs) == operation.outputs
         assert all(set(tensor.shape) == {-1} for tensor in (*model.inputs, *model.outputs))
         config = client.get_model_config(name, "1").config
         assert [tensor.name for tensor in config.input] == [tensor.name for tensor in model.inputs]
+        required = tuple(tensor.name for tensor in config.input if not tensor.optional)
+        assert required == operation.required_tensors
         assert config.input[0].data_type == 11  # FP32
         assert config.max_batch_size == 0
     assert [model.name for model in client.get_model_repository_index().models] == list(OPERATIONS)

@@ -14,6 +14,8 @@ from typing import Any
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config
 from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
 from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
 from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
@@ -90,6 +92,19 @@ def hopper(schedule: Schedule | None = None) -> Families:
     )
 
 
+def implicit_gemm(config: Config | None = None) -> Families:
+    """implicit_gemm for every convolution that it can compute, however many channels it has; the
+    general kernels for the others. ``config`` in place of the plan's own."""
+    gemm = ImplicitGemm(config)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
 def few() -> Families:
     """Kernels that plans keep for few layers, for every convolution that they can compute: of
     haloed tiles, of depthwise pairs of channels, and depthwise ones for large tensors."""
@@ -115,6 +130,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda": _made(FAMILIES),
     "cuda_dense": _made(dense()),
     "cuda_hopper": _made(hopper()),
+    "cuda_implicit_gemm": _made(implicit_gemm()),
     "cuda_few": _made(few()),
     "cuda_tiles": _made(general(GatherTile(), WeightTile())),
     "cuda_direct": _made(general(GatherDirect(), WeightDirect())),

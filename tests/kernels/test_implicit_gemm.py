@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Config
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.plans.cuda_families import Families
-from tests.cases import FROM_CONV, Case, conv_cases
+from tests.cases import EPILOGUES, FROM_CONV, Case, conv_cases
 from tests.emulator.backend import EmulatedBackend, works_here
+from tests.kernels.cuda_backends import implicit_gemm
 from tests.kernels.harness import answers, check, drawn, with_layouts
+from tests.kernels.nonfinite import check_rule
 
 pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
 
@@ -40,17 +35,6 @@ WAYS = {
 TF32 = 2.0**-10  # what rounding the factors costs
 
 
-def families(config: Config | None) -> Families:
-    gemm = ImplicitGemm(config)
-    return replace(
-        FAMILIES,
-        fwd=[gemm, GatherDirect()],
-        bwd_data=[gemm, GatherDirect()],
-        bwd_weight=[gemm, WeightDirect()],
-        fused=(),
-    )
-
-
 @pytest.mark.parametrize("gate", ["exact", "bounded"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -59,8 +43,27 @@ def test_right(seed: int, case: Case, way: str, gate: str) -> None:
         high = dtype == "float32"
         tensors, wanted = drawn(seed, case, dtype, gate)
         posed = case.with_params("high", precision="high") if high else case
-        backend = EmulatedBackend(families(WAYS[way]))
+        backend = EmulatedBackend(implicit_gemm(WAYS[way]))
         for layout in with_layouts(case.ndim, grouped=False)[-2:]:
             found = answers(backend, posed, tensors, layout)
             what = f"seed {seed}, {case.id} {dtype} {layout}"
             check(found, wanted, gate, what, TF32 if high else 0.0)
+
+
+NONFINITE_NAMES = ("plain", "padding_beyond_the_kernel", "channels_67", "groups_3_odd")
+NONFINITE = [case for case in CASES if case.name in NONFINITE_NAMES]
+
+
+@pytest.mark.parametrize("way", ["alone", "both"])
+@pytest.mark.parametrize("case", NONFINITE, ids=lambda case: case.id)
+def test_nonfinite(seed: int, case: Case, way: str) -> None:
+    check_rule(EmulatedBackend(implicit_gemm(WAYS[way])), seed, case, "bfloat16", "NHWC")
+
+
+@pytest.mark.parametrize("case", EPILOGUES, ids=lambda case: case.id)
+def test_epilogues(seed: int, case: Case) -> None:
+    for way in ("cluster", "workspace"):
+        tensors, wanted = drawn(seed, case, "bfloat16", "bounded")
+        backend = EmulatedBackend(implicit_gemm(WAYS[way]))
+        found = answers(backend, case, tensors)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {way}")

@@ -88,8 +88,9 @@ def report(*, reset: bool = False) -> Report:
     totals: dict[tuple[str, str, str, str], int] = {}
     for counter in counters:
         if counter.calls:
-            *what, calls = counter.row()
-            totals[tuple(what)] = totals.get(tuple(what), 0) + calls
+            row = counter.row()
+            what = row[:4]
+            totals[what] = totals.get(what, 0) + row.calls
             if reset:
                 counter.calls = 0
     rows = sorted((Row(*what, calls) for what, calls in totals.items()), key=lambda r: -r.calls)

@@ -150,15 +150,21 @@ void write_positions(const typename E::Acc* sums, i64 block, i64 channels, i64 n
   const i64 channel = view.stride[1], column = view.stride[5];
   const i64 add_channel = accumulate.stride[1], add_column = accumulate.stride[5];
   if (channel == 1 || channels == 1) {
+    const bool plain = add == nullptr && !epilogue.scales && epilogue.activation == kNone;
     for (i64 v = 0; v < n; ++v, to += column, sums += L) {
-      for (i64 c = 0; c < channels; c += L) {
+      i64 c = 0;
+      const T* sum = sums;
+      for (; plain && c + L <= channels; c += L, sum += block) {
+        store<E>(to + c, load_raw<Vec<T>>(sum) + load_raw<Vec<T>>(bias + c));
+      }
+      for (; c < channels; c += L, sum += block) {
         const int lanes = static_cast<int>(least(channels - c, L));
         Vec<T> more = splat(T(0));
         if (add != nullptr) {
           more = load_strided<E>(add + v * add_column + c * add_channel, add_channel, lanes);
         }
-        const Vec<T> sum = load_raw<Vec<T>>(sums + c / L * block);
-        store_some<E>(to + c, epilogue(sum, more, load_raw<Vec<T>>(bias + c)), lanes);
+        const Vec<T> shift = load_raw<Vec<T>>(bias + c);
+        store_some<E>(to + c, epilogue(load_raw<Vec<T>>(sum), more, shift), lanes);
       }
     }
     return;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -133,20 +133,25 @@ def _box(work: PoolWork, dim: int, own: int) -> int:
 def _tile(work: PoolWork, device: CudaDevice) -> Tile | None:
     """Of those that fit the one whose boxes have the fewest positions in all. All give the same
     bits."""
-    return min(
-        _tiles_that_fit(work, device),
-        key=lambda tile: (prod(_tiles(work, tile)) * (tile.positions + START_POSITIONS), tile.own),
-        default=None,
-    )
+    channels, each = CHANNELS[work.dtype], _position_bytes(work.dtype)
+    most = min(device.shared_bytes_per_block // (channels * each), MOST_POSITIONS)
+    # Of each dimension: tiles, positions of a box, own ones.
+    cuts = [
+        sorted({(ceil_div(extent, own), _box(work, dim, own), own) for own in _owns(extent)})
+        for dim, extent in enumerate(work.input)
+    ]
+    best: tuple[int, Size3] | None = None
+    for d, h, w in product(*cuts):
+        positions = d[1] * h[1] * (w[1] | 1)
+        if positions > most:
+            continue
+        cost = d[0] * h[0] * w[0] * (positions + START_POSITIONS), (d[2], h[2], w[2])
+        best = cost if best is None else min(best, cost)
+    return None if best is None else Tile.of(work, best[1])
 
 
-def _tiles_that_fit(work: PoolWork, device: CudaDevice) -> Iterator[Tile]:
-    extents = [{ceil_div(extent, parts) for parts in TILES} for extent in work.input]
-    for depth, height, width in product(*extents):
-        tile = Tile.of(work, (depth, height, width))
-        fits = _shared_bytes(work.dtype, tile) <= device.shared_bytes_per_block
-        if fits and tile.positions <= MOST_POSITIONS:
-            yield tile
+def _owns(extent: int) -> set[int]:
+    return {ceil_div(extent, parts) for parts in TILES}
 
 
 def _tiles(work: PoolWork, tile: Tile) -> Size3:
@@ -161,8 +166,11 @@ def _blocks(work: PoolWork, tile: Tile) -> int:
 
 
 def _shared_bytes(dtype: DType, tile: Tile) -> int:
-    position = KEY_BYTES[dtype] + SUM_BYTES + 2 * PLACE_BYTES
-    return tile.positions * CHANNELS[dtype] * position
+    return tile.positions * CHANNELS[dtype] * _position_bytes(dtype)
+
+
+def _position_bytes(dtype: DType) -> int:
+    return KEY_BYTES[dtype] + SUM_BYTES + 2 * PLACE_BYTES
 
 
 def _instance(dtype: DType) -> Instance:
