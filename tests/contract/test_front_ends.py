@@ -47,7 +47,7 @@ def http_processes(server: TreeServer) -> list[int]:
         # It has just died: before its name was opened, or before it was read.
         with suppress(FileNotFoundError, ProcessLookupError):
             names[each] = Path(f"/proc/{each}/comm").read_text().strip()
-    return [each for each in ids if names.get(each) == "convgrad-http"]
+    return [each for each in ids if names.get(each, "").startswith("convgrad-http")]
 
 
 def connected(server: TreeServer) -> http.client.HTTPConnection:

@@ -6,7 +6,7 @@ Through all of the processes, so that what a worker and the hub were told once c
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 import convgrad
 from convgrad_service.backends.cpu import CpuBackend
-from convgrad_service.engine.prepared_request import PreparedRequest
+from convgrad_service.engine.execution import Prepared
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from tests.support.fake_backends import Blocking
 from tests.support.oip_server import OipServer, serving_oip
@@ -36,7 +38,7 @@ def cpu(_: int) -> CpuBackend:
 @pytest.fixture(
     scope="module",
     params=[None, InlineBackend("cpu", CpuBackend)],
-    ids=["by a worker", "on the spot"],
+    ids=["by a worker", "inline"],
 )
 def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
     with serving_tree(cpu, beside=request.param, system_shared_memory=True) as server:
@@ -44,16 +46,18 @@ def tree(request: pytest.FixtureRequest) -> Iterator[TreeServer]:
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations that the front ends of this process answered at once."""
+def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations of requests that the front ends of this process knew by their keys."""
     found: list[str] = []
-    computed = PreparedRequest.computed
+    known = Pipeline._known
 
-    async def counted(work: PreparedRequest) -> Any:
-        found.append(work.known.layout.sizes.operation)
-        return await computed(work)
+    def counted(self: Pipeline, request: ComputeRequest, key: Hashable) -> Prepared | None:
+        prepared = known(self, request, key)
+        if prepared is not None:
+            found.append(prepared.layout.sizes.operation)
+        return prepared
 
-    monkeypatch.setattr(PreparedRequest, "computed", counted)
+    monkeypatch.setattr(Pipeline, "_known", counted)
     return found
 
 
@@ -99,7 +103,7 @@ def test_every_answer_is_that_of_its_own_request(tree: TreeServer, transport: st
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_all_but_the_first_are_at_once(at_once: list[str], transport: str) -> None:
+def test_all_but_the_first_are_known(known: list[str], transport: str) -> None:
     with serving_oip(CpuBackend()) as server:
         pool, close = pooling(transport, server.http, server.grpc)
         try:
@@ -107,7 +111,7 @@ def test_all_but_the_first_are_at_once(at_once: list[str], transport: str) -> No
                 pool(np.zeros((1, 1, 4, 4), np.float32), 2)
         finally:
             close()
-        assert at_once == ["maxpool2d_fwd"] * 4
+        assert known == ["maxpool2d_fwd"] * 4
         until(lambda: server.pipeline.engine.memory.used_bytes == 0)  # type: ignore[attr-defined]
 
 
@@ -115,7 +119,7 @@ def test_all_but_the_first_are_at_once(at_once: list[str], transport: str) -> No
 def test_a_region_that_is_gone_is_missed(tree: TreeServer, module: Any) -> None:
     address = tree.url.removeprefix("http://") if module is http_client else tree.grpc
     client = module.InferenceServerClient(address)
-    name = f"at_once_{uuid.uuid4().hex[:8]}"
+    name = f"known_{uuid.uuid4().hex[:8]}"
     region = shared_memory.create_shared_memory_region(name, f"/{name}", 128)
     try:
         client.register_system_shared_memory(name, f"/{name}", 128)
@@ -151,7 +155,7 @@ def blocking() -> Iterator[tuple[OipServer, Blocking]]:
 
 @pytest.mark.parametrize("transport", ["sdk", "grpc"])
 def test_a_deadline_ends_what_was_known_too(
-    blocking: tuple[OipServer, Blocking], at_once: list[str], transport: str
+    blocking: tuple[OipServer, Blocking], known: list[str], transport: str
 ) -> None:
     server, backend = blocking
     array = np.zeros((1, 1, 4, 4), np.float32)
@@ -163,9 +167,9 @@ def test_a_deadline_ends_what_was_known_too(
     # A deadline so short may pass on the way there, where much else is to be done.
     for deadline_s in (0.3, 3, 30):
         ask_within(deadline_s, server, transport, array)
-        if at_once:
+        if known:
             break
-    assert set(at_once) == {"maxpool2d_fwd"}
+    assert set(known) == {"maxpool2d_fwd"}
 
 
 def ask_within(deadline_s: float, server: OipServer, transport: str, array: Array) -> None:

@@ -24,7 +24,7 @@ from convgrad.wire import safetensors
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.memory.tensor_layout import forget_sizes
 from convgrad_service.engine.scheduling import partition as parts
-from convgrad_service.http_api import operations
+from convgrad_service.http_api import transport
 from tests.client.fake import FakeServer, answer, problem
 from tests.support.fake_backends import Gated
 from tests.support.http_server import LiveServer, binary_example, serving
@@ -124,7 +124,7 @@ def test_an_answer_is_streamed_where_memory_cannot_be_sent_as_it_lies(
     server: LiveServer, backend: Gated, expected: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As over TLS, and behind another server."""
-    monkeypatch.setattr(operations, "connection_of", lambda scope: None)
+    monkeypatch.setattr(transport, "connection_of", lambda scope: None)
     answer = Answer(server)
     backend.gate.release()
     answer.read_head()

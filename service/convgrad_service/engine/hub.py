@@ -25,6 +25,7 @@ from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionR
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.statistics import OperationStatistics, Statistics
+from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.execute import Finished, Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
@@ -51,14 +52,19 @@ class Status(NamedTuple):
     draining: bool = False
     fault: str | None = None
     overload: tuple[str, float | None] | None = None
+    missing: tuple[str, ...] = ()
+    """Front ends that do not serve at the moment."""
 
     def require_ready(self) -> None:
-        """Raise DeviceUnavailable unless some device works and the server is to go on."""
+        """Raise DeviceUnavailable unless some device works, and every front end serves."""
         self.require_hope()
         if self.leaving:
             raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
         if not self.ready:
             raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
+        if self.missing:
+            names = ", ".join(self.missing)
+            raise DeviceUnavailable(f"{names}: not serving at the moment", retry_after_s=1.0)
 
     def require_hope(self) -> None:
         """Raise DeviceUnavailable if a new request could never be answered.
@@ -218,7 +224,8 @@ class Hub:
         self.on_close: list[Callable[[], None]] = [self.regions.close]
         self.watchers: list[Callable[[Status], None]] = []
         self._published: tuple[object, ...] = ()
-        schedule.changed = self.publish
+        self.children = Children()
+        schedule.changed = self.children.changed = self.publish
         self._wait_s = options.wait_s
 
         def part(start: int, size_bytes: int) -> LeasePool:
@@ -248,6 +255,7 @@ class Hub:
             draining=self.draining,
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
+            missing=tuple(sorted(self.children.missing)),
         )
 
     def compute_inline(self, beside: InlineBackend) -> None:
@@ -268,6 +276,7 @@ class Hub:
             self.leaving,
             self.draining,
             self.fault(),
+            tuple(self.children.missing),
         )
         if concern != self._published:
             self._published = concern

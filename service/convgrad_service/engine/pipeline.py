@@ -1,11 +1,12 @@
 """The way of one request, the same for every transport.
 
-    decode → validate → Problem → limits → place in the arena → fill → queue → worker → encode
+    admit → head → decode → validate → limits → place → fill → compute → send
 
-A transport brings its bytes as named fields, in which a tensor whose data is still on its way is
-`blank`: known by shape and dtype alone. The place for all inputs and outputs is leased from those,
+A transport reads bytes into a request and writes its result out; `Pipeline.run` is the one place
+that knows the order. The place for all inputs and outputs is leased once their shapes are known,
 the data is received or copied into it, a worker computes from place to place, and the answer is
-sent from where it lies.
+sent from where it lies. What follows from a request's head alone is remembered by its key: clients
+ask for the same layers again and again, with other data.
 """
 
 from __future__ import annotations
@@ -16,59 +17,49 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from convgrad.contract import Request, validate
-from convgrad_service.engine.admitted import (
-    SMALL_BYTES,
-    Alike,
-    Filler,
-    Known,
-    Source,
-    Work,
-    blank,
-)
+from convgrad.contract import Operation, Request, validate
+from convgrad_service.engine.deadline import CancelScope, Deadline
+from convgrad_service.engine.execution import Execution, Prepared
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.limits import Limits
-from convgrad_service.engine.memory.lease import Lease, leased, memory_errors_named
+from convgrad_service.engine.memory.lease import Lease, leased, out_of_memory
 from convgrad_service.engine.memory.placement import shared_parts, to_store
 from convgrad_service.engine.memory.problem_size import problem_size
 from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
-from convgrad_service.engine.prepared_request import PreparedRequest
-from convgrad_service.engine.request import ComputeRequest, Result
+from convgrad_service.engine.request import (
+    ClientGone,
+    ComputeRequest,
+    Decoded,
+    Fields,
+    Transport,
+    blank,
+)
+from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStoreClient, stored_fields
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.timing import Timings
 from convgrad_service.problems import Problem, problem_from
 
-__all__ = [
-    "SMALL_BYTES",
-    "ComputeRequest",
-    "Filler",
-    "Pipeline",
-    "Result",
-    "Source",
-    "Work",
-    "blank",
-]
+__all__ = ["Pipeline"]
 
 T = TypeVar("T")
-Fields = Mapping[str, Any]
+Parts = Mapping[str, RegionPart]
 
-_MAX_KNOWN = 256
+_MAX_PREPARED = 256
 
 
 class Pipeline:
-    """Takes calls from any transport to the engine and back."""
+    """Takes requests from any transport to the engine and back."""
 
     def __init__(self, engine: Engine, *, limits: Limits, codec_threads: int = 2) -> None:
         self.engine = engine
         self.stored = TensorStoreClient(engine.stored)
         self.limits = limits
         self.draining = False
-        self._known: OrderedDict[Hashable, Known] = OrderedDict()
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
     def require_ready(self) -> None:
@@ -89,106 +80,118 @@ class Pipeline:
             self.engine.status._replace(draining=True).admit()
         self.engine.admit()
 
-    @asynccontextmanager
-    async def begin(
-        self,
-        call: ComputeRequest,
-        decode: Callable[[], Fields],
-        *,
-        holds: Lease | None = None,
-        regions: Mapping[str, RegionPart] = MappingProxyType({}),
-    ) -> AsyncIterator[Work]:
-        """Make the problem of the fields that ``decode`` returns, and lease its place.
-
-        ``holds`` is what ``decode`` reads, if that lies in the arena too. ``regions`` are the
-        tensors, inputs and outputs, that lie in shared memory.
+    async def run(self, request: ComputeRequest, transport: Transport) -> None:
+        """Answer one request.
 
         Raises
         ------
         ServiceError
-            Any of the table that knows no transport.
+            It is refused or has failed; nothing of an answer has been sent, unless it was streamed.
+        ClientGone
+            Nobody waits for the answer any more.
         """
-        async with memory_errors_named():
-            kept: Mapping[str, RegionPart] = {}
-            with call.timings.stage("decode"):
-                known = self._like(call)
-                if known is None:
-                    fields = await self.in_thread(decode, holds, inline=call.small)
-                    if "stored" in fields:
-                        fields, regions = await self._found(call, fields, regions)
-                        call.key = None
-                    request, problem = await self.in_thread(
-                        lambda: self._prepare(call, fields), holds, inline=call.small
-                    )
-            call.timings.accepted = True
-            stored = False
-            try:
-                if known is None:
-                    if request.store:
-                        kept = await self.stored.make(
-                            to_store(request, problem_size(problem), regions)
-                        )
-                        outputs = {name: kept[request.store[name]] for name in request.store}
-                        regions = {**regions, **outputs}
-                        call.key = None
-                    known = self._remembered(call, request, problem, regions)
-                size_bytes = known.layout.size_bytes
-                if call.ticket is not None:
-                    await call.ticket.hold(size_bytes)
-                started_s = time.monotonic()
-                lease = await leased(self.engine.reserve(size_bytes, regions=known.parts))
-                call.timings.add("queue", time.monotonic() - started_s)
+        self.admit()
+        ticket = None
+        if request.caller.limits != NO_LIMITS:
+            ticket = await self.engine.enter(request.caller)
+        try:
+            with CancelScope() as scope:
+                if request.counts_receiving and not transport.keeps_deadline:
+                    scope.move(request.deadline)
+                with request.timings.stage("receive"):
+                    key = await transport.head()
+                execution = await self._begin(
+                    request,
+                    transport.decode,
+                    key=key,
+                    holds=transport.holds,
+                    inline=transport.quick,
+                    ticket=ticket,
+                )
                 try:
-                    work = Work(self, call, known, lease, kept)
+                    if request.counts_receiving:
+                        scope.move(request.deadline)
+                    await transport.fill(execution)
+                    if not request.counts_receiving:
+                        request.deadline = Deadline.after(request.deadline.allowed_s)
+                        scope.move(request.deadline)
+                    transport.watch(lambda: scope.cancel(ClientGone()))
                     try:
-                        yield work
+                        result = await execution.compute(streamed=transport.streams)
                     finally:
-                        work.stop()
-                    stored = work.is_stored
+                        transport.watch(None)
+                    # How fast an answer must be taken is the transport's to say.
+                    scope.move(None)
+                    await transport.send(execution, result)
+                    if result.progress is not None:
+                        await result.progress.end()
                 finally:
-                    lease.release()
-            finally:
-                if kept and not stored:
-                    await asyncio.shield(self.stored.abandon(kept.values()))
+                    await execution.end()
+        except MemoryError:
+            raise out_of_memory() from None
+        finally:
+            if ticket is not None:
+                ticket.leave()
 
-    def at_once(self, call: ComputeRequest) -> PreparedRequest | None:
-        """A call like one before it, if its place is free now; else None, and it is for `begin`.
+    @asynccontextmanager
+    async def begin(
+        self,
+        request: ComputeRequest,
+        decode: Callable[[], Decoded],
+        *,
+        holds: Lease | None = None,
+    ) -> AsyncIterator[Execution]:
+        """The part of `run` before anything is computed, for whoever does the rest itself.
 
-        Raises
-        ------
-        NotFound, InvalidProblem
-            The shared memory that it names is not there any more.
+        ``holds`` is what ``decode`` reads, if that lies in the arena too. Raises as `run`.
         """
-        known = self._like(call)
-        if known is None or known.layout.sizes.parts > 1:
-            return None
-        lease = self.engine.take(known.layout.size_bytes, known.parts)
-        if lease is None:
-            return None
-        call.timings.accepted = True
-        return PreparedRequest(self, call, known, lease)
+        execution = await self._begin(request, decode, holds=holds)
+        try:
+            yield execution
+        finally:
+            await execution.end()
 
-    async def answer(
-        self, call: ComputeRequest, decode: Callable[[], Fields], encode: Callable[[Result], T]
-    ) -> T:
-        """Compute one request whose tensors are all at hand; both functions run in threads.
+    async def _begin(
+        self,
+        request: ComputeRequest,
+        decode: Callable[[], Decoded],
+        *,
+        key: Hashable | None = None,
+        holds: Lease | None = None,
+        inline: bool = False,
+        ticket: Ticket | None = None,
+    ) -> Execution:
+        """Make the problem that ``decode`` returns or the key is known for; lease its place."""
+        kept: Parts = {}
+        try:
+            with request.timings.stage("decode"):
+                prepared = None if key is None else self._known(request, key)
+                if prepared is None:
+                    decoded = await self.in_thread(decode, holds, inline=inline)
+                    fields, regions = decoded.fields, decoded.regions
+                    if named := "stored" in fields:
+                        fields, regions = await self._find_stored(request, fields, regions)
+                    validated, problem = await self.in_thread(
+                        lambda: self._problem(request, fields, decoded), holds, inline=inline
+                    )
+                    if validated.store:
+                        kept = await self._make_stored(validated, problem, regions)
+                        outputs = {name: kept[validated.store[name]] for name in validated.store}
+                        regions = {**regions, **outputs}
+                    prepared = _prepared(validated, problem, regions, decoded)
+                    if key is not None and decoded.repeatable and not (named or kept):
+                        prepared = self._remember(request, key, prepared)
+                _allow(request, prepared.timeout_s)
+            lease = await self._place(request, prepared, ticket)
+        except BaseException:
+            if kept:
+                await asyncio.shield(self.stored.abandon(kept.values()))
+            raise
+        return Execution(self.engine, request, prepared, lease, self.in_thread, self.stored, kept)
 
-        What ``encode`` returns must hold no view of the result's arrays, whose memory is another
-        request's as soon as this returns.
-        """
-        fields: Fields = {}
-
-        def decoded() -> Fields:
-            nonlocal fields
-            fields = decode()
-            return fields
-
-        async with call.deadline.enforced(), self.begin(call, decoded) as work:
-            with call.timings.stage("decode"):
-                await work.fill(work.request.tensors())
-            result = await work.compute()
-            with call.timings.stage("encode"):
-                return await self.in_thread(lambda: encode(result), work.lease)
+    def knows(self, operation: Operation, key: Hashable) -> bool:
+        """Whether what follows from a key is remembered."""
+        return (operation.name, key) in self._prepared
 
     async def in_thread(
         self, function: Callable[[], T], *leases: Lease | None, inline: bool = False
@@ -222,47 +225,47 @@ class Pipeline:
         spent = timings.total_s, timings.stages_s
         moved = received_bytes, sent_bytes
         done = timings.flops, timings.compulsory_bytes
-        self.engine.observe(
-            Record(operation, transport, code, *spent, *moved, timings.accepted, *done, key)
-        )
+        self.engine.observe(Record(operation, transport, code, *spent, *moved, *done, key))
 
     def close(self) -> None:
         """Let the threads end."""
         self.draining = True
         self._codecs.shutdown(wait=False, cancel_futures=True)
 
-    def _like(self, call: ComputeRequest) -> Known | None:
-        """What is known of a call from one like it: clients ask for the same layer again and again,
-        with other data."""
-        key = call.operation.name, call.key
-        known = self._known.get(key)
+    def _known(self, request: ComputeRequest, key: Hashable) -> Prepared | None:
+        assert request.operation is not None  # noqa: S101 - its head has been read
+        name = request.operation.name, key
+        known = self._prepared.get(name)
         if known is not None:
-            self._known.move_to_end(key)
-            call.notes[:] = known.notes
+            self._prepared.move_to_end(name)
         return known
 
-    def _remembered(
-        self,
-        call: ComputeRequest,
-        request: Request,
-        problem: Problem,
-        regions: Mapping[str, RegionPart],
-    ) -> Known:
-        shared = shared_parts(problem_size(problem), regions) if regions else {}
-        layout = tensor_layout_of(problem, tuple(shared))
-        known = Known(request, layout, tuple(shared.values()), tuple(call.notes), Alike())
-        if call.key is not None:
-            self._known[call.operation.name, call.key] = known
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+    def _remember(self, request: ComputeRequest, key: Hashable, prepared: Prepared) -> Prepared:
+        assert request.operation is not None  # noqa: S101 - its head has been read
+        known = prepared._replace(templates={})
+        self._prepared[request.operation.name, key] = known
+        if len(self._prepared) > _MAX_PREPARED:
+            self._prepared.popitem(last=False)
         return known
 
-    async def _found(
-        self, call: ComputeRequest, fields: Fields, regions: Mapping[str, RegionPart]
-    ) -> tuple[Fields, Mapping[str, RegionPart]]:
+    def _problem(
+        self, request: ComputeRequest, fields: Fields, decoded: Decoded
+    ) -> tuple[Request, Problem]:
+        assert request.operation is not None  # noqa: S101 - its head has been read
+        validated = validate(request.operation.request, fields)
+        problem = problem_from(request.operation.name, validated)
+        self.limits.check(problem_size(problem))
+        if decoded.refuse is not None:
+            decoded.refuse(validated, problem)
+        return validated, problem
+
+    async def _find_stored(
+        self, request: ComputeRequest, fields: Fields, regions: Parts
+    ) -> tuple[Fields, Parts]:
         """The fields with blanks for those that name stored tensors, and where those lie."""
-        named = stored_fields(call.operation, fields)
-        found = await self.stored.find(call.owner, named.values())
+        assert request.operation is not None  # noqa: S101 - its head has been read
+        named = stored_fields(request.operation, fields)
+        found = await self.stored.find(request.owner, named.values())
         blanks = {
             field: blank(found[name].spec.shape, found[name].spec.dtype, name=field)
             for field, name in named.items()
@@ -270,10 +273,35 @@ class Pipeline:
         parts = {field: found[name].part for field, name in named.items()}
         return {**fields, **blanks}, {**regions, **parts}
 
-    def _prepare(self, call: ComputeRequest, fields: Fields) -> tuple[Request, Problem]:
-        request = validate(call.operation.request, fields)
-        problem = problem_from(call.operation.name, request)
-        self.limits.check(problem_size(problem))
-        if call.refuse is not None:
-            call.refuse(request, problem)
-        return request, problem
+    async def _make_stored(self, request: Request, problem: Problem, regions: Parts) -> Parts:
+        """Room for the outputs that are to be stored, by the names that they will have."""
+        return await self.stored.make(to_store(request, problem_size(problem), regions))
+
+    async def _place(
+        self, request: ComputeRequest, prepared: Prepared, ticket: Ticket | None
+    ) -> Lease:
+        size_bytes = prepared.layout.size_bytes
+        if ticket is not None:
+            await ticket.hold(size_bytes)
+        if prepared.layout.sizes.parts == 1:
+            lease = self.engine.take(size_bytes, prepared.parts)
+            if lease is not None:
+                return lease
+        started_s = time.monotonic()
+        lease = await leased(self.engine.reserve(size_bytes, regions=prepared.parts))
+        request.timings.add("queue", time.monotonic() - started_s)
+        return lease
+
+
+def _allow(request: ComputeRequest, timeout_s: float | None) -> None:
+    """Shorten the deadline to what the request itself allows, from when it began."""
+    if timeout_s is not None and timeout_s < request.deadline.allowed_s:
+        request.deadline = Deadline(request.timings.started_s + timeout_s, timeout_s)
+        request.counts_receiving = True
+
+
+def _prepared(request: Request, problem: Problem, regions: Parts, decoded: Decoded) -> Prepared:
+    shared = shared_parts(problem_size(problem), regions) if regions else {}
+    layout = tensor_layout_of(problem, tuple(shared))
+    parts = tuple(shared.values())
+    return Prepared(request, layout, parts, decoded.timeout_s, decoded.notes, None)

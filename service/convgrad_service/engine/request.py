@@ -1,56 +1,166 @@
-"""A request as its transport hands it over, and what the transport gets back to encode."""
+"""A request on its way between its transport and the pipeline, and what a transport does for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.contract import Operation, Report, Request
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
 from convgrad_service.engine.deadline import Deadline
+from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.progress import Progress
-from convgrad_service.engine.scheduling.quotas import Ticket
-from convgrad_service.engine.shm.registry import ANONYMOUS
+from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
+from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.timing import Timings
 from convgrad_service.problems import Problem
 
-__all__ = ["ComputeRequest", "Result"]
+if TYPE_CHECKING:
+    from convgrad_service.engine.execution import Execution
 
-Arrays = Mapping[str, NDArray[Any]]
+__all__ = [
+    "SMALL_BYTES",
+    "ClientGone",
+    "ComputeRequest",
+    "Decoded",
+    "Fields",
+    "Result",
+    "Transport",
+    "blank",
+]
+
+Fields = Mapping[str, Any]
+
+SMALL_BYTES = 64 * 1024
+"""What is decoded, copied or encoded on the event loop: handing it to a thread takes longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a transport encodes: the request it answers, the arrays, and how they came to be.
-
-    With ``progress`` they are still being computed; it says how much of them is.
-    """
-
-    request: Request
-    outputs: Arrays
-    report: Report
-    progress: Progress | None = None
+class ClientGone(Exception):
+    """The client went away before its answer was ready."""
 
 
 @dataclass(slots=True)
 class ComputeRequest:
-    """One request as its transport hands it over.
+    """One request, as its transport hands it over.
 
-    ``refuse``, where there is one, raises where the transport could not encode the answer.
-    ``small`` says that decoding takes no time worth a thread. ``key`` is all that the fields and
-    ``refuse`` depend on beside the operation: what is made of them is remembered under it, with
-    whatever decoding has put into ``notes``. ``owner`` is whose stored tensors
-    its names mean, ``ticket`` what its key has in flight with it.
+    ``deadline`` counts from when the request began where ``counts_receiving``, as it does for a
+    client that has set its own. Otherwise the same time is allowed once the request has been
+    received. ``operation`` may be unknown until the transport has read the request's head.
     """
 
-    operation: Operation
+    operation: Operation | None
     deadline: Deadline
     timings: Timings
+    caller: Caller = ANYBODY
+    counts_receiving: bool = True
+
+    @property
+    def owner(self) -> str:
+        """Whose stored tensors and shared memory its names mean: its API key's name, or ""."""
+        return self.caller.name
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a request says, but for its tensors' data.
+
+    A tensor whose data is still to come is `blank` in ``fields``. ``regions`` are tensors, inputs
+    and outputs, that lie in shared memory. ``refuse`` raises, before anything is computed, where
+    the answer could not be encoded. ``timeout_s`` is what the request itself allows. ``notes`` are
+    the transport's own. ``repeatable`` is False where more than tensors' data may differ between
+    two requests with the same key.
+    """
+
+    fields: Fields
+    regions: Mapping[str, RegionPart] = field(default_factory=dict)
     refuse: Callable[[Request, Problem], None] | None = None
-    small: bool = False
-    key: Hashable = None
-    notes: list[Any] = field(default_factory=list)
-    owner: str = ANONYMOUS
-    ticket: Ticket | None = None
+    timeout_s: float | None = None
+    notes: Any = None
+    repeatable: bool = True
+
+
+class Result(Protocol):
+    """What a transport encodes: the arrays, and how they came to be.
+
+    With ``progress`` they are still being computed; it says how much of them is.
+    """
+
+    finished: Finished
+    progress: Progress | None
+
+    @property
+    def request(self) -> Request:
+        """The request that it answers."""
+        ...
+
+    @property
+    def outputs(self) -> Mapping[str, NDArray[Any]]:
+        """The outputs by name."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """How they were computed, for the caller."""
+        ...
+
+
+class Transport(Protocol):
+    """What a transport does for one request: read bytes into it, and write its result out.
+
+    `Pipeline.run` calls the methods in the order in which they stand here.
+    """
+
+    streams: bool
+    """Whether the answer may begin before all of it is computed."""
+
+    keeps_deadline: bool
+    """Whether `head` keeps the deadline itself, and must not be cancelled at it."""
+
+    async def head(self) -> Hashable | None:
+        """Receive what stands before the tensors' data.
+
+        Returns a key that is the same for all requests that differ in their tensors' data alone, or
+        None. What was decoded of a request is remembered by its key.
+        """
+        ...
+
+    @property
+    def holds(self) -> Lease | None:
+        """What `decode` reads, if that lies in the arena."""
+        ...
+
+    @property
+    def quick(self) -> bool:
+        """Whether `decode` takes no time worth a thread."""
+        ...
+
+    def decode(self) -> Decoded:
+        """What the request says. May be called in a thread, and not at all if its key is known."""
+        ...
+
+    async def fill(self, execution: Execution) -> None:
+        """Receive or decode the tensors' data to where ``execution`` has its inputs."""
+        ...
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """Have ``gone`` called if the client goes away, until this is called with None."""
+        ...
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        """Encode the result and send it; nothing may refer to its arrays once this returns."""
+        ...
+
+
+def blank(shape: tuple[int, ...], dtype: DType, *, name: str) -> NDArray[Any]:
+    """A tensor that is known by shape and dtype alone: it has no data and takes no memory."""
+    try:
+        return np.broadcast_to(np.empty((), dtype.numpy), shape)
+    except ValueError:
+        # More elements than NumPy can count.
+        raise MalformedRequest(f"{name}: shape {shape} is too large") from None

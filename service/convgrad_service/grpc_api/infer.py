@@ -3,88 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-import numpy as np
-
-from convgrad.errors import ProblemTooLarge, ServiceError
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.pipeline import SMALL_BYTES, Pipeline, Work
-from convgrad_service.engine.request import ComputeRequest as Job
-from convgrad_service.engine.request import Result
-from convgrad_service.engine.scheduling.quotas import Ticket, entered
+from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.request_context import RequestContext
-from convgrad_service.grpc_api.at_once import SmallInfers
 from convgrad_service.grpc_api.call import EOF, Call
 from convgrad_service.grpc_api.exchange import Exchanges
-from convgrad_service.grpc_api.infer_wire import (
-    Part,
-    encode_response,
-    encode_stream_error,
-    encode_stream_part,
-    encode_stream_response,
-    read_infer_request,
-    request_names,
+from convgrad_service.grpc_api.infer_transport import (
+    MAX_MESSAGE_BYTES,
+    InferTransport,
+    Message,
 )
-from convgrad_service.oip.answer import answer_names, answer_outputs
-from convgrad_service.oip.answer_parts import MAX_PART_BYTES, AnswerParts, row_bytes
-from convgrad_service.oip.fields import described, request_fields, tensor_in
-from convgrad_service.oip.request import InferRequest, Span
+from convgrad_service.grpc_api.infer_wire import Part, encode_stream_error
+from convgrad_service.grpc_api.request_keys import RequestKeys
 from convgrad_service.oip.shared_memory import SharedMemory
-from convgrad_service.problems import Problem
 from convgrad_service.server.settings import Settings
 
 __all__ = ["MAX_MESSAGE_BYTES", "InferMethods"]
 
-MAX_MESSAGE_BYTES = 2**31 - 1
-"""What protobuf and gRPC put into one message at most."""
-
-UNKNOWN = "unknown"
+_UNKNOWN = "unknown"
 """The operation of a request that was refused before its message was read."""
-
-# Names, shapes and the report beside an answer's tensors.
-_HEAD_BYTES = 64 * 1024
 # Requests of one stream that are in work at once; the next is not read before.
 _STREAM_AHEAD = 8
 
 Send = Callable[[list[Part]], Awaitable[None]]
-Reply = Callable[[InferRequest, Result, Send], Awaitable[None]]
-
-
-class _Asked:
-    """One request in its message, which is let go of once the tensors are in their places."""
-
-    def __init__(self, body: bytes) -> None:
-        self.size_bytes = len(body)
-        self.body = body
-        self.model = self.id = ""
-        self.filled = asyncio.Event()
-
-    def read(self) -> InferRequest:
-        """What is asked; ``model`` and ``id`` are set as far as they can be read."""
-        try:
-            request = read_infer_request(self.body)
-        except ServiceError:
-            self.model, self.id = request_names(self.body)
-            raise
-        self.model, self.id = request.operation.name, request.id
-        return request
-
-    async def fill(self, request: InferRequest, work: Work) -> None:
-        """Copy the tensors into the places that ``work`` has for them."""
-        body, self.body = self.body, b""
-        await work.fill(
-            {
-                tensor.name: tensor.source
-                if isinstance(tensor.source, np.ndarray)
-                else tensor_in(body, tensor)
-                for tensor in request.inputs
-                if isinstance(tensor.source, np.ndarray | Span)
-            }
-        )
-        self.filled.set()
 
 
 class InferMethods:
@@ -97,37 +40,26 @@ class InferMethods:
         exchanges: Exchanges,
         shared_memory: SharedMemory,
     ) -> None:
-        self._pipeline = pipeline
-        self._memory = shared_memory
-        self._settings = settings
-        self._exchanges = exchanges
-        self._small = SmallInfers(pipeline, exchanges.answers)
+        self._pipeline, self._memory = pipeline, shared_memory
+        self._settings, self._exchanges = settings, exchanges
+        self._keys = RequestKeys()
 
     async def infer(self, call: Call) -> bytes:
         """ModelInfer."""
-        context = call.context
+        context, sent = call.context, b""
         deadline = Deadline.after(self._allowed_s(call))
-        # What it may have is decided before there is a message of it.
-        context.operation = UNKNOWN
-        async with entered(self._pipeline.engine, call.caller) as ticket:
-            self._pipeline.admit()
+
+        async def send(parts: list[Part]) -> None:
+            nonlocal sent
+            sent = await self._exchanges.answers.joined(call, parts)
+
+        async def receive() -> bytes:
             context.operation = None
-            with context.timings.stage("receive"):
-                body = await self._exchanges.arrivals.message(call, deadline)
-            answer = await self._small.answer(call, body, deadline)
-            if answer is not None:
-                return answer
-            asked = _Asked(body)
-            del body
-            sent = b""
+            return await self._exchanges.arrivals.message(call, deadline)
 
-            async def send(parts: list[Part]) -> None:
-                nonlocal sent
-                sent = await self._exchanges.answers.joined(call, parts)
-
-            async with deadline.enforced():
-                await self._answer(asked, context, deadline, ticket, _send_whole, send)
-            return sent
+        context.operation = _UNKNOWN
+        await self._answer(context, deadline, Message(receive), send, in_stream=False)
+        return sent
 
     async def stream(self, call: Call) -> None:
         """ModelStreamInfer: answers in the order of the requests.
@@ -146,13 +78,13 @@ class InferMethods:
             while (body := await call.rpc.read()) is not EOF:
                 self._exchanges.authenticate(call)
                 await slots.acquire()
-                asked = _Asked(bytes(body))
+                message = Message.of(bytes(body))
                 del body
-                previous = asyncio.ensure_future(self._one_of_stream(call, asked, previous))
+                previous = asyncio.ensure_future(self._one_of_stream(call, message, previous))
                 running.add(previous)
                 previous.add_done_callback(running.discard)
                 previous.add_done_callback(lambda _: slots.release())
-                await asked.filled.wait()
+                await message.filled.wait()
             await asyncio.gather(*running)
         finally:
             for task in running:
@@ -160,7 +92,7 @@ class InferMethods:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _one_of_stream(
-        self, call: Call, asked: _Asked, previous: asyncio.Task[None] | None
+        self, call: Call, message: Message, previous: asyncio.Task[None] | None
     ) -> None:
         context = call.begin()
         self._exchanges.trace(call, context)
@@ -179,21 +111,18 @@ class InferMethods:
             finally:
                 counted.left()
 
-        async def work() -> None:
-            async with deadline.enforced(), entered(self._pipeline.engine, call.caller) as ticket:
-                await self._answer(asked, context, deadline, ticket, _send_stream, send)
-
+        answering = self._answer(context, deadline, message, send, in_stream=True)
         try:
-            _, error = await self._exchanges.attempt("ModelStreamInfer", call, context, work())
+            _, error = await self._exchanges.attempt("ModelStreamInfer", call, context, answering)
             if error is not None and began:
                 # Part of the answer has left: only the end of the stream can say so.
                 call.cut(error)
             elif error is not None:
-                asked.filled.set()
+                message.filled.set()
                 detail = f"{error.detail} ({error.code})"
-                await send([encode_stream_error(asked.model, asked.id, detail)])
+                await send([encode_stream_error(message.model, message.id, detail)])
         finally:
-            asked.filled.set()
+            message.filled.set()
             self._exchanges.record("ModelStreamInfer", context)
 
     def _allowed_s(self, call: Call) -> float:
@@ -201,97 +130,25 @@ class InferMethods:
 
     async def _answer(
         self,
-        asked: _Asked,
         context: RequestContext,
         deadline: Deadline,
-        ticket: Ticket | None,
-        reply: Reply,
+        message: Message,
         send: Send,
+        *,
+        in_stream: bool,
     ) -> None:
-        """Compute one request within ``deadline``, which the caller enforces."""
-        request = asked.read()
-        if reply is _send_whole:
-            request.refuse_parts()
-        context.operation = request.operation.name
-        self._pipeline.admit()
-        regions = self._memory.parts(context.owner, request)
-        own = request.timeout_s is not None and request.timeout_s < deadline.remaining_s
-        if own:
-            deadline = Deadline.after(request.timeout_s or 0.0)
-        job = Job(
-            request.operation,
+        transport = InferTransport(
+            self._pipeline,
+            self._memory,
+            self._keys,
+            self._exchanges.arrivals,
+            context,
             deadline,
-            context.timings,
-            refuse=lambda _, problem: _refuse_above_message(request, problem),
-            small=True,  # shapes and parameters; the tensors are copied below
-            owner=context.owner,
-            ticket=ticket,
+            message,
+            send,
+            in_stream=in_stream,
         )
-        if reply is _send_whole and asked.size_bytes <= SMALL_BYTES:
-            self._small.remember(job, asked.body, request)
-
-        def decode() -> Mapping[str, Any]:
-            return request_fields(request, described)
-
-        with self._exchanges.arrivals.held(asked.size_bytes) as held:
-            async with (
-                deadline.enforced() if own else contextlib.nullcontext(),
-                self._pipeline.begin(job, decode, regions=regions) as work,
-            ):
-                with context.timings.stage("decode"):
-                    await asked.fill(request, work)
-                held.release()
-                context.received_bytes = asked.size_bytes
-                result = await work.compute(streamed=request.in_parts)
-
-                async def sent(parts: list[Part]) -> None:
-                    context.sent_bytes += sum(map(len, parts))
-                    await send(parts)
-
-                await reply(request, result, sent)
-
-
-async def _send_whole(request: InferRequest, result: Result, send: Send) -> None:
-    await send(encode_response(request, result.outputs, result.report))
-
-
-async def _send_stream(request: InferRequest, result: Result, send: Send) -> None:
-    """One response, or, if that was asked for, one whenever more of the answer is final."""
-    outputs, progress = result.outputs, result.progress
-    if not request.in_parts:
-        await send(encode_stream_response(request, outputs, result.report))
-        return
-
-    async def all_of(name: str, _: int) -> int:
-        return outputs[name].nbytes
-
-    chosen = answer_outputs(request, outputs)
-    rows = AnswerParts(
-        {name: array for name, array in chosen.items() if request.sends(name)},
-        (lambda name: outputs[name].nbytes) if progress is None else progress.final_bytes,
-        all_of if progress is None else progress.until,
-    )
-    while True:
-        found = await rows.next()
-        final = rows.complete
-        if final and progress is not None:
-            await progress.end()
-        await send(encode_stream_part(request, outputs, result.report, found, final=final))
-        if final:
-            return
-
-
-def _refuse_above_message(request: InferRequest, problem: Problem) -> None:
-    size_of = row_bytes if request.in_parts else (lambda spec: spec.size_bytes)
-    sizes = [
-        size_of(problem.outputs[name])
-        for name in answer_names(request, problem.outputs)
-        if request.sends(name)
-    ]
-    # Of parts, each output has so many bytes or one row in a response.
-    size_bytes = sum(max(size, MAX_PART_BYTES) if request.in_parts else size for size in sizes)
-    if size_bytes + _HEAD_BYTES > MAX_MESSAGE_BYTES:
-        raise ProblemTooLarge(
-            f"the answer has {size_bytes:,} bytes, and a gRPC message holds at most "
-            f"{MAX_MESSAGE_BYTES:,}; use HTTP or shared memory, or in_parts over ModelStreamInfer"
-        )
+        try:
+            await self._pipeline.run(transport.request, transport)
+        finally:
+            transport.close()

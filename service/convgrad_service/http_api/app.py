@@ -24,13 +24,10 @@ from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.cors import with_cors
 from convgrad_service.http_api.docs import add_docs
 from convgrad_service.http_api.health import health_router
-from convgrad_service.http_api.hot_paths import HotPaths
-from convgrad_service.http_api.middleware import ExchangeMiddleware, TryAnswer
+from convgrad_service.http_api.middleware import ExchangeMiddleware
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
-from convgrad_service.http_api.prepared_forms import InferForm, SafetensorsForm
-from convgrad_service.http_api.prepared_request import PreparedRequests
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.security.keys import KeyRing
@@ -80,20 +77,12 @@ def app_on(
     )
     app.state.pipeline = pipeline
     app.state.settings = settings
-    computing: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
-    small: dict[str, TryAnswer] = {}
+    endpoints: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
     for operation in OPERATIONS.values():
         endpoint = OperationEndpoint(operation, pipeline, settings)
-        computing[f"/{operation.name}"] = endpoint, {}
-        for path, form in (
-            (f"/{operation.name}", SafetensorsForm()),
-            (f"/v2/models/{operation.name}/infer", InferForm()),
-        ):
-            at_once = PreparedRequests(operation, form, pipeline, settings.max_timeout_s)
-            small[path] = at_once.try_answer
-        app.router.routes.append(
-            Route(f"/{operation.name}", endpoint, methods=["POST"], name=operation.name)
-        )
+        path = f"/{operation.name}"
+        endpoints[path] = endpoint, {}
+        app.router.routes.append(Route(path, endpoint, methods=["POST"], name=operation.name))
 
     # The catalogue never changes while the server runs.
     described = catalogue(pipeline, settings)
@@ -107,15 +96,14 @@ def app_on(
         return RedirectResponse(request.scope.get("root_path", "") + "/docs")
 
     app.include_router(health_router(pipeline))
-    computing.update(add_oip(app, pipeline, settings))
+    endpoints.update(add_oip(app, pipeline, settings))
     app.router.routes.extend(stored_routes(pipeline, settings))
     add_docs(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
-    app.add_middleware(HotPaths, paths=computing)
     inner = partial(FastAPI.__call__, app)
-    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, small)
+    app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints)
     if settings.cors_origins is not None:
         app.exchange = with_cors(app.exchange, settings.cors_origins)
     return app

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.json_tensors import Base64Text
-from convgrad_service.engine.pipeline import SMALL_BYTES, blank
+from convgrad_service.engine.request import SMALL_BYTES, blank
 
 __all__ = ["DeferredBase64", "EncodedLater", "b64decode", "encoded_later"]
 

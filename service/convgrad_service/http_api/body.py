@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from convgrad.errors import MalformedRequest, PayloadTooLarge, RequestTimeout
 from convgrad_service.engine.hub import Engine
 from convgrad_service.engine.memory.lease import Lease, leased
-from convgrad_service.engine.pipeline import SMALL_BYTES
+from convgrad_service.engine.request import SMALL_BYTES, ClientGone
 from convgrad_service.http_api.connection import Connection, connection_of
 from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.middleware import ClientGone
 
 __all__ = ["Body", "BodyLimits", "Text"]
 
@@ -83,15 +81,15 @@ class Body:
         self._started_s = time.monotonic()
 
     @classmethod
-    def of(cls, scope: Scope, receive: Receive, limits: BodyLimits) -> Body:
+    def of(
+        cls, scope: Scope, receive: Receive, limits: BodyLimits, content_length: int | None
+    ) -> Body:
         """The body of an exchange, received straight to its place where the server can."""
         context = context_of(scope)
 
         def count(size: int) -> None:
             context.received_bytes += size
 
-        length = Headers(scope=scope).get("content-length")
-        content_length = None if length is None else int(length)
         return cls(receive, content_length, limits, connection_of(scope), count)
 
     def refuse_over_limit(self, size: int) -> None:
@@ -215,12 +213,14 @@ class Body:
         """The next bytes; None once the body has ended."""
         if self.ended:
             return None
-        limits = self._limits
-        try:
-            async with asyncio.timeout(limits.idle_timeout_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise self._idle() from None
+        if self._connection is not None and self._connection.whole_body() is not None:
+            message = await self._receive()  # all of it is there, so nothing is waited for
+        else:
+            try:
+                async with asyncio.timeout(self._limits.idle_timeout_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise self._idle() from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         part: bytes = message.get("body", b"")

@@ -1,29 +1,29 @@
-"""The forms a body can have over HTTP: for each media type, how it is taken in and sent."""
+"""The forms that bodies and answers can have at ``POST /<operation>``, by their media types."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from convgrad.contract import Request
+from convgrad.contract import Operation, Report, Request
 from convgrad.errors import MalformedRequest
 from convgrad.wire import safetensors
 from convgrad.wire.shapes import data_view, dtype_of
-from convgrad_service.engine.pipeline import (
-    SMALL_BYTES,
-    ComputeRequest,
+from convgrad_service.engine.execution import (
+    Execution,
     Filler,
-    Pipeline,
-    Result,
+    ResponseTemplate,
     Source,
-    Work,
-    blank,
+    split_at,
 )
-from convgrad_service.http_api.body import Body
+from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import SMALL_BYTES, Fields, Result, blank
+from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.http_api.body import Body, Text
 from convgrad_service.http_api.json_answer import (
     json_answer,
     refuse_endless_values,
@@ -33,103 +33,137 @@ from convgrad_service.http_api.json_body import describe_json_request
 from convgrad_service.http_api.response import Arriving, Chunk
 from convgrad_service.problems import Problem
 
-__all__ = ["CODECS", "JSON", "MEDIA_TYPES", "SAFETENSORS", "Codec"]
+__all__ = ["CODECS", "JSON", "MAX_KEY_BYTES", "MEDIA_TYPES", "SAFETENSORS", "Codec", "Reader"]
+
+MAX_KEY_BYTES = 4096
+"""Requests whose heads are longer are not remembered."""
+
+
+class Reader(Protocol):
+    """Takes one body in; see `Transport`, whose methods call these."""
+
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None: ...
+
+    @property
+    def holds(self) -> Lease | None: ...
+
+    @property
+    def quick(self) -> bool: ...
+
+    def fields(self, operation: Operation) -> tuple[Fields, Any]:
+        """The request's fields, and what `fill` needs to know of each request like it."""
+        ...
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None: ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
     """One media type.
 
-    ``begin`` takes a body in: it makes the work and fills its inputs. ``limit`` names the setting
-    that bounds a body. ``encode`` refers to the result's arrays and copies nothing large;
-    ``refuse`` raises, before anything is computed, where an answer could not be encoded.
-    ``streams``: an answer can begin before all of it is computed.
+    ``reader`` makes what takes a body in. ``limit`` names the setting that bounds a body.
+    ``encode`` refers to the result's arrays and copies nothing large; ``refuse`` raises, before
+    anything is computed, where an answer could not be encoded. ``streams``: an answer can begin
+    before all of it is computed.
     """
 
     media_type: str
     limit: str
-    begin: Callable[[Pipeline, ComputeRequest, Body], AbstractAsyncContextManager[Work]]
-    encode: Callable[[Result], Sequence[Chunk]]
+    reader: Callable[[], Reader]
+    encode: Callable[[Execution, Result], Sequence[Chunk]]
     refuse: Callable[[Request, Problem], None]
     streams: bool = False
 
 
-# What longer heads say is not remembered.
-_KNOWN_HEAD_BYTES = 4096
-
-
-@asynccontextmanager
-async def _begin_safetensors(
-    plane: Pipeline, call: ComputeRequest, body: Body
-) -> AsyncIterator[Work]:
+class _SafetensorsReader:
     """Each tensor is received straight into its place: what comes first is the header alone."""
-    with call.timings.stage("receive"):
-        data_offset = safetensors.header_bytes(await body.at_least(8))
-        head = memoryview(await body.at_least(data_offset))[:data_offset]
-    length = body.content_length
-    if length is None and body.ended:
-        length = body.received_bytes
-    data_bytes = None if length is None else length - data_offset
-    described: list[safetensors.Layout] = []
 
-    def fields() -> Mapping[str, Any]:
-        layout = safetensors.layout(head, data_bytes)
-        body.refuse_over_limit(data_offset + layout.data_bytes)
-        described.append(layout)
-        return _fields(layout)
+    holds: Lease | None = None
 
-    call.small = data_offset <= SMALL_BYTES
-    if data_offset <= _KNOWN_HEAD_BYTES and data_bytes is not None:
-        call.key = (bytes(head), data_bytes, call.refuse)
-        described = call.notes
-    async with plane.begin(call, fields) as work:
-        targets = [
-            data_view(work.inputs[name]) if name in work.inputs else placed.end - placed.begin
-            for name, placed in described[0].tensors.items()
-        ]
-        with call.timings.stage("receive"):
-            await body.into(targets, skip=data_offset)
-        yield work
+    def __init__(self) -> None:
+        self._head = memoryview(b"")
+        self._data_bytes: int | None = None
+        self._body: Body
+
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
+        head_bytes = safetensors.header_bytes(await body.at_least(8))
+        self._head = memoryview(await body.at_least(head_bytes))[:head_bytes]
+        self._body = body
+        length = body.content_length
+        if length is None and body.ended:
+            length = body.received_bytes
+        if length is None:
+            return None
+        self._data_bytes = length - head_bytes
+        return None if head_bytes > MAX_KEY_BYTES else (bytes(self._head), self._data_bytes)
+
+    @property
+    def quick(self) -> bool:
+        return len(self._head) <= SMALL_BYTES
+
+    def fields(self, operation: Operation) -> tuple[Fields, Any]:
+        layout = safetensors.layout(self._head, self._data_bytes)
+        self._body.refuse_over_limit(len(self._head) + layout.data_bytes)
+        parameters = safetensors.parameters(layout.metadata)
+        if both := sorted(layout.tensors.keys() & parameters.keys()):
+            raise MalformedRequest(
+                f'"{both[0]}" is both a tensor and a parameter; expected one of them'
+            )
+        tensors = {
+            name: blank(placed.shape, placed.dtype, name=name)
+            for name, placed in layout.tensors.items()
+        }
+        sizes = [(name, placed.end - placed.begin) for name, placed in layout.tensors.items()]
+        return {**parameters, **tensors}, sizes
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
+        views = execution.input_views()
+        targets = [views.get(name, size_bytes) for name, size_bytes in execution.notes]
+        with timings.stage("receive"):
+            await body.into(targets, skip=len(self._head))
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
-def _fields(layout: safetensors.Layout) -> Mapping[str, Any]:
-    parameters = safetensors.parameters(layout.metadata)
-    if both := sorted(layout.tensors.keys() & parameters.keys()):
-        raise MalformedRequest(
-            f'"{both[0]}" is both a tensor and a parameter; expected one of them'
-        )
-    tensors = {
-        name: blank(placed.shape, placed.dtype, name=name)
-        for name, placed in layout.tensors.items()
-    }
-    return {**parameters, **tensors}
-
-
-@asynccontextmanager
-async def _begin_json(plane: Pipeline, call: ComputeRequest, body: Body) -> AsyncIterator[Work]:
+class _JsonReader:
     """The text has a place of its own until its base64 has been decoded into the inputs' place."""
-    with call.timings.stage("receive"):
-        text = await body.whole(plane.engine)
-    try:
-        fillers: dict[str, Filler] = {}
 
-        def fields() -> Mapping[str, Any]:
-            found, to_fill = describe_json_request(text.data, call.operation)
-            fillers.update(to_fill)
-            return found
+    def __init__(self) -> None:
+        self._text = Text(memoryview(b""))
+        self._fillers: dict[str, Filler] = {}
 
-        call.small = text.lease is None
-        async with plane.begin(call, fields, holds=text.lease) as work:
-            with call.timings.stage("decode"):
-                sources: dict[str, Source] = {**work.request.tensors(), **fillers}
-                await work.fill(sources, holds=text.lease)
-            text.release()
-            yield work
-    finally:
-        text.release()
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
+        self._text = await body.whole(pipeline.engine)
+        return None
+
+    @property
+    def holds(self) -> Lease | None:
+        return self._text.lease
+
+    @property
+    def quick(self) -> bool:
+        return self._text.lease is None
+
+    def fields(self, operation: Operation) -> tuple[Fields, Any]:
+        found, self._fillers = describe_json_request(self._text.data, operation)
+        return found, None
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
+        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
+        with timings.stage("decode"):
+            await execution.fill(sources, holds=self._text.lease)
+        self.close()
+
+    def close(self) -> None:
+        self._text.release()
 
 
-def _encode_json(result: Result) -> Sequence[Chunk]:
+def _encode_json(execution: Execution, result: Result) -> Sequence[Chunk]:
     request = result.request
     return json_answer(result.outputs, result.report, request.response, request.store)
 
@@ -141,14 +175,20 @@ def _refuse_json(request: Request, problem: Problem) -> None:
     refuse_endless_values(elements, request.response)
 
 
-def _encode_safetensors(result: Result) -> Sequence[Chunk]:
+def _encode_safetensors(execution: Execution, result: Result) -> Sequence[Chunk]:
+    progress = result.progress
+    if progress is None:
+        make = partial(_safetensors_template, execution)
+        if (template := execution.template(result.finished, make)) is not None:
+            text = template.before + repr(result.finished.compute_s).encode() + template.after
+            text += b" " * (-len(text) % 8)
+            return [len(text).to_bytes(8, "little") + text, *execution.output_bytes(template)]
     store = result.request.store
     metadata = {"report": result.report.model_dump_json()}
     if store:
         told = {name: stored_tensor(result.outputs[name], store[name]) for name in store}
         metadata["stored"] = json.dumps(told)
     sent = {name: array for name, array in result.outputs.items() if name not in store}
-    progress = result.progress
     if progress is None:
         return safetensors.encode(sent, metadata)
     specs = {name: (dtype_of(array), array.shape) for name, array in sent.items()}
@@ -159,18 +199,26 @@ def _encode_safetensors(result: Result) -> Sequence[Chunk]:
     ]
 
 
+def _safetensors_template(execution: Execution, report: Report) -> ResponseTemplate:
+    specs = {name: (spec.dtype, spec.shape) for name, spec, *_ in execution.layout.outputs}
+    head, order = safetensors.encode_header(specs, {"report": report.model_dump_json()})
+    outputs = tuple((b"", *execution.place_of(name)) for name in order)
+    text = head[8:].rstrip(b" ")
+    return ResponseTemplate(*split_at(text, lambda seconds: repr(seconds).encode()), outputs)
+
+
 def _refuse_nothing(request: Request, problem: Problem) -> None:
     """safetensors holds any answer."""
 
 
-JSON = Codec("application/json", "max_json_bytes", _begin_json, _encode_json, _refuse_json)
+JSON = Codec("application/json", "max_json_bytes", _JsonReader, _encode_json, _refuse_json)
 SAFETENSORS = Codec(
     safetensors.MEDIA_TYPE,
     "max_body_bytes",
-    _begin_safetensors,
+    _SafetensorsReader,
     _encode_safetensors,
     _refuse_nothing,
     streams=True,
 )
-CODECS: Mapping[str, Codec] = {wire.media_type: wire for wire in (JSON, SAFETENSORS)}
+CODECS: Mapping[str, Codec] = {codec.media_type: codec for codec in (JSON, SAFETENSORS)}
 MEDIA_TYPES = tuple(CODECS)

@@ -11,22 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convgrad.errors import ServiceError, Unauthenticated
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ClientGone
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
 from convgrad_service.engine.telemetry.tracing import Traces
-from convgrad_service.http_api.connection import connection_of
+from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
 from convgrad_service.http_api.context import RequestContext, begin_context, told_headers
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.http_api.receive_into import ReceiveInto
+from convgrad_service.http_api.response import WHOLE
 from convgrad_service.security.keys import KeyRing
 
-__all__ = ["ClientGone", "ExchangeMiddleware"]
+__all__ = ["ExchangeMiddleware"]
 
 _log = logging.getLogger("convgrad.http")
 _access = logging.getLogger("convgrad.access")
@@ -43,18 +46,16 @@ _OPEN_FOLDER = "/docs/assets/"
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
-TryAnswer = Callable[[Scope, RequestContext], Awaitable[bool]]
-"""Answers a request at once if it can: whether it has."""
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was ready."""
+Endpoints = Mapping[str, tuple[ASGIApp, Mapping[str, str]]]
+"""By a whole path what answers a POST to it, and the parameters that a route finds in the path."""
 
 
 class ExchangeMiddleware:
     """Wraps the application in the exchange's bookkeeping.
 
-    By its whole path, a request may be answered by one of ``small`` before the application.
+    A POST to one of the paths in ``endpoints`` goes straight there. The application has routes for
+    them as well, which describe them and refuse other methods; but it asks some forty routes one
+    after another, within middleware of its own.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class ExchangeMiddleware:
         pipeline: Pipeline,
         keys: KeyRing | None = None,
         traces: Traces | None = None,
-        small: Mapping[str, TryAnswer] | None = None,
+        endpoints: Endpoints = MappingProxyType({}),
     ) -> None:
         self.app = app
         self.pipeline = pipeline
         self.keys = keys
         self.traces = traces
-        self.small = small or {}
+        self.endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,18 +88,19 @@ class ExchangeMiddleware:
     async def _run(
         self, scope: Scope, receive: Receive, send: Send, context: RequestContext
     ) -> None:
-        exchange: _Exchange | None = None
+        exchange = _Exchange(scope, receive, send, context)
         try:
             if self.keys is not None and not _is_open(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
-            small = self.small.get(scope["path"]) if scope["method"] == "POST" else None
-            if small is None or not await small(scope, context):
-                exchange = _Exchange(scope, receive, send, context)
+            found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+            if found is None or scope.get("root_path"):
                 await self.app(scope, exchange.receive, exchange.send)
+            else:
+                endpoint, scope["path_params"] = found
+                await endpoint(scope, exchange.receive, exchange.send)
         except ClientGone:
             context.code = "client-gone"
         except ServiceError as error:
-            exchange = exchange or _Exchange(scope, receive, send, context)
             await exchange.refuse(error)
         except asyncio.CancelledError:
             context.code = "cancelled"
@@ -106,7 +108,6 @@ class ExchangeMiddleware:
         # Whatever went wrong, the caller gets an id and the log gets the rest.
         except Exception:
             _log.exception("request_id=%s %s failed", context.request_id, scope["path"])
-            exchange = exchange or _Exchange(scope, receive, send, context)
             if exchange.started:
                 # The headers have left: only a broken connection can still say "failed".
                 context.code = "internal"
@@ -170,8 +171,8 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
         self.started = False
+        self._scope = scope
         self._receive, self._send, self._context = receive, send, context
-        context.received_bytes = 0  # what was looked at without it is received once more
         headers: dict[bytes, bytes] = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._declared_bytes = int(length) if length.isdigit() else 0
@@ -194,6 +195,9 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
+        if message["type"] == WHOLE:
+            await self._send_whole(message)
+            return
         if message["type"] == "http.response.start":
             message = await self._with_headers(message)
             self.started = True
@@ -204,6 +208,18 @@ class _Exchange:
                 await self._drop_body(_LINGER_S)
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
+
+    async def _send_whole(self, message: Message) -> None:
+        connection: Connection = self._scope[CONNECTION]
+        context, parts = self._context, message["parts"]
+        context.status, context.sent_bytes = 200, sum(map(len, parts))
+        headers = [
+            *message["headers"],
+            *told_headers(context),
+            (b"content-length", b"%d" % context.sent_bytes),
+        ]
+        self.started = True
+        await connection.answer(b"".join([b"%s: %s\r\n" % header for header in headers]), parts)
 
     async def refuse(self, error: ServiceError) -> None:
         """Answer with ``error``; once headers have left, break the connection by raising it."""

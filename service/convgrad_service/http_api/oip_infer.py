@@ -6,31 +6,29 @@ follow, each received straight into its place; without it the whole body is JSON
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from convgrad.contract import Report
 from convgrad.errors import MalformedRequest
-from convgrad.wire.shapes import data_view
-from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.pipeline import SMALL_BYTES, ComputeRequest, Filler, Pipeline, Work
-from convgrad_service.engine.scheduling.quotas import entered
-from convgrad_service.http_api.body import Body, BodyLimits, Text
-from convgrad_service.http_api.connection import connection_of
-from convgrad_service.http_api.context import context_of
-from convgrad_service.http_api.prepared_forms import remember
-from convgrad_service.http_api.response import (
-    refuse_encoded,
-    requested_timeout_s,
-    send_chunks,
-    unless_gone,
+from convgrad_service.engine.execution import (
+    Execution,
+    Filler,
+    ResponseTemplate,
+    split_at,
 )
+from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import SMALL_BYTES, Decoded, Result, blank
+from convgrad_service.http_api.body import Text
+from convgrad_service.http_api.codecs import MAX_KEY_BYTES
+from convgrad_service.http_api.transport import HttpTransport
+from convgrad_service.oip.answer import answer_names
 from convgrad_service.oip.fields import described, operation_named, request_fields
 from convgrad_service.oip.http_answer import HttpAnswer, encode_answer, refuse_in_json
 from convgrad_service.oip.http_head import read_infer_head
@@ -41,78 +39,51 @@ from convgrad_service.server.settings import Settings
 
 __all__ = ["InferEndpoint"]
 
-_HEADER_LENGTH = "inference-header-content-length"
+_HEADER_LENGTH = b"inference-header-content-length"
 # The JSON before binary data is small, unless numbers stand in it after all.
 _MAX_HEAD_BYTES = 4 * 2**20
+# An id that comes first, as clients write it, and needs no escapes.
+_ID = re.compile(rb'\{"id":"([!#-\[\]-~ ]{0,256})",')
 
 
 class InferEndpoint:
     """An ASGI application that answers inference requests for the model that its path names."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings, shared_memory: SharedMemory) -> None:
-        self._pipeline = pipeline
-        self._memory = shared_memory
-        self._settings = settings
+        self._pipeline, self._settings, self._memory = pipeline, settings, shared_memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named: Mapping[str, str] = scope["path_params"]
         operation = operation_named(named["model"], named.get("version", ""))
-        context = context_of(scope)
-        context.operation = operation.name
-        headers = Headers(scope=scope)
-        refuse_encoded(headers.get("content-encoding"))
-        length = _content_length(headers)
-        header_bytes = _header_bytes(headers, length)
-        header_s = requested_timeout_s(headers.get("x-request-timeout"))
-        longest_s = self._settings.max_timeout_s
-        call = ComputeRequest(
-            operation,
-            Deadline.after(min(header_s or math.inf, longest_s)),
-            context.timings,
-            owner=context.owner,
-        )
-        self._pipeline.admit()
-        body = Body.of(scope, receive, self._limits(header_bytes))
-        async with AsyncExitStack() as held:
-            call.ticket = await held.enter_async_context(
-                entered(self._pipeline.engine, context.caller)
-            )
-            async with call.deadline.enforced() if header_s else contextlib.nullcontext():
-                text = await self._text(call, body, header_bytes)
-                held.callback(text.release)
-                request = await self._request(call, text, length, header_bytes)
-            # Only a client that set a deadline counts its own sending towards it.
-            allowed_s = min(header_s or math.inf, request.timeout_s or math.inf)
-            if math.isfinite(allowed_s):
-                call.deadline = _from_the_start(call, min(allowed_s, longest_s))
-            enforced = call.deadline.enforced() if math.isfinite(allowed_s) else None
-            async with enforced or contextlib.nullcontext():
-                work = await held.enter_async_context(
-                    self._begin(call, request, body, text, _data_bytes(length, header_bytes))
-                )
-            if enforced is None:
-                call.deadline = Deadline.after(longest_s)
-            async with call.deadline.enforced():
-                result = await unless_gone(work.compute(), receive)
-            with context.timings.stage("encode"):
-                answer = await self._pipeline.in_thread(
-                    lambda: encode_answer(request, result.outputs, result.report),
-                    work.lease,
-                    inline=_is_quick(request, result.outputs),
-                )
-            await send_chunks(
-                send,
-                _answer_headers(answer),
-                answer.chunks,
-                connection=connection_of(scope),
-                in_thread=self._pipeline.in_thread,
-            )
+        transport = _InferTransport(operation, self._pipeline, self._settings, scope, receive, send)
+        transport.memory = self._memory
+        try:
+            await self._pipeline.run(transport.request, transport)
+        finally:
+            transport.text.release()
 
-    async def _text(self, call: ComputeRequest, body: Body, header_bytes: int | None) -> Text:
+
+class _InferTransport(HttpTransport):
+    """See `Transport`."""
+
+    memory: SharedMemory
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.text = Text(memoryview(b""))
+        self._id = b""
+        self._length = _content_length(self.headers)
+        self._header_bytes = _header_bytes(self.headers, self._length)
+
+    async def head(self) -> Hashable | None:
         """The request's JSON, and nothing of what follows it."""
-        with call.timings.stage("receive"):
-            if header_bytes is None:
-                return await body.whole(self._pipeline.engine)
+        settings, header_bytes = self._settings, self._header_bytes
+        body = self._body = self.body(
+            settings.max_json_bytes if header_bytes is None else settings.max_body_bytes
+        )
+        if header_bytes is None:
+            self.text = await body.whole(self.pipeline.engine)
+        else:
             if header_bytes > _MAX_HEAD_BYTES:
                 raise MalformedRequest(
                     f"Inference-Header-Content-Length is {header_bytes:,}; at most "
@@ -124,60 +95,91 @@ class InferEndpoint:
                     f"Inference-Header-Content-Length is {header_bytes:,}, and the body has "
                     f"{len(shown):,} bytes"
                 )
-            return Text(memoryview(shown)[:header_bytes])
+            self.text = Text(memoryview(shown)[:header_bytes])
+        self._data_bytes = _data_bytes(self._length, header_bytes)
+        if self._data_bytes is None or len(self.text.data) > MAX_KEY_BYTES:
+            return None
+        # All of the request but its id, where that can be told from the rest.
+        text = bytes(self.text.data)
+        if (found := _ID.match(text)) is not None:
+            self._id, text = found[1], text[found.end() :]
+        return text, found is None, self._data_bytes, self.owner
 
-    async def _request(
-        self, call: ComputeRequest, text: Text, length: int | None, header_bytes: int | None
-    ) -> InferRequest:
-        data_bytes = _data_bytes(length, header_bytes)
-        with call.timings.stage("decode"):
-            return await self._pipeline.in_thread(
-                lambda: read_infer_head(text.data, call.operation, data_bytes),
-                text.lease,
-                inline=len(text.data) <= SMALL_BYTES,
-            )
+    @property
+    def holds(self) -> Lease | None:  # type: ignore[override]
+        return self.text.lease
 
-    @asynccontextmanager
-    async def _begin(
-        self,
-        call: ComputeRequest,
-        request: InferRequest,
-        body: Body,
-        text: Text,
-        data_bytes: int | None,
-    ) -> AsyncIterator[Work]:
-        spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
-        body.refuse_over_limit(len(text.data) + sum(_span_bytes(tensor) for tensor in spans))
-        call.refuse = lambda _, problem: refuse_in_json(request, problem)
-        call.small = True  # shapes and parameters; the elements are filled in below
-        remember(call, request, text.data, data_bytes)
-        plane, regions = self._pipeline, self._memory.parts(call.owner, request)
+    @property
+    def quick(self) -> bool:  # type: ignore[override]
+        return len(self.text.data) <= SMALL_BYTES
 
-        def decode() -> Mapping[str, Any]:
-            return request_fields(request, described)
-
-        async with plane.begin(call, decode, regions=regions) as work:
-            with call.timings.stage("decode"):
-                await work.fill(_numbers(request), holds=text.lease)
-            if not body.ended or spans:
-                targets = [
-                    data_view(work.inputs[tensor.name])
-                    if tensor.name in work.inputs
-                    else _span_bytes(tensor)
-                    for tensor in spans
-                ]
-                with call.timings.stage("receive"):
-                    await body.into(targets, skip=len(text.data))
-            text.release()
-            yield work
-
-    def _limits(self, header_bytes: int | None) -> BodyLimits:
-        settings = self._settings
-        return BodyLimits(
-            settings.max_json_bytes if header_bytes is None else settings.max_body_bytes,
-            settings.body_idle_timeout_s,
-            settings.min_body_bytes_per_s,
+    def decode(self) -> Decoded:
+        request = read_infer_head(self.text.data, self.operation, self._data_bytes)
+        data_bytes = sum(_span_bytes(tensor) for tensor in request.inputs)
+        self._body.refuse_over_limit(len(self.text.data) + data_bytes)
+        binary = [wanted.binary or wanted.region is not None for wanted in request.outputs]
+        return Decoded(
+            request_fields(request, described),
+            regions=self.memory.parts(self.owner, request),
+            refuse=lambda _, problem: refuse_in_json(request, problem),
+            timeout_s=request.timeout_s,
+            notes=replace(request, id="") if self._id else request,
+            repeatable=all(binary or [request.binary_by_default])
+            and all(isinstance(tensor.source, Span | Region) for tensor in request.inputs),
         )
+
+    async def fill(self, execution: Execution) -> None:
+        request: InferRequest = execution.notes
+        timings = self.request.timings
+        if numbers := _numbers(request):
+            with timings.stage("decode"):
+                await execution.fill(numbers, holds=self.text.lease)
+        spans = [tensor for tensor in request.inputs if isinstance(tensor.source, Span)]
+        if not self._body.ended or spans:
+            views = execution.input_views()
+            targets = [views.get(tensor.name, _span_bytes(tensor)) for tensor in spans]
+            with timings.stage("receive"):
+                await self._body.into(targets, skip=len(self.text.data))
+        self.text.release()
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        request: InferRequest = execution.notes
+        with self.request.timings.stage("encode"):
+            template = execution.template(
+                result.finished, lambda report: _template(execution, request, report)
+            )
+            if template is not None:
+                answer = self._from_template(execution, template, result.finished.compute_s)
+            else:
+                if self._id:
+                    request = replace(request, id=self._id.decode())
+                answer = await self.pipeline.in_thread(
+                    lambda: encode_answer(request, result.outputs, result.report),
+                    execution.lease,
+                    inline=_is_quick(request, result.outputs),
+                )
+        await self.respond(_answer_headers(answer), answer.chunks)
+
+    def _from_template(
+        self, execution: Execution, template: ResponseTemplate, compute_s: float
+    ) -> HttpAnswer:
+        before = template.before
+        if self._id:
+            before = b'{"id":"' + self._id + b'",' + before[1:]
+        text = before + repr(compute_s).encode() + template.after
+        header_bytes = len(text) if template.outputs else None
+        return HttpAnswer([text, *execution.output_bytes(template)], header_bytes)
+
+
+def _template(execution: Execution, request: InferRequest, report: Report) -> ResponseTemplate:
+    outputs = {
+        name: blank(spec.shape, spec.dtype, name=name)
+        for name, spec, *_ in execution.layout.outputs
+    }
+    head = bytes(encode_answer(request, outputs, report).chunks[0])
+    sent = (name for name in answer_names(request, outputs) if request.sends(name))
+    places = tuple((b"", *execution.place_of(name)) for name in sent)
+    return ResponseTemplate(*split_at(head, lambda seconds: repr(seconds).encode()), places)
 
 
 def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
@@ -187,12 +189,12 @@ def _data_bytes(length: int | None, header_bytes: int | None) -> int | None:
     return None if length is None else length - header_bytes
 
 
-def _content_length(headers: Headers) -> int | None:
-    length = headers.get("content-length")
+def _content_length(headers: Mapping[bytes, str]) -> int | None:
+    length = headers.get(b"content-length")
     return None if length is None else int(length)
 
 
-def _header_bytes(headers: Headers, length: int | None) -> int | None:
+def _header_bytes(headers: Mapping[bytes, str], length: int | None) -> int | None:
     given = headers.get(_HEADER_LENGTH)
     if given is None:
         return None
@@ -212,10 +214,6 @@ def _header_bytes(headers: Headers, length: int | None) -> int | None:
             "Content-Length"
         )
     return header_bytes
-
-
-def _from_the_start(call: ComputeRequest, allowed_s: float) -> Deadline:
-    return Deadline(call.timings.started_s + allowed_s, allowed_s)
 
 
 def _numbers(request: InferRequest) -> dict[str, NDArray[Any] | Filler]:
@@ -252,5 +250,5 @@ def _answer_headers(answer: HttpAnswer) -> list[tuple[bytes, bytes]]:
         return [(b"content-type", b"application/json")]
     return [
         (b"content-type", b"application/octet-stream"),
-        (_HEADER_LENGTH.encode(), str(answer.header_bytes).encode()),
+        (_HEADER_LENGTH, str(answer.header_bytes).encode()),
     ]

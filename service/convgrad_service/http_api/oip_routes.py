@@ -22,7 +22,7 @@ from convgrad.errors import (
 from convgrad.wire import strict_json
 from convgrad.wire.sentences import shown
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.http_api.hot_paths import Paths
+from convgrad_service.http_api.middleware import Endpoints
 from convgrad_service.http_api.oip_infer import InferEndpoint
 from convgrad_service.http_api.shared_memory import shared_memory_router
 from convgrad_service.oip.fields import operation_named
@@ -44,7 +44,7 @@ _VERSION = "/v2/models/{model}/versions/{version}"
 _MAX_INDEX_BYTES = 4096
 
 
-def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Paths:
+def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
     """Add every route of the protocol to ``app`` but those for health, which it has.
 
     Returns those that compute.

@@ -1,30 +1,29 @@
-"""What every endpoint that computes does alike: its deadline, its client's leaving, its answer."""
+"""A request's headers that every endpoint reads, and how an answer's body is sent."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Send
 
 from convgrad.errors import MalformedRequest, UnsupportedMediaType
-from convgrad_service.engine.pipeline import SMALL_BYTES
+from convgrad_service.engine.request import SMALL_BYTES
 from convgrad_service.http_api.base64_tensors import EncodedLater
 from convgrad_service.http_api.connection import Connection
-from convgrad_service.http_api.middleware import ClientGone
 from convgrad_service.http_api.problem_details import Headers
 
 __all__ = [
+    "WHOLE",
     "Arriving",
     "Chunk",
     "refuse_encoded",
     "requested_timeout_s",
     "send_chunks",
-    "unless_gone",
+    "whole_response",
 ]
 
 
@@ -77,35 +76,14 @@ def requested_timeout_s(header: str | None) -> float | None:
     return seconds
 
 
-async def unless_gone(
-    work: Coroutine[Any, Any, T], receive: Receive, connection: Connection | None = None
-) -> T:
-    """The result of ``work``, which is cancelled if the client closes the connection first."""
-    if connection is not None:
-        scope = asyncio.timeout(None)
-        now_s = asyncio.get_running_loop().time
-        try:
-            async with scope:
-                with connection.watched(lambda: scope.reschedule(now_s())):
-                    return await work
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise ClientGone from None
-    working = asyncio.ensure_future(work)
-    # After the whole body, the only thing left to receive is that the client has gone.
-    leaving = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-        # Both are awaited, so that neither outlives the request nor warns that nobody looked.
-        await asyncio.gather(working, leaving, return_exceptions=True)
+WHOLE = "convgrad.http.response.whole"
+"""The type of a message with a whole answer, which the middleware has the connection write at once:
+uvicorn would take a small one through its own machinery in two writes."""
+
+
+def whole_response(headers: Headers, chunks: Sequence[Chunk]) -> Message:
+    """A 200 with these headers and a small body, as one message; see `WHOLE`."""
+    return {"type": WHOLE, "headers": headers, "parts": [_made(chunk) for chunk in chunks]}
 
 
 async def send_chunks(

@@ -84,7 +84,8 @@ class _Put:
             self._settings.body_idle_timeout_s,
             self._settings.min_body_bytes_per_s,
         )
-        body = Body.of(scope, receive, limits)
+        length = headers.get("content-length")
+        body = Body.of(scope, receive, limits, None if length is None else int(length))
         stored = self._pipeline.stored
         taken = self._from_json if media_type == JSON.media_type else self._from_safetensors
         caller = context_of(scope).caller

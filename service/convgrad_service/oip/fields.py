@@ -13,7 +13,7 @@ from convgrad.contract import OPERATIONS, Operation
 from convgrad.errors import MalformedRequest, NotFound
 from convgrad.wire.sentences import shown
 from convgrad.wire.shapes import Buffer
-from convgrad_service.engine.pipeline import blank
+from convgrad_service.engine.request import blank
 from convgrad_service.oip.number_list import NumberList
 from convgrad_service.oip.parameters import parsed
 from convgrad_service.oip.request import InferInput, InferRequest, Region, Span

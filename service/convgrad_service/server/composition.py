@@ -115,6 +115,24 @@ def count_in(hub: Hub) -> None:
     metrics.gauge("convgrad_running", "Problems that compute.", lambda: schedule.running)
     metrics.gauge("convgrad_workers", "Workers that take problems.", lambda: schedule.workers)
     metrics.total("convgrad_workers_lost", "Workers that have died.", lambda: schedule.deaths)
+    children, by_name = hub.children, ("name",)
+    metrics.gauge(
+        "convgrad_front_ends_missing",
+        "Front ends that do not serve.",
+        lambda: len(children.missing),
+    )
+    metrics.totals(
+        "convgrad_children_ended",
+        "Processes of the server that have ended without being told to.",
+        by_name,
+        lambda: {(name,): count for name, count in children.ended.items()},
+    )
+    metrics.totals(
+        "convgrad_child_start_failures",
+        "Attempts to start such a process that failed; each is followed by another.",
+        by_name,
+        lambda: {(name,): count for name, count in children.failed_starts.items()},
+    )
     metrics.gauge(
         "convgrad_inflight_bytes",
         "Memory that the tensors of requests in flight hold.",

@@ -26,7 +26,7 @@ from convgrad_service.engine.ipc.frontend import FrontEnd
 from convgrad_service.engine.ipc.messages import Listens
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
-from convgrad_service.engine.workers.child_process import spawn
+from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
 from convgrad_service.server.composition import count_in, engine_options, worker_recipe
@@ -44,7 +44,6 @@ __all__ = ["CannotListen", "Tree"]
 
 _log = logging.getLogger("convgrad.serve")
 
-_RESTART_PAUSE_S = 0.5
 # What a front end may take beyond its grace before it is ended.
 _PATIENCE_S = 5.0
 
@@ -106,7 +105,9 @@ class Tree:
             return grpc_port
         grpc = self._front("convgrad-grpc", grpc_main, None)
         dealer = ConnectionDispatcher(self._listening)
-        others = [self._front("convgrad-http", http_main, dealer) for _ in range(workers)]
+        others = [
+            self._front(f"convgrad-http-{number}", http_main, dealer) for number in range(workers)
+        ]
         await asyncio.gather(working, grpc, *others)
         count_in(self.hub)
         return grpc.result()
@@ -170,11 +171,12 @@ class Tree:
         listens: asyncio.Future[int],
     ) -> None:
         """Keep one front end alive until the server ends; ``dealer`` has its connections."""
-        dealt: socket.socket
+        backoff, children = Backoff(), self.hub.children
 
-        def told(message: Listens) -> None:
-            if dealer is not None:
-                dealer.add(dealt)
+        def heard(message: Listens) -> None:
+            if message.failure is None:
+                backoff.succeeded()
+                children.serves(name)
             if listens.done():
                 return
             if message.failure is None:
@@ -183,31 +185,64 @@ class Tree:
                 listens.set_exception(CannotListen(message.failure))
 
         while not self.hub.draining:
-            ours, theirs = socket.socketpair()
-            # Each message is one connection.
-            dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            arena = self.hub.arena.descriptor
-            start = FrontStart(self._settings, arena, theirs.fileno(), taken.fileno(), self._beside)
-            descriptors = [arena, theirs.fileno(), taken.fileno()]
-            process = spawn(name, target, start, descriptors=descriptors)
-            theirs.close()
-            taken.close()
-            front = FrontEnd(self.hub, listens=told)
-            self._fronts[front] = process
+            try:
+                ended = f"ended with {await self._run_front(name, target, dealer, heard)}"
+                children.ended[name] += 1
+            # Whatever it was: without another try its port would be gone for good.
+            except Exception as error:  # noqa: BLE001
+                ended = f"cannot start: {error}"
+                children.failed_starts[name] += 1
+            if not listens.done():
+                listens.set_exception(CannotListen(f"{name} {ended}, as it started"))
+            if not self.hub.draining:
+                children.lost(name)
+                pause_s = backoff.failed()
+                _log.error("%s %s; it is started again in %g s", name, ended, pause_s)
+                await asyncio.sleep(pause_s)
+
+    async def _run_front(
+        self,
+        name: str,
+        target: Callable[[FrontStart], None],
+        dealer: ConnectionDispatcher | None,
+        heard: Callable[[Listens], None],
+    ) -> int:
+        """Start one front end and serve it until its process has ended; its exit code.
+
+        Raises OSError where the system has not what a process takes.
+        """
+        arena = self.hub.arena.descriptor
+        with self.supervisor.reserve.spent(), contextlib.ExitStack() as failing:
+            with contextlib.ExitStack() as theirs:
+                ours, channel = socket.socketpair()
+                failing.enter_context(ours)
+                theirs.enter_context(channel)
+                # Each message is one connection.
+                dealt, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                failing.enter_context(dealt)
+                theirs.enter_context(taken)
+                numbers = channel.fileno(), taken.fileno()
+                start = FrontStart(self._settings, arena, *numbers, self._beside)
+                process = spawn(name, target, start, descriptors=[arena, *numbers])
+            failing.pop_all()
+
+        def listening(message: Listens) -> None:
+            if dealer is not None:
+                dealer.add(dealt)
+            heard(message)
+
+        front = FrontEnd(self.hub, listens=listening)
+        self._fronts[front] = process
+        try:
             await front.serve(ours)
+        finally:
             if dealer is not None:
                 dealer.remove(dealt)
             dealt.close()
             del self._fronts[front]
             process.kill()
             code = await asyncio.to_thread(process.wait)
-            if not listens.done():
-                listens.set_exception(
-                    CannotListen(f"{name} ended as it started (exit code {code})")
-                )
-            if not self.hub.draining:
-                _log.error("%s (process %d) ended with %d", name, process.pid, code)
-                await asyncio.sleep(_RESTART_PAUSE_S)
+        return code
 
 
 async def run_until_signalled(tree: Tree, started: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""A leash ends what its task waits for: at the deadline, or when it is cut."""
+"""A scope ends what its task waits for: at the deadline, or when it is cancelled."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from convgrad_service.engine.deadline import CancelScope, Deadline
 
 
 class Gone(Exception):
-    """Why a leash was cut."""
+    """Why a scope was cancelled."""
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
-async def leashed(seconds: float, cut: Exception | None = None) -> None:
-    with CancelScope(Deadline.after(seconds)) as leash:
+async def scoped(seconds: float, cut: Exception | None = None) -> None:
+    with CancelScope(Deadline.after(seconds)) as scope:
         if cut is not None:
-            asyncio.get_running_loop().call_soon(leash.cut, cut)
+            asyncio.get_running_loop().call_soon(scope.cancel, cut)
         await asyncio.sleep(10)
 
 
 def test_the_deadline_ends_it() -> None:
     async def scenario() -> None:
         with pytest.raises(DeadlineExceeded, match=r"within the 0\.02 s"):
-            await leashed(0.02)
+            await scoped(0.02)
         await asyncio.sleep(0)  # the task itself goes on
 
     run(scenario())
 
 
-def test_a_cut_ends_it_with_its_own_error() -> None:
+def test_cancelling_ends_it_with_its_own_error() -> None:
     async def scenario() -> None:
         with pytest.raises(Gone):
-            await leashed(10, Gone())
+            await scoped(10, Gone())
         await asyncio.sleep(0)
 
     run(scenario())
@@ -57,17 +57,17 @@ def test_what_ends_in_time_is_left_alone() -> None:
 def test_another_cancellation_stays_one() -> None:
     async def scenario() -> None:
         async def waits() -> None:
-            with CancelScope(Deadline.after(10)) as leash:
-                leashes.append(leash)
+            with CancelScope(Deadline.after(10)) as scope:
+                scopes.append(scope)
                 await asyncio.sleep(10)
 
-        leashes: list[CancelScope] = []
-        for cut_too in (False, True):
+        scopes: list[CancelScope] = []
+        for cancel_too in (False, True):
             task = asyncio.ensure_future(waits())
             await asyncio.sleep(0)
             task.cancel()
-            if cut_too:
-                leashes[-1].cut(Gone())
+            if cancel_too:
+                scopes[-1].cancel(Gone())
             with pytest.raises(asyncio.CancelledError):
                 await task
 

@@ -26,12 +26,14 @@ from convgrad.errors import (
 from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.deadline import Deadline
 from convgrad_service.engine.embedded import embedded_hub
-from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.hub import Hub, JobHandle
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result, blank
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest, Decoded, Result, blank
 from convgrad_service.engine.telemetry.timing import Timings
 from tests.support.fake_backends import Blocking, Zeros
+from tests.support.in_memory import Kept, answer, kept
 
 ONES = np.ones((1, 1, 4, 4), np.float32)
 FIELDS = {"grad_output": ONES, "weight": ONES}
@@ -56,8 +58,8 @@ def called(timeout_s: float = 60.0) -> ComputeRequest:
 
 async def ask(
     pipeline: Pipeline, fields: Mapping[str, Any] = FIELDS, timeout_s: float = 60.0
-) -> Result:
-    return await pipeline.answer(called(timeout_s), lambda: fields, _kept)
+) -> Kept:
+    return await answer(pipeline, called(timeout_s), lambda: fields, kept)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -66,11 +68,6 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it never came true")
-
-
-def _kept(result: Result) -> Result:
-    copies = {name: array.copy() for name, array in result.outputs.items()}
-    return replace(result, outputs=copies)
 
 
 def test_an_answer_has_its_outputs_and_a_report() -> None:
@@ -96,7 +93,7 @@ def test_inputs_are_filled_and_outputs_read_where_they_lie() -> None:
     async def scenario() -> None:
         pipeline = Plane(Adding())
         spec = {name: blank((1, 1, 4, 4), DType.FLOAT32, name=name) for name in FIELDS}
-        async with pipeline.begin(called(), lambda: spec) as work:
+        async with pipeline.begin(called(), lambda: Decoded(spec)) as work:
             arena = pipeline.hub.arena
             for array in work.inputs.values():
                 assert arena.address <= array.ctypes.data < arena.address + arena.size_bytes
@@ -143,8 +140,8 @@ def test_decode_and_encode_run_in_threads() -> None:
         def encode(result: Result) -> None:
             seen.append(threading.current_thread().name)
 
-        await pipeline.answer(call, decode, encode)
-        assert list(call.timings.stages_s) == ["decode", "queue", "compute", "encode"]
+        await answer(pipeline, call, decode, encode)
+        assert list(call.timings.stages_s) == ["receive", "decode", "queue", "compute", "encode"]
 
     asyncio.run(scenario())
     assert all(name.startswith("codec") for name in seen)
@@ -187,7 +184,8 @@ def test_memory_is_held_while_a_thread_still_works_on_it(filling: bool) -> None:
 
         async def begun_and_filled() -> None:
             decode = (lambda: large) if filling else slow
-            async with pipeline.begin(called(), decode, holds=text) as work:
+            begun = pipeline.begin(called(), lambda: Decoded(decode()), holds=text)
+            async with begun as work:
                 await work.fill({"grad_output": slowly}, holds=text)
 
         with pytest.raises(DeadlineExceeded):
@@ -210,11 +208,35 @@ def test_time_that_was_computed_in_vain_counts_as_compute() -> None:
         pipeline = Plane(backend := Blocking())
         call = called(1.0)
         with pytest.raises(DeadlineExceeded):
-            await pipeline.answer(call, lambda: FIELDS, lambda result: result)
+            await answer(pipeline, call, lambda: FIELDS, lambda result: result)
         backend.release.set()
         assert call.timings.stages_s["compute"] > call.timings.stages_s["queue"]
 
     asyncio.run(scenario())
+
+
+def test_what_a_worker_does_before_its_submitter_goes_on_counts_as_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On few cores the worker may run, and be done, before the submitting process runs again."""
+    pipeline = Plane()
+    compute = pipeline.hub.compute
+
+    def slow(*arguments: Any) -> JobHandle:
+        handle = compute(*arguments)
+        time.sleep(0.05)
+        return handle
+
+    monkeypatch.setattr(pipeline.hub, "compute", slow)
+
+    async def scenario() -> Timings:
+        call = called()
+        await answer(pipeline, call, lambda: FIELDS, lambda result: None)
+        return call.timings
+
+    stages_s = asyncio.run(scenario()).stages_s
+    assert stages_s["compute"] >= 0.05
+    assert stages_s["queue"] < 0.05
 
 
 class Lingering(Blocking):
@@ -289,7 +311,7 @@ def test_the_way_to_a_device_and_back_is_timed_apart() -> None:
     async def scenario() -> tuple[Timings, float]:
         call = called()
         began_s = time.perf_counter()
-        await Plane(Remote()).answer(call, lambda: FIELDS, lambda result: None)
+        await answer(Plane(Remote()), call, lambda: FIELDS, lambda result: None)
         return call.timings, time.perf_counter() - began_s
 
     timings, whole_s = asyncio.run(scenario())

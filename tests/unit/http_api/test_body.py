@@ -13,8 +13,8 @@ from convgrad.errors import MalformedRequest, Overloaded, PayloadTooLarge, Probl
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.request import ClientGone
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.middleware import ClientGone
 from tests.support.fake_backends import Zeros
 
 KiB = 1024

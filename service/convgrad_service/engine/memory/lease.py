@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from convgrad.errors import DeviceOutOfMemory, Overloaded, ProblemTooLarge
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.shm.registry import InRegion, RegionPart
 
-__all__ = ["Lease", "LeasePool", "leased", "memory_errors_named"]
+__all__ = ["Lease", "LeasePool", "leased", "out_of_memory"]
 
 # When the memory of others will be free again cannot be known; a second is what the SDK's first
 # retries would wait anyway.
@@ -73,15 +72,11 @@ async def leased(future: asyncio.Future[Lease]) -> Lease:
         raise
 
 
-@asynccontextmanager
-async def memory_errors_named() -> AsyncIterator[None]:
-    """What a caller is told where the machine has not the memory that the arena allows."""
-    try:
-        yield
-    except MemoryError:
-        raise DeviceOutOfMemory(
-            "the server could not allocate the memory for this request", retry_after_s=1.0
-        ) from None
+def out_of_memory() -> DeviceOutOfMemory:
+    """What a request is refused with where the machine has not the memory that the arena allows."""
+    return DeviceOutOfMemory(
+        "the server could not allocate the memory for this request", retry_after_s=1.0
+    )
 
 
 @dataclass(slots=True, eq=False)

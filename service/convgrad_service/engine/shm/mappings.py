@@ -45,6 +45,11 @@ class _Segment:
             memory = mmap.mmap(descriptor, found.st_size)
         except ValueError:  # it has become empty
             raise shortened() from None
+        except OSError as error:
+            raise InvalidProblem(
+                f"the file of a shared-memory region, {found.st_size:,} bytes, cannot be mapped: "
+                f"{error.strerror}"
+            ) from None
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
         self.guard = Guard(address, found.st_size)
@@ -74,6 +79,7 @@ class RegionMappings:
     ) -> None:
         self._open_handle, self._adopter = open_handle, adopter
         self._segments: dict[int, _Segment] = {}
+        self._refused: dict[int, InvalidProblem] = {}
         self._on_device: dict[int, DeviceMemory] = {}
         self._opening = threading.Lock()
         self.tensors = BoundedCache()
@@ -85,11 +91,18 @@ class RegionMappings:
         Raises
         ------
         InvalidProblem
-            The file has become empty.
+            The file has become empty, or is too large to be mapped. Until it is closed, `array`
+            raises the same.
         """
         with self._opening:
-            if number not in self._segments:
+            if number in self._segments:
+                return
+            try:
                 self._segments[number] = _Segment(descriptor, self._adopter)
+            except InvalidProblem as error:
+                self._refused[number] = error
+                raise
+            self._refused.pop(number, None)
 
     def open_on_device(self, number: int, handle: bytes, size_bytes: int) -> None:
         """Open a region of a device's memory, unless it is open.
@@ -107,6 +120,7 @@ class RegionMappings:
         """Unmap a region that no job uses any more."""
         self.tensors.clear()
         self._segments.pop(number, None)
+        self._refused.pop(number, None)
         if (memory := self._on_device.pop(number, None)) is not None:
             memory.close()
 
@@ -126,8 +140,8 @@ class RegionMappings:
             The file is too short to hold it.
         """
         segment = self._segments.get(place.file)
-        if segment is None:  # it was empty when it was to be opened
-            raise shortened()
+        if segment is None:
+            raise self._refused.get(place.file) or shortened()
         found = segment.bytes[place.offset : place.offset + spec.size_bytes]
         if found.size < spec.size_bytes:
             raise shortened()

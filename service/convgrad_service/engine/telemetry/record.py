@@ -11,9 +11,8 @@ __all__ = ["Record"]
 class Record(NamedTuple):
     """One request of a known operation; ``code`` is "ok" or how it failed.
 
-    ``accepted`` says whether it was found to be a problem that this server takes; ``flops`` and
-    ``compulsory_bytes`` are what computing it took at least, 0 where it was not computed. ``key``
-    names the API key that it came with, "" without one.
+    ``flops`` and ``compulsory_bytes`` are what computing it took at least, 0 where it was not
+    computed. ``key`` names the API key that it came with, "" without one.
     """
 
     operation: str
@@ -23,7 +22,6 @@ class Record(NamedTuple):
     stages_s: Mapping[str, float]
     received_bytes: int
     sent_bytes: int
-    accepted: bool = True
     flops: int = 0
     compulsory_bytes: int = 0
     key: str = ""

@@ -12,14 +12,12 @@ STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode
 class Timings:
     """Seconds spent in each stage of `STAGES` so far.
 
-    ``accepted`` is set once the request was found to be a problem that this server takes; ``flops``
-    and ``compulsory_bytes`` are the problem's, once it has been computed.
+    ``flops`` and ``compulsory_bytes`` are the problem's, once it has been computed.
     """
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.stages_s: dict[str, float] = {}
-        self.accepted = False
         self.flops = self.compulsory_bytes = 0
 
     def add(self, stage: str, seconds: float) -> None:

@@ -19,7 +19,7 @@ from convgrad_service.engine.ipc.interning import InternTable
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
 from convgrad_service.engine.shm.registry import InRegion, RegionRegistry
-from convgrad_service.engine.workers.child_process import spawn
+from convgrad_service.engine.workers.child_process import DescriptorReserve, spawn
 from convgrad_service.engine.workers.execute import Finished, Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.engine.workers.worker_main import (
@@ -97,31 +97,38 @@ class ProcessWorker:
         arena: Arena,
         regions: RegionRegistry,
         schedule: Scheduler,
+        reserve: DescriptorReserve,
     ) -> ProcessWorker:
-        """A worker that is ready.
+        """A worker that is ready; ``reserve`` is spent where there are no descriptors else.
 
         Raises
         ------
         DeviceUnavailable
             Its backend cannot work here, or its process ended before it could say.
+        OSError
+            The system has not what a process takes.
         """
         worker = cls(recipe, device, regions, schedule)
-        ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
-        numbers = [end.fileno() for end in theirs]
-        start = Start(
-            recipe.make_backend,
-            recipe.prepare,
-            recipe.warm_up,
-            device,
-            recipe.slots,
-            arena.descriptor,
-            *numbers,
-        )
-        worker._process = spawn(
-            "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *numbers]
-        )
-        for end in theirs:
-            end.close()
+        with reserve.spent(), contextlib.ExitStack() as failing, contextlib.ExitStack() as after:
+            ours = []
+            theirs = []
+            for _ in range(3):
+                end, other = socket.socketpair()
+                ours.append(failing.enter_context(end))
+                theirs.append(after.enter_context(other).fileno())
+            start = Start(
+                recipe.make_backend,
+                recipe.prepare,
+                recipe.warm_up,
+                device,
+                recipe.slots,
+                arena.descriptor,
+                *theirs,
+            )
+            worker._process = spawn(
+                "convgrad-worker", worker_main, start, descriptors=[arena.descriptor, *theirs]
+            )
+            failing.pop_all()
         worker._jobs = await Channel.open(ours[0], worker._answered, worker._gone)
         worker._control = await Channel.open(ours[1], worker._said, worker._gone)
         worker._files = ours[2]

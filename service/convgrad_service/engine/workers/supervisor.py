@@ -7,13 +7,13 @@ import logging
 
 from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
 from convgrad_service.engine.workers.process_worker import ProcessWorker, WorkerRecipe
 
 __all__ = ["Supervisor"]
 
 _log = logging.getLogger("convgrad.supervisor")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 # Starts in a row that fail before a device is given up for broken; it is tried again all the same.
 _BROKEN_AFTER = 4
 
@@ -23,6 +23,7 @@ class Supervisor:
 
     def __init__(self, hub: Hub, recipe: WorkerRecipe) -> None:
         self.workers: dict[int, ProcessWorker] = {}
+        self.reserve = DescriptorReserve()
         self._hub, self._recipe = hub, recipe
         self._devices = 1
         self._broken: dict[int, str] = {}
@@ -60,6 +61,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        self.reserve.close()
 
     async def _started(self, index: int, recipe: WorkerRecipe) -> ProcessWorker:
         worker = await ProcessWorker.start_process(
@@ -68,6 +70,7 @@ class Supervisor:
             self._hub.arena,
             self._hub.regions,
             self._hub.schedule,
+            self.reserve,
         )
         self.workers[index] = worker
         self._hub.backend = worker.greeting.backend
@@ -82,24 +85,28 @@ class Supervisor:
             code = await asyncio.shield(worker.lost)
             _log.error("worker %d (process %d) ended with %d", index, worker.process_id, code)
             del self.workers[index]
+            self._hub.children.ended["convgrad-worker"] += 1
             self._hub.schedule.lost(worker)
             worker = await self._another(index)
 
     async def _another(self, index: int) -> ProcessWorker:
-        pause_s = _FIRST_PAUSE_S
-        failures = 0
+        """A worker in the place of one that has died, however often its start fails."""
+        backoff = Backoff()
         while True:
             try:
                 # What warmed the first up may be what ended it; its kernels lie in the cache.
                 worker = await self._started(index, self._recipe._replace(warm_up=None))
-            except ServiceError as error:
-                failures += 1
-                _log.error("worker %d cannot start: %s", index, error.detail)
-                if failures >= _BROKEN_AFTER:
-                    self._broken[index] = error.detail
+            # Whatever it was: a device without a worker would stay so for good.
+            except Exception as error:  # noqa: BLE001
+                pause_s = backoff.failed()
+                why = error.detail if isinstance(error, ServiceError) else str(error)
+                _log.error("worker %d cannot start (tried again in %g s): %s", index, pause_s, why)
+                self._hub.children.failed_starts["convgrad-worker"] += 1
+                # What the machine lacks now says nothing of the device.
+                if backoff.failures >= _BROKEN_AFTER and isinstance(error, ServiceError):
+                    self._broken[index] = why
                     self._give_up_hope()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
                 self._broken.pop(index, None)
                 return worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -205,18 +206,29 @@ class _Worker:
         self._last = -1
 
     def serve(self) -> None:
-        """Compute one job after another; the hub sends no more than there are such threads."""
+        """Compute one job after another; the hub sends no more than there are such threads.
+
+        What goes wrong with a job is its own error. Should anything else go wrong, the process
+        ends: the hub sees that, runs on another worker what this one held, and would never see
+        that a thread is missing.
+        """
         give_way()
+        try:
+            self._serve()
+        except EOFError:
+            return  # the control channel's end says the rest
+        except BaseException:  # noqa: BLE001 - whatever it was, the hub must notice
+            _log.exception("a thread that computes has failed; the worker ends")
+            os._exit(1)
+
+    def _serve(self) -> None:
         while True:
             with self._turn:
-                try:
+                order, opened, cancelled = self._next()
+                while order.brief:
+                    # Done sooner than another thread would have woken to wait for the next.
+                    self._run(order, opened, cancelled)
                     order, opened, cancelled = self._next()
-                    while order.brief:
-                        # Done sooner than another thread would have woken to wait for the next.
-                        self._run(order, opened, cancelled)
-                        order, opened, cancelled = self._next()
-                except EOFError:
-                    return  # the control channel's end says the rest
             self._run(order, opened, cancelled)
 
     def _next(self) -> tuple[RunTask, TensorLayout | ServiceError, threading.Event]:
@@ -322,6 +334,10 @@ class _Worker:
                     refusal = error
                 continue
             _, descriptors, _, _ = socket.recv_fds(self._files, 1, 1)
+            if not descriptors:
+                # The system drops what a process without a free descriptor is sent. Another worker
+                # has all of them free, and is sent every region anew.
+                raise OSError(errno.EMFILE, "no descriptor is free for a region")
             try:
                 self._segments.open(region, descriptors[0])
             except ServiceError as error:

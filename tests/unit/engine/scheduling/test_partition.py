@@ -20,7 +20,8 @@ from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory.tensor_layout import forget_sizes, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.progress import Progress
@@ -30,6 +31,7 @@ from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.thread_worker import ThreadWorker
 from convgrad_service.problems import Problem, problem_from
 from tests.support.fake_backends import Gated
+from tests.support.in_memory import answer, kept
 
 DONE = Finished("k", 1.0, 1, 0, 0.0, 0.0)
 GRAD = np.random.default_rng(0).standard_normal((8, 4, 12, 12), np.float32)
@@ -83,7 +85,7 @@ def test_all_parts_give_the_bits_of_the_whole() -> None:
     async def scenario() -> None:
         backend = Gated(open_from_start=True)
         plane = Plane(backend, slots=3)
-        result = await plane.answer(called(), lambda: FIELDS, _copied)
+        result = await answer(plane, called(), lambda: FIELDS, kept)
         assert (result.outputs["grad_input"] == whole()).all()
         assert result.report.pieces == backend.runs == 5
         assert plane.hub.memory.used_bytes == 0
@@ -97,7 +99,7 @@ def test_parts_run_on_every_worker() -> None:
         plane = Plane(first)
         hub = plane.hub
         hub.schedule.add(ThreadWorker(second, hub.arena, hub.regions, 1, hub.schedule))
-        asking = asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied))
+        asking = asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept))
         for backend in (first, second):
             backend.gate.release()
             await _until(lambda: backend.runs == 1)  # noqa: B023
@@ -114,7 +116,7 @@ def test_the_first_bytes_are_final_before_the_last_part_is_computed() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
@@ -145,7 +147,7 @@ def test_a_part_that_fails_ends_the_answer_and_frees_its_memory() -> None:
         backend = Gated()
         backend.fail_at = 3
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release(3)
             result = await work.compute(streamed=True)
@@ -163,7 +165,7 @@ def test_a_failure_before_the_first_part_is_an_error_as_ever() -> None:
         backend = Gated(open_from_start=True)
         backend.fail_at = 1
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             with pytest.raises(InvalidProblem, match="it failed"):
                 await work.compute(streamed=True)
@@ -176,7 +178,7 @@ def test_who_leaves_in_the_middle_frees_all() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             await work.compute(streamed=True)
@@ -190,7 +192,7 @@ def test_a_deadline_ends_a_wait_for_the_next_part() -> None:
     async def scenario() -> None:
         backend = Gated()
         plane = Plane(backend)
-        async with plane.begin(called(timeout_s=1.5), lambda: FIELDS) as work:
+        async with plane.begin(called(timeout_s=1.5), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
@@ -207,7 +209,7 @@ def test_parts_of_one_job_take_one_place_in_the_line() -> None:
         backend = Gated()
         plane = Plane(backend)
         asking = [
-            asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied)) for _ in range(3)
+            asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept)) for _ in range(3)
         ]
         await _until(lambda: plane.hub.schedule.waiting == 2)
         assert plane.hub.schedule.full  # two may wait, and one runs
@@ -234,7 +236,7 @@ def test_an_output_that_lies_where_an_input_does_is_computed_by_one_task() -> No
     assert tasks(given, InRegion(2, 4, (1, 3))) == 1  # where no kernel can write
 
 
-def test_what_is_copied_out_of_shared_memory_first_is_copied_by_one_task() -> None:
+def test_what_iskept_out_of_shared_memory_first_iskept_by_one_task() -> None:
     cut = problem_from(
         "maxpool2d_bwd",
         validate(
@@ -277,7 +279,7 @@ def test_of_a_worker_that_dies_only_the_parts_that_it_held_run_again() -> None:
         schedule.lost(only)
         dying, next_one = Mortal(2), Mortal(5)
         schedule.add(dying)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             computing = asyncio.ensure_future(work.compute())
             await _until(lambda: len(dying.held) == 2)
@@ -315,11 +317,6 @@ def test_rows_that_lie_apart_wait_for_what_precedes_them() -> None:
     for part in reversed(range(1, count)):
         backwards.told(part, DONE)
         assert backwards.final_bytes("output") == 0
-
-
-def _copied(result: Result) -> Result:
-    copies = {name: array.copy() for name, array in result.outputs.items()}
-    return Result(result.request, copies, result.report)
 
 
 async def _until_idle(plane: Plane) -> None:

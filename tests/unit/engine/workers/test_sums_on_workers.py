@@ -17,7 +17,8 @@ from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.memory.tensor_layout import tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
-from convgrad_service.engine.pipeline import ComputeRequest, Pipeline, Result
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest, Decoded
 from convgrad_service.engine.scheduling import partition as parts
 from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.telemetry.timing import Timings
@@ -26,6 +27,7 @@ from convgrad_service.problems import run_in_pieces
 from tests.arrays import Arrays
 from tests.bounds import assert_same_bits
 from tests.support.fake_backends import Gated
+from tests.support.in_memory import answer, kept
 from tests.unit.engine.scheduling.test_sums import BACKWARD, FIELDS, problem, small_parts
 
 __all__ = ["small_parts"]
@@ -65,7 +67,7 @@ def test_the_number_of_devices_changes_no_bit(devices: int) -> None:
         plane = Plane(*backends)
         accumulate = np.ones((4, 3, 3, 3), np.float32)
         fields = {**FIELDS, "alpha": 0.5, "beta": 2.0, "accumulate": accumulate}
-        result = await plane.answer(called(), lambda: fields, _copied)
+        result = await answer(plane, called(), lambda: fields, kept)
         wanted = in_parts(fields)["grad_weight"]
         assert_same_bits(result.outputs["grad_weight"], wanted)
         assert result.report.pieces == sum(backend.runs for backend in backends) == 4
@@ -82,7 +84,7 @@ def test_whichever_device_is_first_the_bits_are_the_same() -> None:
         for first in (0, 1):
             backends = [Gated(), Gated()]
             plane = Plane(*backends)
-            asking = asyncio.ensure_future(plane.answer(called(), lambda: FIELDS, _copied))
+            asking = asyncio.ensure_future(answer(plane, called(), lambda: FIELDS, kept))
             backends[first].gate.release(3)
             await _until(lambda: backends[first].runs == 3)  # noqa: B023
             backends[1 - first].gate.release(1)
@@ -98,7 +100,7 @@ def test_the_data_s_gradient_may_leave_before_the_weight_s_is_added_up() -> None
         plane = Plane(backend)
         wanted = in_parts(BACKWARD, "conv_backward")
         call = called("conv_backward")
-        async with plane.begin(call, lambda: BACKWARD) as work:
+        async with plane.begin(call, lambda: Decoded(BACKWARD)) as work:
             await work.fill(work.request.tensors())
             backend.gate.release()
             result = await work.compute(streamed=True)
@@ -124,7 +126,7 @@ def test_the_data_s_gradient_may_leave_before_the_weight_s_is_added_up() -> None
 def test_nothing_of_a_sum_alone_leaves_early() -> None:
     async def scenario() -> None:
         plane = Plane(Gated(open_from_start=True))
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             result = await work.compute(streamed=True)
             assert result.progress is None
@@ -162,7 +164,7 @@ def test_what_adds_up_waits_for_all_and_runs_again_where_its_worker_dies() -> No
         plane = Plane(Gated())
         schedule, dying = plane.hub.schedule, Mortal(9)
         _with(plane, dying)
-        async with plane.begin(called(), lambda: FIELDS) as work:
+        async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
             await work.fill(work.request.tensors())
             computing = asyncio.ensure_future(work.compute())
             await _until(lambda: len(dying.held) == 4)
@@ -193,7 +195,7 @@ def test_who_leaves_before_it_is_added_up_frees_all() -> None:
             plane = Plane(Gated())
             schedule, worker = plane.hub.schedule, Mortal(9)
             _with(plane, worker)
-            async with plane.begin(called(), lambda: FIELDS) as work:
+            async with plane.begin(called(), lambda: Decoded(FIELDS)) as work:
                 await work.fill(work.request.tensors())
                 computing = asyncio.ensure_future(work.compute())
                 await _until(lambda: len(worker.held) == 4)  # noqa: B023
@@ -220,15 +222,10 @@ def test_a_share_that_fails_fails_the_sum() -> None:
         backend.fail_at = 2
         plane = Plane(backend)
         with pytest.raises(InvalidProblem, match="it failed"):
-            await plane.answer(called(), lambda: FIELDS, _copied)
+            await answer(plane, called(), lambda: FIELDS, kept)
         await _until_idle(plane)
 
     asyncio.run(scenario())
-
-
-def _copied(result: Result) -> Result:
-    copies: Arrays = {k: array.copy() for k, array in result.outputs.items()}
-    return Result(result.request, copies, result.report)
 
 
 async def _until_idle(plane: Plane) -> None:

@@ -1,0 +1,80 @@
+"""A transport for tests of the pipeline: a request's fields and its answer are Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from numpy.typing import NDArray
+
+from convgrad.contract import Report
+from convgrad_service.engine.execution import Execution
+from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import ComputeRequest, Decoded, Result
+
+__all__ = ["InMemory", "Kept", "answer", "kept"]
+
+T = TypeVar("T")
+
+
+class Kept(NamedTuple):
+    """What is left of a result once its memory is another request's."""
+
+    outputs: Mapping[str, NDArray[Any]]
+    report: Report
+
+
+def kept(result: Result) -> Kept:
+    """Copies of a result's outputs, and its report."""
+    return Kept({name: array.copy() for name, array in result.outputs.items()}, result.report)
+
+
+class InMemory(Generic[T]):
+    """See `Transport`; both functions run in threads, ``answered`` is what ``encode`` returned."""
+
+    streams = keeps_deadline = quick = False
+    holds: Lease | None = None
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        request: ComputeRequest,
+        decode: Callable[[], Mapping[str, Any]],
+        encode: Callable[[Result], T],
+        key: Hashable | None = None,
+    ) -> None:
+        self.answered: list[T] = []
+        self._pipeline, self._request = pipeline, request
+        self._decode, self._encode, self._key = decode, encode, key
+
+    async def head(self) -> Hashable | None:
+        return self._key
+
+    def decode(self) -> Decoded:
+        return Decoded(self._decode())
+
+    async def fill(self, execution: Execution) -> None:
+        with self._request.timings.stage("decode"):
+            await execution.fill(execution.request.tensors())
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """Nobody goes."""
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        with self._request.timings.stage("encode"):
+            self.answered.append(
+                await self._pipeline.in_thread(lambda: self._encode(result), execution.lease)
+            )
+
+
+async def answer(
+    pipeline: Pipeline,
+    request: ComputeRequest,
+    decode: Callable[[], Mapping[str, Any]],
+    encode: Callable[[Result], T],
+) -> T:
+    """What ``encode`` makes of the result; it must hold no view of the result's arrays."""
+    transport = InMemory(pipeline, request, decode, encode)
+    await pipeline.run(request, transport)
+    return transport.answered[0]
