@@ -123,14 +123,14 @@ def test_one_that_is_refused_is_an_internal_error_and_no_other_fails(
 ) -> None:
     file(2, "refused").touch()
     with pytest.raises(Internal) as failed:
-        ask(server, 2, retries=0)
+        ask(server, 2, max_retries=0)
     assert "refused" not in str(failed.value)
     assert ask(server, 1).shape == (1, 2, 6, 6)
 
 
 def test_one_that_nobody_waits_for_any_more_is_given_up(server: TreeServer, file: File) -> None:
     with pytest.raises((DeadlineExceeded, ClientTimeout)):
-        ask(server, 2, timeout=1.0, retries=0)
+        ask(server, 2, timeout=1.0, max_retries=0)
     until(file(2, "cancelled").exists)
     assert ask(server, 1).shape == (1, 2, 6, 6)
 

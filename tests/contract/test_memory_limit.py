@@ -75,7 +75,7 @@ def test_a_request_that_does_not_fit_is_refused(
     server: Server,
 ) -> None:
     url, process = server
-    with Client(url, retries=0) as client:
+    with Client(url, max_retries=0) as client:
         with pytest.raises(ProblemTooLarge, match="requests together"):
             client.maxpool2d_fwd(np.zeros((1, 3, 8192, 8192), np.float32), 2)
         small = client.maxpool2d_fwd(np.ones((1, 1, 4, 4), np.float32), 2)
@@ -90,7 +90,7 @@ def test_as_many_as_fit_are_answered_and_the_others_wait_or_are_refused(
     image = np.ones((1, 1, 4096, 4096), np.float32)
 
     def ask(_: int) -> bool:
-        with Client(url, retries=0, timeout=120) as client:
+        with Client(url, max_retries=0, timeout=120) as client:
             try:
                 return bool((client.maxpool2d_fwd(image, 4).output == 1).all())
             except Overloaded:

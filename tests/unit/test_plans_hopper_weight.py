@@ -17,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
     PIXELS,
     cuts,
 )
+from convgrad_service.backends.cuda.kernels.scaled_halves import RANGE_BYTES
 from convgrad_service.plans.cuda_device import H200, CudaDevice
 from convgrad_service.plans.cuda_program import ZEROS_BYTES, Launch
 from convgrad_service.plans.cuda_works import ConvWork
@@ -158,7 +159,7 @@ def test_float32_is_copied_to_float16_first() -> None:
     assert kernels == ["scaled_halves"] * 3 + ["hopper_weight"]
     sizes = {space.name: space.size_bytes for space in fragment.workspace}
     assert sizes["input_halves"] == sizes["grad_output_halves"] == 64 * 56 * 56 * 256 * 2
-    assert sizes["ranges"] == 512 * 24
+    assert sizes["ranges"] == 512 * RANGE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ class InferTransport:
         parts: list[Part] = [template.before, _DOUBLE.pack(compute_s), template.after]
         if self._split is not None and self._split.id:
             parts.append(bytes((_ID, len(self._split.id))) + self._split.id)
-        return [b"".join([*parts, *execution.output_bytes(template)])]
+        return [*parts, *execution.output_bytes(template)]
 
 
 def _template(execution: Execution, report: Report) -> ResponseTemplate:

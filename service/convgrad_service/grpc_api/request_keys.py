@@ -49,13 +49,18 @@ class SplitMessage:
         self.text, self.id = message, b""
         at = 0
         for tag in (_NAME, _VERSION):
-            if message[at : at + 1] == bytes((tag,)) and message[at + 1] <= _MAX_SHORT:
-                at += 2 + message[at + 1]
-        if message[at : at + 1] == bytes((_ID,)) and message[at + 1] <= _MAX_SHORT:
-            end = at + 2 + message[at + 1]
-            if (found := message[at + 2 : end]).isascii():
-                self.text, self.id = message[:at] + message[end:], found
+            at = _end_of(message, at, tag) or at
+        end = _end_of(message, at, _ID)
+        if end is not None and (found := message[at + 2 : end]).isascii():
+            self.text, self.id = message[:at] + message[end:], found
         self.cut_bytes = len(message) - len(self.text)
+
+
+def _end_of(message: bytes, at: int, tag: int) -> int | None:
+    """Where a short field with this tag ends; None where another is, or the message is cut off."""
+    if message[at : at + 1] != bytes((tag,)) or at + 1 >= len(message):
+        return None
+    return at + 2 + message[at + 1] if message[at + 1] <= _MAX_SHORT else None
 
 
 class RequestKeys:
