@@ -167,7 +167,8 @@ def test_a_plan_takes_the_kernels_that_are_made_for_it(case: Case, dtype: str) -
     plan = plan_for(problem_from(case.operation, request), H200, FAMILIES)
     flat = case.ndim == 1
     if case.name.startswith("patches_") and not (flat and "weight" not in case.operation):
-        assert plan.kernel.startswith("patches_dense")
+        # As a product, by whichever dense family should take less time.
+        assert plan.kernel.startswith(("patches_dense", "patches_implicit_gemm"))
     elif not (flat and case.operation == "conv_bwd_data"):
         assert plan.kernel.startswith(KERNELS[case.operation])
     if case.operation == "conv_bwd_data" and case.name in ("resnet", "vgg", "mobilenet"):

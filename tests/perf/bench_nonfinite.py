@@ -173,7 +173,9 @@ def on_gpu(given: argparse.Namespace) -> Iterator[Line]:
             continue  # of one precision
         for case, plan in cases(layer, dtype, precision):
             spoilt = case.tensors[spoilt_of(layer["class"], case.problem.inputs)]
-            run = bench.ours(plan, {**case.tensors, **outputs_of(case)})
+            # Kept: a recording frees what nothing holds.
+            tensors = {**case.tensors, **outputs_of(case)}
+            run = bench.ours(plan, tensors)
             times = times_by_kind(
                 spoiler_on_gpu(spoilt),
                 lambda run=run: bench.seconds(run),  # type: ignore[misc]

@@ -161,11 +161,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each way that is timed")
     parser.add_argument("--limit-s", type=float, default=600, help="begin nothing after so long")
     parser.add_argument("--out", type=Path, help="append records to this file")
+    parser.add_argument("--git-sha", help="of the tree, where there is no git to ask")
     options = parser.parse_args()
     started = time.monotonic()
     local = ours.Local()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     where = origin(torch.cuda.get_device_name(), versions)
+    where |= {"git_sha": options.git_sha} if options.git_sha else {}
     print("host us a call:", host_us(local), flush=True)
     for name in options.networks:
         for batch in options.batches:

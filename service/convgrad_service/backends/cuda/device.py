@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from typing import Any
 
@@ -46,9 +47,18 @@ def cuda_driver_major() -> int:
 
 
 def uuid_of(index: int) -> str:
-    """Of the GPU of this index, as NVIDIA's tools write it."""
-    raw = bytes(import_cupy().cuda.runtime.getDeviceProperties(index)["uuid"])
-    return f"GPU-{uuid.UUID(bytes=raw[:16])}"
+    """Of the GPU of this index, as NVIDIA's tools write it; empty where the driver does not say.
+
+    From the driver itself: CuPy's property is a C string, which a zero byte in it cuts short.
+    """
+    raw = (ctypes.c_ubyte * 16)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetUuid_v2(raw, index) != 0:
+        return ""
+    return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
 
 
 def describe(index: int, memory_limit_bytes: int | None = None) -> CudaDevice:
