@@ -21,6 +21,7 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
+TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
 # Of `make load`, `make soak` and `make ray`: STORE=1 keeps the figures, for docs/load.md.
@@ -33,7 +34,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks
+        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -190,6 +191,9 @@ bench-cold: $(READY) ## how long a layer's first request waits for a compiler; n
 bench-networks: $(READY) ## every convolution of whole networks beside cuDNN; needs what bench-gpu needs
 	@$(PY) -m tests.perf.bench_networks
 
+bench-training: $(READY) ## training steps of whole networks with convgrad.torch and without; needs bench-gpu's, torchvision, timm
+	@$(PY) -m tests.perf.bench_training --out $(TRAINING)
+
 bench-engine-gpu: kernels ## the whole server on a GPU: shared memory, CUDA's too, stored tensors, HTTP
 	@$(PY) -m tests.perf.bench_engine_gpu
 
@@ -229,6 +233,7 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.plot_load
+	@$(PY) -m tests.perf.plot_networks
 	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py

@@ -88,6 +88,20 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.stop()
 
 
+@pytest.fixture(autouse=True)
+def _pytorch_as_it_was() -> Iterator[None]:
+    """The backend in use and the counts of `convgrad.torch` are the process's, not a page's."""
+
+    def forget() -> None:
+        if (module := sys.modules.get("convgrad.torch")) is not None:
+            module.use(None)
+            module.report(reset=True)
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_from_top_to_bottom(
     page: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

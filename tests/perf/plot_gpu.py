@@ -3,7 +3,7 @@
     python tests/perf/plot_gpu.py
 
 Reads `results/gpu.jsonl`: bfloat16, channels last, one panel for each class and operation. The
-reference time is what the chip's measured peaks allow (see README).
+reference time is what the chip's measured peaks allow (see docs/speed.md).
 """
 
 from __future__ import annotations

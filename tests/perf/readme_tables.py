@@ -12,7 +12,7 @@ from pathlib import Path
 
 from convgrad.errors import CODES, ServiceError
 from convgrad_service.server.settings import markdown_table
-from tests.perf import load_tables, speed_tables
+from tests.perf import load_tables, network_tables, speed_tables
 from tests.perf.records import records
 from tests.perf.stale import stale_rows
 
@@ -37,11 +37,14 @@ def errors_table() -> str:
 
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {
-        "gpu_ratios": speed_tables.gpu_ratios_table,
+        "training_short": network_tables.training_short_table,
+        "networks": network_tables.networks_table,
     },
     REFERENCE / "settings.md": {"settings": markdown_table},
     REFERENCE / "errors.md": {"errors": errors_table},
     SPEED: {
+        "network_classes": network_tables.network_classes_table,
+        "training": network_tables.training_table,
         "gpu": speed_tables.gpu_table,
         "cpu_means": speed_tables.cpu_means_table,
         "cpu": speed_tables.cpu_table,
@@ -64,7 +67,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 
 
 # Of the kernels' speed; made of rows that may be older than their kernels.
-OF_GPU = ("gpu_ratios", "gpu")
+OF_GPU = ("gpu",)
 
 
 def rendered(document: Path, left: Collection[str] = ()) -> str:

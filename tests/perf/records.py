@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Record", "records", "source"]
+__all__ = ["Record", "records", "source", "source_line"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,3 +27,9 @@ def source(rows: list[Record], command: str, commits: str) -> str:
     first = rows[0]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     return f"`{command}` on {first['device']}, {first['utc'][:10]}, at {commits} ({versions})"
+
+
+def source_line(rows: list[Record], command: str) -> str:
+    """The line below a table of medians: where its rows come from, and every commit of theirs."""
+    commits = dict.fromkeys(row["git_sha"][:7] for row in rows)
+    return f"{source(rows, command, ', '.join(commits))}; medians."

@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md and the README's short ones, from `results/`; see `readme_tables`."""
+"""The tables of docs/speed.md, from `results/`; see `readme_tables`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import statistics
 from pathlib import Path
 
-from tests.perf.records import Record, records, source
+from tests.perf.records import Record, records, source_line
 
 __all__ = [
     "cpu_means_table",
     "cpu_table",
     "devices_table",
     "engine_gpu_table",
-    "gpu_ratios_table",
     "gpu_table",
     "serve_short_table",
     "serve_table",
@@ -21,11 +20,6 @@ __all__ = [
 ]
 
 LAYERS = Path(__file__).parent / "suite" / "layers.json"
-
-
-def _source(rows: list[Record], command: str) -> str:
-    commits = dict.fromkeys(row["git_sha"][:7] for row in rows)
-    return f"{source(rows, command, ', '.join(commits))}; medians."
 
 
 def wire_table() -> str:
@@ -43,7 +37,7 @@ def wire_table() -> str:
             f"| {row['direction']} | {_MALLOC[row['malloc']]} | {row['ours_ms']:.3g} | {rate} | "
             f"{row['peer']} | {row['peer_ms']:.3g} |"
         )
-    return "\n".join([*lines, "", _source(rows, "make bench-wire")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-wire")])
 
 
 _MALLOC = {"default": "as shipped by glibc", "served": "as the server sets it"}
@@ -72,7 +66,7 @@ def cpu_table() -> str:
             )
         lines.append(f"| {layer} | {' | '.join(cells)} |")
     lines += _cpu_means(rows, bold=True)
-    return "\n".join([*lines, "", _source(rows, "make bench-cpu")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-cpu")])
 
 
 def cpu_means_table() -> str:
@@ -86,7 +80,7 @@ def cpu_means_table() -> str:
         "| --- | ---: | ---: | ---: | ---: |",
         *_cpu_means(rows, bold=False),
     ]
-    return "\n".join([*lines, "", _source(rows, "make bench-cpu")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-cpu")])
 
 
 def _cpu_means(rows: list[Record], *, bold: bool) -> list[str]:
@@ -116,34 +110,6 @@ def _ratio(rows: list[Record]) -> str:
     return f"{statistics.geometric_mean(row['peer_ms'] / row['ours_ms'] for row in rows):.2f}x"
 
 
-_PRECISIONS = [
-    ("bfloat16", "NHWC"),
-    ("float16", "NHWC"),
-    ("float32", "NHWC"),
-    ("float32, true", "NHWC"),
-    ("bfloat16", "NCHW"),
-    ("float32", "NCHW"),
-]
-
-
-def gpu_ratios_table() -> str:
-    """The GPU kernels beside PyTorch's: geometric means, a row for a class and an operation."""
-    rows = records("gpu")
-    if not rows:
-        return ""
-    groups = _gpu_groups(rows)
-    heads = [f"{dtype}, {layout}" for dtype, layout in _PRECISIONS]
-    lines = [
-        f"| class | operation | layers | {' | '.join(heads)} |",
-        f"| --- | --- | ---: |{' ---: |' * len(heads)}",
-    ]
-    for kind, op in sorted({key[:2] for key in groups}):
-        found = [groups.get((kind, op, *precision), []) for precision in _PRECISIONS]
-        layers = max(map(len, found))
-        lines.append(f"| {kind} | {op} | {layers} | {' | '.join(map(_ratio, found))} |")
-    return "\n".join([*lines, "", _source(rows, "make bench-gpu")])
-
-
 def gpu_table() -> str:
     """The GPU kernels beside PyTorch's and the reference time: geometric means by class."""
     rows = records("gpu")
@@ -157,7 +123,7 @@ def gpu_table() -> str:
     for names, some in sorted(_gpu_groups(rows).items()):
         over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
         lines.append(f"| {' | '.join(names)} | {len(some)} | {_ratio(some)} | {over:.2f}x |")
-    return "\n".join([*lines, "", _source(rows, "make bench-gpu")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-gpu")])
 
 
 def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Record]]:
@@ -189,7 +155,7 @@ def serve_table() -> str:
         cells = map(_beside, found)
         peers = " or ".join(dict.fromkeys(row["peer"] for row in found))
         lines.append(f"| {transport} | {peers} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _source(rows, "make bench-serve")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-serve")])
 
 
 _SHORT = [
@@ -216,7 +182,7 @@ def serve_short_table() -> str:
         found = [row for row in rows if row["transport"] == transport]
         cells = " | ".join(map(_beside, found))
         lines.append(f"| {transport} | {cells} | {found[0]['peer']} |")
-    return "\n".join([*lines, "", _source(rows, "make bench-serve")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-serve")])
 
 
 def _beside(row: Record) -> str:
@@ -249,7 +215,7 @@ def engine_gpu_table() -> str:
             f"| {row['transport']} | {row['front_ends']} | {row['in_flight']} "
             f"| {row['ours_ms']:.3g} | {rates[0]} | {rates[1]} | {way} | {share} |"
         )
-    return "\n".join([*lines, "", _source(rows, "make bench-engine-gpu")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-engine-gpu")])
 
 
 def devices_table() -> str:
@@ -270,4 +236,4 @@ def devices_table() -> str:
         f"| {row['ours_ms']:.3g} | {row['peer_ms']:.3g} | {row['peer_ms'] / row['ours_ms']:.2f}x |"
         for row in rows
     ]
-    return "\n".join([*lines, "", _source(rows, "make bench-devices")])
+    return "\n".join([*lines, "", source_line(rows, "make bench-devices")])

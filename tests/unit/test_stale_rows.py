@@ -47,7 +47,7 @@ def test_tables_of_gpu_kernels_are_left_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = tmp_path / "README.md"
-    tables = {"gpu_ratios": lambda: "new figures", "settings": lambda: "new settings"}
+    tables = {"gpu": lambda: "new figures", "settings": lambda: "new settings"}
     monkeypatch.setattr(readme_tables, "TABLES", {document: tables})
     text = "".join(f"<!-- table: {name} -->\n{{}}\n<!-- end -->\n" for name in tables)
     document.write_text(text.format("old", "old"))

@@ -1,0 +1,178 @@
+"""The tables of whole networks on a GPU, from `results/`; see `readme_tables`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.perf.records import Record, records, source_line
+
+__all__ = [
+    "NAMES",
+    "network_classes_table",
+    "network_sums",
+    "networks_table",
+    "training_short_table",
+    "training_table",
+]
+
+SUITE = Path(__file__).parent / "suite" / "networks.json"
+TIMES = ("ours_ms", "peer_ms", "reference_ms")
+# A layer counts as slower than the peer from here on; less is noise.
+SLOWER = 0.95
+NAMES = {
+    "resnet50": "ResNet-50",
+    "resnext50_32x4d": "ResNeXt-50 32x4d",
+    "mobilenetv3_large_100": "MobileNetV3-Large",
+    "mobilenetv3_large": "MobileNetV3-Large",
+    "efficientnet_b0": "EfficientNet-B0",
+    "convnext_tiny": "ConvNeXt-T",
+    "regnety_3_2gf": "RegNetY-3.2GF",
+    "densenet121": "DenseNet-121",
+    "ghostnet_100": "GhostNet",
+    "r3d_18": "R3D-18",
+    "tvs:deeplabv3_resnet50": "DeepLabV3, ResNet-50",
+    "tvv:r3d_18": "R3D-18",
+    "tvv:r2plus1d_18": "R(2+1)D-18",
+    "ta:wav2vec2_base": "wav2vec 2.0 base",
+}
+
+
+def network_sums() -> dict[tuple[str, int], dict[str, float]]:
+    """The times of both gradients of all convolutions of a network, by network and batch.
+
+    Each layer counts as often as the network has it. Batches of which a layer was not measured are
+    left out.
+    """
+    layers: dict[str, set[str]] = {}
+    for layer in json.loads(SUITE.read_text(encoding="utf-8")):
+        for network in layer["networks"]:
+            layers.setdefault(network, set()).add(layer["name"])
+    found: dict[tuple[str, int], list[tuple[int, Record]]] = {}
+    for row in records("networks"):
+        for network, count in row["networks"].items():
+            found.setdefault((network, row["batch"]), []).append((count, row))
+    return {
+        key: {time: sum(count * row[time] for count, row in rows) for time in TIMES}
+        for key, rows in sorted(found.items())
+        if len(rows) == 2 * len(layers[key[0]])  # the gradients of input and weight
+    }
+
+
+def networks_table() -> str:
+    """Whole networks beside cuDNN, a column for each batch."""
+    rows, sums = records("networks"), network_sums()
+    if not rows:
+        return ""
+    batches = sorted({batch for _, batch in sums})
+    lines = [
+        f"| ms: ours / cuDNN (times as fast) | {_heads(f'batch {batch}' for batch in batches)}",
+        f"| --- |{' ---: |' * len(batches)}",
+    ]
+    for network in dict.fromkeys(network for network, _ in sums):
+        found = [sums.get((network, batch)) for batch in batches]
+        cells = [_beside(one["ours_ms"], one["peer_ms"]) if one else "" for one in found]
+        lines.append(f"| {NAMES[network]} | {_heads(cells)}")
+    # Not the mean, which the one network of 1D convolutions would lift.
+    medians = [
+        statistics.median(
+            one["peer_ms"] / one["ours_ms"] for (_, of), one in sums.items() if of == batch
+        )
+        for batch in batches
+    ]
+    lines.append(f"| median | {_heads(f'{median:.2f}x' for median in medians)}")
+    return "\n".join([*lines, "", source_line(rows, "make bench-networks")])
+
+
+def network_classes_table() -> str:
+    """The layers of all networks by class, operation and batch: the mean and the losses."""
+    rows = records("networks")
+    if not rows:
+        return ""
+    groups: dict[tuple[str, str, int], list[tuple[float, str]]] = {}
+    for row in rows:
+        ratio = row["peer_ms"] / row["ours_ms"]
+        key = row["class"], row["op"], row["batch"]
+        groups.setdefault(key, []).append((ratio, row["layer"]))
+    lines = [
+        "| class | operation | batch | layers | times as fast as cuDNN, geometric mean "
+        f"| share of layers slower than {SLOWER}x | the worst |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for (kind, op, batch), found in sorted(groups.items()):
+        mean = statistics.geometric_mean(ratio for ratio, _ in found)
+        slower = sum(ratio < SLOWER for ratio, _ in found) / len(found)
+        ratio, layer = min(found)
+        lines.append(
+            f"| {kind} | {op} | {batch} | {len(found)} | {mean:.2f}x | {slower:.0%} "
+            f"| {ratio:.2f}x `{layer}` |"
+        )
+    return "\n".join([*lines, "", source_line(rows, "make bench-networks")])
+
+
+_TRAINING = (
+    "A whole training step (forward, backward, optimizer; bfloat16 autocast, channels last), with "
+    "`use(Local())` and without, in one process"
+)
+_WAYS = (("CUDA graph", "ours_ms", "peer_ms"), ("eager", "ours_eager_ms", "peer_eager_ms"))
+
+
+def _training() -> list[Record]:
+    """The last row of each network and batch, in order: the benchmark appends."""
+    last = {(row["network"], row["batch"]): row for row in records("training")}
+    return [last[key] for key in sorted(last)]
+
+
+def training_short_table() -> str:
+    """How many times as fast a training step is; a row for each network."""
+    rows = _training()
+    if not rows:
+        return ""
+    columns = [(batch, *way) for batch in sorted({row["batch"] for row in rows}) for way in _WAYS]
+    heads = _heads(f"batch {batch}, {way}" for batch, way, _, _ in columns)
+    lines = [
+        f"{_TRAINING}; times as fast as PyTorch alone. Eager steps may wait for the host, which "
+        "pays for calls through Python:",
+        "",
+        f"| network | {heads}",
+        f"| --- |{' ---: |' * len(columns)}",
+    ]
+    by_name = {(row["network"], row["batch"]): row for row in rows}
+    for network in dict.fromkeys(row["network"] for row in rows):
+        found = [(by_name.get((network, batch)), ours, peer) for batch, _, ours, peer in columns]
+        cells = [f"{row[peer] / row[ours]:.2f}x" if row else "" for row, ours, peer in found]
+        lines.append(f"| {NAMES[network]} | {_heads(cells)}")
+    return "\n".join([*lines, "", source_line(rows, "make bench-training")])
+
+
+def training_table() -> str:
+    """The milliseconds of training steps, and what they left to PyTorch."""
+    rows = _training()
+    if not rows:
+        return ""
+    ways = _heads(way for way, _, _ in _WAYS)
+    lines = [
+        f"{_TRAINING}; ms: ours / PyTorch's (times as fast).",
+        "",
+        f"| network | batch | {ways} calls left to PyTorch |",
+        f"| --- | ---: |{' ---: |' * len(_WAYS)} ---: |",
+    ]
+    lines += [
+        f"| {NAMES[row['network']]} | {row['batch']} "
+        f"| {_heads(_beside(row[ours], row[peer]) for _, ours, peer in _WAYS)} "
+        f"{row['left_to_peer']} |"
+        for row in rows
+    ]
+    return "\n".join([*lines, "", source_line(rows, "make bench-training")])
+
+
+def _heads(cells: Iterable[str]) -> str:
+    """The rest of a line of a table."""
+    return " | ".join(cells) + " |"
+
+
+def _beside(ours_ms: float, peer_ms: float) -> str:
+    """Ours, the peer's, and how many times as fast."""
+    return f"{ours_ms:.3g} / {peer_ms:.3g} ({peer_ms / ours_ms:.2f}x)"
