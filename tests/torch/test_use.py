@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 import convgrad.torch as ours
-from convgrad import ConnectionFailed
+from convgrad import (
+    ConnectionFailed,
+    DeviceUnavailable,
+    Internal,
+    ServiceError,
+    Unauthenticated,
+)
 
 
 class Residual(nn.Module):
@@ -106,6 +112,19 @@ def test_a_server_that_is_gone_is_an_error_and_not_left_to_pytorch() -> None:
     with ours.use(gone), pytest.raises(ConnectionFailed):
         layer(x).sum().backward()
     gone.close()
+
+
+@pytest.mark.parametrize("error", [Unauthenticated, Internal, DeviceUnavailable])
+def test_a_backend_that_fails_is_an_error(error: type[ServiceError]) -> None:
+    class Failing:
+        name = "failing"
+
+        def prepare(self, *_: object, **__: object) -> ours.Runner:
+            raise error("it cannot be had")
+
+    x = torch.randn(1, 2, 5, 5, requires_grad=True)
+    with ours.use(Failing()), pytest.raises(error, match="it cannot be had"):
+        nn.functional.conv2d(x, torch.randn(2, 2, 3, 3)).sum().backward()
 
 
 def test_training_follows_pytorchs_own() -> None:

@@ -37,7 +37,7 @@ GPU, and true float32 elsewhere.
 
 from __future__ import annotations
 
-from convgrad.torch._backends import Backend, Geometry
+from convgrad.torch._backends import Backend, Geometry, Operation, Runner
 from convgrad.torch._functional import (
     conv1d,
     conv2d,
@@ -66,8 +66,10 @@ __all__ = [
     "Backend",
     "Geometry",
     "Local",
+    "Operation",
     "Remote",
     "Report",
+    "Runner",
     "conv1d",
     "conv1d_input",
     "conv1d_weight",

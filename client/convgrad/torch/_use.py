@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from convgrad.errors import ServiceError
+from convgrad.errors import (
+    InvalidProblem,
+    PayloadTooLarge,
+    ProblemTooLarge,
+    ServiceError,
+    UnsupportedProblem,
+)
 from convgrad.torch._backends import Backend
 from convgrad.torch._passes import conv_backward, pool_backward
 from convgrad.torch._report import count_left
@@ -23,6 +29,8 @@ from convgrad.torch._report import count_left
 __all__ = ["backend_in_use", "use"]
 
 DEVICES = ("CPU", "CUDA")
+# A wrong key, a fault of the server and all else is an error of the caller's program.
+_DECLINED = (InvalidProblem, UnsupportedProblem, ProblemTooLarge, PayloadTooLarge)
 
 
 class _Choice:
@@ -100,7 +108,7 @@ def _override_once() -> None:
 
 def _left_to_pytorch(error: ServiceError, input: torch.Tensor) -> bool:
     """Whether the backend declined the problem, rather than failed to run it, and may."""
-    return not error.retryable and (_CHOICE.fallback or input.numel() == 0)
+    return isinstance(error, _DECLINED) and (_CHOICE.fallback or input.numel() == 0)
 
 
 def _convolution_backward(own: Any) -> Callable[..., Any]:
