@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.cases import Case
+from tests.window_cases import indices_of
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -56,7 +57,10 @@ def normals(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[An
 
 def draw(case: Case, rng: np.random.Generator, dtype: np.dtype[Any], numbers: Any) -> Arrays:
     """Canonical tensors for a case, by `integers` or `normals`."""
-    return {name: numbers(rng, shape, dtype) for name, shape in case.shapes.items()}
+    return {
+        name: indices_of(case, rng) if name == "indices" else numbers(rng, shape, dtype)
+        for name, shape in case.shapes.items()
+    }
 
 
 def is_weight(operation: str, tensor: str) -> bool:

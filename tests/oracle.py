@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests import reference, reference_pool
+from tests import reference, reference_pool, reference_windows
 from tests.bounds import U, rounded
 from tests.reference import Reference
+from tests.window_cases import unpool_size
 
 Tensors = Mapping[str, NDArray[Any]]
 Params = Mapping[str, Any]
@@ -146,9 +147,7 @@ def _fused(t: Tensors, params: Params) -> Answer:
 
 def _maxpool_fwd(t: Tensors, params: Params) -> Answer:
     output, indices = reference_pool.maxpool_fwd(t["input"], **_only(params, _POOLING))
-    # A maximum is one of the inputs: it is right to the bit, so nothing is allowed to round.
-    exact = Reference(output, np.zeros_like(output), np.zeros(output.shape, np.int64))
-    return {"output": exact, "indices": indices}
+    return {"output": _moved(output), "indices": indices}
 
 
 def _maxpool_bwd(t: Tensors, params: Params) -> Answer:
@@ -161,6 +160,68 @@ def _maxpool_bwd(t: Tensors, params: Params) -> Answer:
     return {"grad_input": reference_pool.maxpool_bwd(t["grad_output"], indices, size)}
 
 
+def _windows(params: Params, size: tuple[int, ...]) -> reference_windows.Windows:
+    names = (*_POOLING, "count_include_pad")
+    return reference_windows.sliding(size, **_only(params, names))
+
+
+def _avg_pool_fwd(t: Tensors, params: Params) -> Answer:
+    x = t["input"]
+    windows = _windows(params, x.shape[2:])
+    return {"output": reference_windows.avg_fwd(x, windows, params.get("divisor_override"))}
+
+
+def _avg_pool_bwd(t: Tensors, params: Params) -> Answer:
+    dy = t["grad_output"]
+    size = _spatial(params["input_size"], dy.ndim - 2)
+    divisor = params.get("divisor_override")
+    return {"grad_input": reference_windows.avg_bwd(dy, _windows(params, size), size, divisor)}
+
+
+def _adaptive_avg_pool_fwd(t: Tensors, params: Params) -> Answer:
+    windows = reference_windows.adaptive(t["input"].shape[2:], params["output_size"])
+    return {"output": reference_windows.avg_fwd(t["input"], windows)}
+
+
+def _adaptive_avg_pool_bwd(t: Tensors, params: Params) -> Answer:
+    dy = t["grad_output"]
+    size = _spatial(params["input_size"], dy.ndim - 2)
+    windows = reference_windows.adaptive(size, dy.shape[2:])
+    return {"grad_input": reference_windows.avg_bwd(dy, windows, size)}
+
+
+def _adaptive_max_pool_fwd(t: Tensors, params: Params) -> Answer:
+    windows = reference_windows.adaptive(t["input"].shape[2:], params["output_size"])
+    output, indices = reference_windows.max_fwd(t["input"], windows)
+    return {"output": _moved(output), "indices": indices}
+
+
+def _adaptive_max_pool_bwd(t: Tensors, params: Params) -> Answer:
+    dy, indices = t["grad_output"], t.get("indices")
+    if indices is None:
+        size = t["input"].shape[2:]
+        windows = reference_windows.adaptive(size, dy.shape[2:])
+        _, indices = reference_windows.max_fwd(t["input"], windows)
+    else:
+        size = _spatial(params["input_size"], dy.ndim - 2)
+    return {"grad_input": reference_pool.maxpool_bwd(dy, indices, size)}
+
+
+def _max_unpool_fwd(t: Tensors, params: Params) -> Answer:
+    size = unpool_size(t["input"].shape[2:], params)
+    return {"output": _moved(reference_windows.unpool_fwd(t["input"], t["indices"], size))}
+
+
+def _max_unpool_bwd(t: Tensors, params: Params) -> Answer:
+    return {"grad_input": _moved(reference_windows.unpool_bwd(t["grad_output"], t["indices"]))}
+
+
+def _moved(value: NDArray[Any]) -> Reference:
+    """Elements of the input: right to the bit, so nothing is allowed to round."""
+    value = value.astype(np.float64)
+    return Reference(value, np.zeros_like(value), np.zeros(value.shape, np.int64))
+
+
 ORACLES: dict[str, Callable[[Tensors, Params], Answer]] = {
     "conv_fwd": _conv_fwd,
     "conv_bwd_data": _conv_bwd_data,
@@ -169,10 +230,16 @@ ORACLES: dict[str, Callable[[Tensors, Params], Answer]] = {
     "conv3d_transpose": _conv3d_transpose,
     "conv3d_backprop_input": _conv3d_backprop_input,
     "grouped_conv_conv_fwd": _fused,
-    "maxpool2d_fwd": _maxpool_fwd,
-    "maxpool3d_fwd": _maxpool_fwd,
-    "maxpool2d_bwd": _maxpool_bwd,
-    "maxpool3d_bwd": _maxpool_bwd,
+    **{f"maxpool{ndim}d_fwd": _maxpool_fwd for ndim in (1, 2, 3)},
+    **{f"maxpool{ndim}d_bwd": _maxpool_bwd for ndim in (1, 2, 3)},
+    "avg_pool_fwd": _avg_pool_fwd,
+    "avg_pool_bwd": _avg_pool_bwd,
+    "adaptive_avg_pool_fwd": _adaptive_avg_pool_fwd,
+    "adaptive_avg_pool_bwd": _adaptive_avg_pool_bwd,
+    "adaptive_max_pool_fwd": _adaptive_max_pool_fwd,
+    "adaptive_max_pool_bwd": _adaptive_max_pool_bwd,
+    "max_unpool_fwd": _max_unpool_fwd,
+    "max_unpool_bwd": _max_unpool_bwd,
 }
 
 

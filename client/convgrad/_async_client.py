@@ -103,6 +103,16 @@ class AsyncClient:
     maxpool2d_fwd = async_method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = async_method(_calls.maxpool3d_fwd)
     conv_backward = async_method(_calls.conv_backward)
+    maxpool1d_fwd = async_method(_calls.maxpool1d_fwd)
+    maxpool1d_bwd = async_method(_calls.maxpool1d_bwd)
+    avg_pool_fwd = async_method(_calls.avg_pool_fwd)
+    avg_pool_bwd = async_method(_calls.avg_pool_bwd)
+    adaptive_avg_pool_fwd = async_method(_calls.adaptive_avg_pool_fwd)
+    adaptive_avg_pool_bwd = async_method(_calls.adaptive_avg_pool_bwd)
+    adaptive_max_pool_fwd = async_method(_calls.adaptive_max_pool_fwd)
+    adaptive_max_pool_bwd = async_method(_calls.adaptive_max_pool_bwd)
+    max_unpool_fwd = async_method(_calls.max_unpool_fwd)
+    max_unpool_bwd = async_method(_calls.max_unpool_bwd)
 
     async def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs with the server's report; see `Client.call`."""

@@ -11,13 +11,32 @@ outputs alone.
 
 from __future__ import annotations
 
+from convgrad._calls_avg_pool import (
+    adaptive_avg_pool_bwd,
+    adaptive_avg_pool_fwd,
+    avg_pool_bwd,
+    avg_pool_fwd,
+)
 from convgrad._calls_conv import ConvOptions, conv_fwd, grouped_conv_conv_fwd
 from convgrad._calls_conv3d import conv3d_backprop_input, conv3d_transpose
 from convgrad._calls_conv_bwd import conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from convgrad._calls_maxima import (
+    adaptive_max_pool_bwd,
+    adaptive_max_pool_fwd,
+    max_unpool_bwd,
+    max_unpool_fwd,
+)
 from convgrad._calls_pool import maxpool2d_bwd, maxpool2d_fwd, maxpool3d_bwd, maxpool3d_fwd
+from convgrad._calls_pool1d import maxpool1d_bwd, maxpool1d_fwd
 
 __all__ = [
     "ConvOptions",
+    "adaptive_avg_pool_bwd",
+    "adaptive_avg_pool_fwd",
+    "adaptive_max_pool_bwd",
+    "adaptive_max_pool_fwd",
+    "avg_pool_bwd",
+    "avg_pool_fwd",
     "conv3d_backprop_input",
     "conv3d_transpose",
     "conv_backward",
@@ -25,6 +44,10 @@ __all__ = [
     "conv_fwd",
     "grouped_conv_bwd_weight",
     "grouped_conv_conv_fwd",
+    "max_unpool_bwd",
+    "max_unpool_fwd",
+    "maxpool1d_bwd",
+    "maxpool1d_fwd",
     "maxpool2d_bwd",
     "maxpool2d_fwd",
     "maxpool3d_bwd",

@@ -9,7 +9,7 @@ from convgrad._call import Call, Outputs, TensorLike, make_call, one_output, req
 from convgrad._calls_conv import Padding, Sizes
 from convgrad._results import Array, IndexArray, MaxPoolResult
 
-__all__ = ["maxpool2d_bwd", "maxpool2d_fwd", "maxpool3d_bwd", "maxpool3d_fwd"]
+__all__ = ["maxpool2d_bwd", "maxpool2d_fwd", "maxpool3d_bwd", "maxpool3d_fwd", "read_pooled"]
 
 IndexName: TypeAlias = Literal["int64", "int32"]
 PoolLayout2d: TypeAlias = Literal["NCHW", "NHWC"]
@@ -126,7 +126,7 @@ def maxpool2d_fwd(
     --------
     >>> output, indices = client.maxpool2d_fwd(x, 3, 2, padding=1, return_indices=True)
     """
-    return make_call("maxpool2d_fwd", locals(), _read_pooled(return_indices))
+    return make_call("maxpool2d_fwd", locals(), read_pooled(return_indices))
 
 
 @overload
@@ -239,7 +239,7 @@ def maxpool3d_fwd(
     --------
     >>> output, indices = client.maxpool3d_fwd(x, 3, 2, padding=1, return_indices=True)
     """
-    return make_call("maxpool3d_fwd", locals(), _read_pooled(return_indices))
+    return make_call("maxpool3d_fwd", locals(), read_pooled(return_indices))
 
 
 def maxpool2d_bwd(
@@ -392,7 +392,7 @@ def maxpool3d_bwd(
     return make_call("maxpool3d_bwd", locals(), one_output("grad_input"))
 
 
-def _read_pooled(return_indices: bool) -> Callable[[Outputs], MaxPoolResult[Any]]:
+def read_pooled(return_indices: bool) -> Callable[[Outputs], MaxPoolResult[Any]]:
     def read(outputs: Outputs) -> MaxPoolResult[Any]:
         indices = required(outputs, "indices") if return_indices else None
         return MaxPoolResult(required(outputs, "output"), indices)

@@ -137,6 +137,16 @@ class Client:
     maxpool2d_fwd = method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = method(_calls.maxpool3d_fwd)
     conv_backward = method(_calls.conv_backward)
+    maxpool1d_fwd = method(_calls.maxpool1d_fwd)
+    maxpool1d_bwd = method(_calls.maxpool1d_bwd)
+    avg_pool_fwd = method(_calls.avg_pool_fwd)
+    avg_pool_bwd = method(_calls.avg_pool_bwd)
+    adaptive_avg_pool_fwd = method(_calls.adaptive_avg_pool_fwd)
+    adaptive_avg_pool_bwd = method(_calls.adaptive_avg_pool_bwd)
+    adaptive_max_pool_fwd = method(_calls.adaptive_max_pool_fwd)
+    adaptive_max_pool_bwd = method(_calls.adaptive_max_pool_bwd)
+    max_unpool_fwd = method(_calls.max_unpool_fwd)
+    max_unpool_bwd = method(_calls.max_unpool_bwd)
 
     def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs together with the server's report and timings.

@@ -25,6 +25,8 @@ from tests.bounds import assert_same_bits
 from tests.cases import FUSED, Case, conv_cases, pool_cases
 from tests.kernels.harness import GATES, check, drawn
 from tests.support.http_server import JSON, SAFETENSORS, serving
+from tests.window_cases import OPERATIONS as WINDOW_OPERATIONS
+from tests.window_cases import window_cases
 
 _NUMPY = {**DTYPES, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
 _SHORT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "I64": "int64"}
@@ -35,6 +37,8 @@ def _cases() -> Iterator[Case]:
     for operation in OPERATIONS:
         if operation.startswith("maxpool"):
             found = pool_cases(operation)
+        elif operation in WINDOW_OPERATIONS:
+            found = window_cases(operation)
         elif operation == "grouped_conv_conv_fwd":
             found = [case for case in FUSED if "silu" not in case.params.values()]
         else:

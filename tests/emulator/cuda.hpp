@@ -88,6 +88,14 @@ static inline unsigned __ballot_sync(unsigned mask, int vote) {
   });
   return emulator::all_lanes[emulator::current].taken[0];
 }
+template <class T>
+static inline unsigned __match_any_sync(unsigned mask, T value) {
+  unsigned alike = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    alike |= (__shfl_sync(mask, value, lane) == value ? 1u : 0u) << lane;
+  }
+  return alike;
+}
 static inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) == mask; }
 
@@ -144,6 +152,9 @@ static inline unsigned __umulhi(unsigned a, unsigned b) {
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 static inline int __ffs(int bits) { return __builtin_ffs(bits); }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 static inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;

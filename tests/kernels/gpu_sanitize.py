@@ -80,7 +80,7 @@ CASES: list[Case] = [
     *(make(name, conv) for name, conv in (("even", EVEN), ("padded", PADDED))
       for make in FROM_CONV.values()),
     *(next(iter(conv_cases(op))) for op in FROM_CONV3D),
-    *(case for n in (2, 3) for way in ("fwd", "bwd")
+    *(case for n in (1, 2, 3) for way in ("fwd", "bwd")
       for case in list(pool_cases(f"maxpool{n}d_{way}"))[:3]),
     *FUSED[:2],
     *EPILOGUES[:2],

@@ -73,7 +73,11 @@ def drawn(seed: int, case: Case, dtype: str, gate: str) -> tuple[Arrays, Answer]
     # but the fused forward rounds its intermediate to the dtype.
     shared = gate == "exact" and case.operation != "grouped_conv_conv_fwd"
     tensors, answer = _drawn(seed, case, "float64" if shared else dtype, gate)
-    return {name: array.astype(DTYPES[dtype]) for name, array in tensors.items()}, answer
+    given = {
+        name: array if name == "indices" else array.astype(DTYPES[dtype])
+        for name, array in tensors.items()
+    }
+    return given, answer
 
 
 @lru_cache(maxsize=32)

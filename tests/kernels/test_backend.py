@@ -26,7 +26,12 @@ from tests.reference_pool import maxpool_fwd
 LONG = Conv(16, 512, 512, (28, 28), (3, 3), padding=1)
 CASES = [
     *(case for operation in FROM_CONV for case in conv_cases(operation)),
-    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *(
+        case
+        for n in (1, 2, 3)
+        for way in ("fwd", "bwd")
+        for case in pool_cases(f"maxpool{n}d_{way}")
+    ),
     *FUSED,
 ]
 

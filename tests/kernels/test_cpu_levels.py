@@ -12,7 +12,12 @@ from tests.kernels.harness import answers, check, drawn, with_layouts
 
 CASES = [
     *(case for operation in FROM_CONV for case in conv_cases(operation)),
-    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *(
+        case
+        for n in (1, 2, 3)
+        for way in ("fwd", "bwd")
+        for case in pool_cases(f"maxpool{n}d_{way}")
+    ),
     *FUSED,
 ]
 BEST = load().level

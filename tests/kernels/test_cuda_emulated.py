@@ -57,7 +57,7 @@ CASES = [
     *FUSED[:3],
 ]
 POOLS = [
-    case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
+    case for n in (1, 2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")
 ]
 DTYPE = {"tiles": "float32", "direct": "bfloat16"}
 # The tensor cores' kernels at whole and at odd chunks of channels, in 16 bits, in TF32, and in

@@ -18,8 +18,8 @@ from tests.kernels.harness import answers, check, run, with_layouts
 from tests.oracle import expected
 from tests.reference_pool import maxpool_fwd
 
-FORWARD = [case for n in (2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
-BACKWARD = [case for n in (2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]
+FORWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_fwd")]
+BACKWARD = [case for n in (1, 2, 3) for case in pool_cases(f"maxpool{n}d_bwd")]
 
 
 def with_nans(

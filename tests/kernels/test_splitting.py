@@ -58,7 +58,12 @@ NAMES = (
 OPERATIONS_OF_CONV = (*FROM_CONV, *FROM_CONV3D)
 CASES = [
     *(case for op in OPERATIONS_OF_CONV for case in conv_cases(op) if case.name in NAMES),
-    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *(
+        case
+        for n in (1, 2, 3)
+        for way in ("fwd", "bwd")
+        for case in pool_cases(f"maxpool{n}d_{way}")
+    ),
     *FUSED,
     *(case for case in EPILOGUES if case.name.endswith("bilinear")),
 ]

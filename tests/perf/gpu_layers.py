@@ -20,6 +20,7 @@ from convgrad_service.problems import (
 )
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import LAYOUTS
+from tests.perf import gpu_poolings
 
 __all__ = ["Case", "Tensors", "cases_of", "problem_of", "torch_dtype"]
 
@@ -66,7 +67,7 @@ class Case:
             compute *= 3
         if self.layer["class"] == "depthwise":
             compute = flops / FMA_FLOPS
-        if self.layer["class"] == "pool":
+        if "pool" in self.layer["class"]:
             compute = 0.0
         return max(compute, self.problem.compulsory_bytes / COPY_BYTES_PER_S) + NODE_S
 
@@ -88,6 +89,11 @@ def cases_of(
     layer: Mapping[str, Any], dtype: str, layout: str, ops: tuple[str, ...]
 ) -> Iterator[Case]:
     """The operations of a layer's class."""
+    if "pool" in layer["class"] and layer["class"] not in OPERATIONS:
+        for op in gpu_poolings.operations_of(layer):
+            if not ops or op in ops:
+                yield _pooling_case(layer, dtype, layout, op)
+        return
     for op in OPERATIONS.get(layer["class"], CONVOLUTIONS):
         if not ops or op in ops:
             yield CASES[op](layer, dtype, layout, op)
@@ -202,6 +208,13 @@ def _pool_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Ca
         return result.movedim(1, -1) if last else result
 
     return Case(layer, f"maxpool{ndim}d_bwd", problem, tensors, peer, dtype, layout)
+
+
+def _pooling_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
+    problem = gpu_poolings.problem_of(layer, dtype, layout, op)
+    tensors = gpu_poolings.tensors_of(layer, problem, layout)
+    peer = gpu_poolings.peer_of(layer, layout, op)
+    return Case(layer, op, problem, tensors, peer, dtype, layout)
 
 
 def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:

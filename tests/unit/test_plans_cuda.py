@@ -46,7 +46,12 @@ from tests.kernels.harness import with_layouts
 A100 = CudaDevice("A100", (8, 0), 108, 166912, 167936, 40 * 2**20, 80 * 10**9)
 CASES = [
     *(case for op in (*FROM_CONV, *FROM_CONV3D) for case in conv_cases(op)),
-    *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
+    *(
+        case
+        for n in (1, 2, 3)
+        for way in ("fwd", "bwd")
+        for case in pool_cases(f"maxpool{n}d_{way}")
+    ),
     *FUSED,
     *EPILOGUES,
 ]

@@ -5,6 +5,13 @@ Client and server share it, so neither can drift from the other.
 
 from __future__ import annotations
 
+from convgrad.contract.adaptive_pooling import (
+    AdaptiveAvgPoolBwdRequest,
+    AdaptiveAvgPoolFwdRequest,
+    AdaptiveMaxPoolBwdRequest,
+    AdaptiveMaxPoolFwdRequest,
+)
+from convgrad.contract.average_pooling import AvgPoolBwdRequest, AvgPoolFwdRequest
 from convgrad.contract.base import Parameters, Request, refuse_unknown, validate
 from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest, Region
 from convgrad.contract.convolution import (
@@ -16,6 +23,8 @@ from convgrad.contract.convolution import (
 from convgrad.contract.fused import ConvParameters, GroupedConvConvFwdRequest
 from convgrad.contract.operations import OPERATIONS, Operation
 from convgrad.contract.pooling import (
+    MaxPool1dBwdRequest,
+    MaxPool1dFwdRequest,
     MaxPool2dBwdRequest,
     MaxPool2dFwdRequest,
     MaxPool3dBwdRequest,
@@ -26,9 +35,16 @@ from convgrad.contract.pooling import (
 from convgrad.contract.report import Report
 from convgrad.contract.stored_names import check_stored_name
 from convgrad.contract.tensor_schema import tensor_json_schema
+from convgrad.contract.unpooling import MaxUnpoolBwdRequest, MaxUnpoolFwdRequest
 
 __all__ = [
     "OPERATIONS",
+    "AdaptiveAvgPoolBwdRequest",
+    "AdaptiveAvgPoolFwdRequest",
+    "AdaptiveMaxPoolBwdRequest",
+    "AdaptiveMaxPoolFwdRequest",
+    "AvgPoolBwdRequest",
+    "AvgPoolFwdRequest",
     "Conv3dBackpropInputRequest",
     "Conv3dTransposeRequest",
     "ConvBackwardRequest",
@@ -37,12 +53,16 @@ __all__ = [
     "ConvParameters",
     "GroupedConvBwdWeightRequest",
     "GroupedConvConvFwdRequest",
+    "MaxPool1dBwdRequest",
+    "MaxPool1dFwdRequest",
     "MaxPool2dBwdRequest",
     "MaxPool2dFwdRequest",
     "MaxPool3dBwdRequest",
     "MaxPool3dFwdRequest",
     "MaxPoolBwdRequest",
     "MaxPoolFwdRequest",
+    "MaxUnpoolBwdRequest",
+    "MaxUnpoolFwdRequest",
     "Operation",
     "Parameters",
     "Region",

@@ -97,6 +97,61 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "weight": _rows((1.0, 0.0), (0.0, -1.0)),
             "response": "values",
         },
+        "maxpool1d_fwd": {
+            "input": _values(1, 1, 6, step=3),
+            "kernel_size": 2,
+            "return_indices": True,
+            "response": "values",
+        },
+        "maxpool1d_bwd": {
+            "grad_output": _values(1, 1, 3),
+            "input": _values(1, 1, 6, step=3),
+            "kernel_size": 2,
+            "response": "values",
+        },
+        "avg_pool_fwd": {
+            "input": _rows((1.0, 4.0, 2.0, 3.0), (0.0, 2.0, 5.0, 1.0)),
+            "kernel_size": 2,
+            "response": "values",
+        },
+        "avg_pool_bwd": {
+            "grad_output": _rows((1.0, 2.0)),
+            "input_size": [2, 4],
+            "kernel_size": 2,
+            "response": "values",
+        },
+        "adaptive_avg_pool_fwd": {
+            "input": _rows((1.0, 4.0, 2.0), (0.0, 2.0, 5.0)),
+            "output_size": [None, 2],
+            "response": "values",
+        },
+        "adaptive_avg_pool_bwd": {
+            "grad_output": _rows((1.0, 2.0), (3.0, 4.0)),
+            "input_size": [2, 3],
+            "response": "values",
+        },
+        "adaptive_max_pool_fwd": {
+            "input": _rows((1.0, 4.0, 2.0), (0.0, 2.0, 5.0)),
+            "output_size": [1, 2],
+            "return_indices": True,
+            "response": "values",
+        },
+        "adaptive_max_pool_bwd": {
+            "grad_output": _rows((1.0, 2.0)),
+            "input": _rows((1.0, 4.0, 2.0), (0.0, 2.0, 5.0)),
+            "response": "values",
+        },
+        "max_unpool_fwd": {
+            "input": _rows((4.0, 5.0)),
+            "indices": {"values": [[[[1, 6]]]], "dtype": "int64"},
+            "kernel_size": 2,
+            "response": "values",
+        },
+        "max_unpool_bwd": {
+            "grad_output": _rows((1.0, 4.0, 2.0, 3.0), (0.0, 2.0, 5.0, 1.0)),
+            "indices": {"values": [[[[1, 6]]]], "dtype": "int64"},
+            "response": "values",
+        },
     }
 )
 """By operation; every tensor in the form that a person can read."""

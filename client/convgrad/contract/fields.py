@@ -32,6 +32,7 @@ __all__ = [
     "LayoutName",
     "Names",
     "Number",
+    "OutputSize",
     "Padding",
     "Parsed",
     "SplitK",
@@ -129,6 +130,12 @@ def _padding(value: Any) -> int | tuple[int | tuple[int, int], ...]:
     )
 
 
+def _output_size(value: Any) -> int | tuple[int | None, ...]:
+    if not isinstance(value, Sequence | np.ndarray):
+        return _int(value)
+    return tuple(None if item is None else _int(item) for item in _items(value))
+
+
 def _number(value: Any) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError
@@ -206,7 +213,7 @@ Tensor = Annotated[
 IndexTensor = Annotated[
     _Array, TensorType(_tensor, "a tensor (int32 or int64)", tensor_json_schema(INDEX))
 ]
-"""A tensor of max-pool indices."""
+"""A tensor of indices of maxima."""
 
 Int = Annotated[int, Parsed(_int, "an int", _INT)]
 Ints = Annotated[
@@ -230,6 +237,20 @@ Padding = Annotated[
         },
     ),
 ]
+OutputSize = Annotated[
+    int | tuple[int | None, ...],
+    Parsed(
+        _output_size,
+        "an int or a list of ints and nulls",
+        {
+            "oneOf": [
+                _INT,
+                {"type": "array", "items": {"type": ["integer", "null"]}, "maxItems": _MAX_ITEMS},
+            ]
+        },
+    ),
+]
+"""Of an adaptive pooling; null leaves a dimension as large as it is."""
 Number = Annotated[float, Parsed(_number, "a finite number", {"type": "number"})]
 SplitK = Annotated[
     Literal["auto"] | int,

@@ -11,6 +11,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from convgrad.contract.adaptive_pooling import (
+    AdaptiveAvgPoolBwdRequest,
+    AdaptiveAvgPoolFwdRequest,
+    AdaptiveMaxPoolBwdRequest,
+    AdaptiveMaxPoolFwdRequest,
+)
+from convgrad.contract.average_pooling import AvgPoolBwdRequest, AvgPoolFwdRequest
 from convgrad.contract.base import Request
 from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest
 from convgrad.contract.convolution import (
@@ -22,11 +29,14 @@ from convgrad.contract.convolution import (
 from convgrad.contract.examples import EXAMPLES
 from convgrad.contract.fused import GroupedConvConvFwdRequest
 from convgrad.contract.pooling import (
+    MaxPool1dBwdRequest,
+    MaxPool1dFwdRequest,
     MaxPool2dBwdRequest,
     MaxPool2dFwdRequest,
     MaxPool3dBwdRequest,
     MaxPool3dFwdRequest,
 )
+from convgrad.contract.unpooling import MaxUnpoolBwdRequest, MaxUnpoolFwdRequest
 from convgrad.dtypes import FLOATING, DType
 
 __all__ = ["OPERATIONS", "Operation"]
@@ -35,6 +45,7 @@ _LAYOUTS_1D = ("NCW", "NWC", "NGCW", "NWGC", "GNWC")
 _LAYOUTS_2D = ("NCHW", "NHWC", "NGCHW", "NHWGC", "GNHWC")
 _LAYOUTS_3D = ("NCDHW", "NDHWC", "NGCDHW", "NDHWGC", "GNDHWC")
 _LAYOUTS = _LAYOUTS_1D + _LAYOUTS_2D + _LAYOUTS_3D
+_UNGROUPED = ("NCW", "NWC", "NCHW", "NHWC", "NCDHW", "NDHWC")
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,17 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             Operation(MaxPool2dFwdRequest, ("output", "indices"), ("NCHW", "NHWC")),
             Operation(MaxPool3dFwdRequest, ("output", "indices"), ("NCDHW", "NDHWC")),
             Operation(ConvBackwardRequest, ("grad_input", "grad_weight", "grad_bias")),
+            Operation(MaxPool1dFwdRequest, ("output", "indices"), ("NCW", "NWC")),
+            Operation(MaxPool1dBwdRequest, ("grad_input",), ("NCW", "NWC")),
+            Operation(AvgPoolFwdRequest, ("output",), _UNGROUPED),
+            Operation(AvgPoolBwdRequest, ("grad_input",), _UNGROUPED),
+            Operation(AdaptiveAvgPoolFwdRequest, ("output",), _UNGROUPED),
+            Operation(AdaptiveAvgPoolBwdRequest, ("grad_input",), _UNGROUPED),
+            Operation(AdaptiveMaxPoolFwdRequest, ("output", "indices"), _UNGROUPED),
+            Operation(AdaptiveMaxPoolBwdRequest, ("grad_input",), _UNGROUPED),
+            Operation(MaxUnpoolFwdRequest, ("output",), _UNGROUPED),
+            Operation(MaxUnpoolBwdRequest, ("grad_input",), _UNGROUPED),
         )
     }
 )
-"""Every operation by its name, in the design's order."""
+"""Every operation by its name, the design's first and in its order."""

@@ -1,8 +1,8 @@
-"""Requests of max pooling, forward and backward, in two and three dimensions."""
+"""Requests of max pooling, forward and backward, in one to three dimensions."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,13 +18,19 @@ from convgrad.contract.fields import (
     Tensor,
 )
 
+if TYPE_CHECKING:
+    from convgrad.contract.adaptive_pooling import AdaptiveMaxPoolBwdRequest
+
 __all__ = [
+    "MaxPool1dBwdRequest",
+    "MaxPool1dFwdRequest",
     "MaxPool2dBwdRequest",
     "MaxPool2dFwdRequest",
     "MaxPool3dBwdRequest",
     "MaxPool3dFwdRequest",
     "MaxPoolBwdRequest",
     "MaxPoolFwdRequest",
+    "needs_a_source",
 ]
 
 
@@ -60,7 +66,7 @@ class MaxPoolFwdRequest(_MaxPoolRequest):
     Dtypes: float16, bfloat16, float32, float64; indices int64 or int32, flat in each (n, c)
     plane.
     Layout: channels first where none is named.
-    Source: PyTorch's max_pool2d and max_pool3d.
+    Source: PyTorch's max_pool1d, max_pool2d and max_pool3d.
     """
 
     input: Tensor = Field(description="The layer's input, [N, C, *in].")
@@ -103,13 +109,20 @@ class MaxPoolBwdRequest(_MaxPoolRequest):
 
     @model_validator(mode="after")
     def _needs_a_source(self) -> Self:
-        if self.input is None and self.indices is None:
-            _refuse(f'missing field "input" or "indices"; {self.operation} needs one of them')
+        needs_a_source(self)
         return self
 
 
-def _refuse(sentence: str) -> Any:
-    raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+def needs_a_source(request: MaxPoolBwdRequest | AdaptiveMaxPoolBwdRequest) -> None:
+    """Refuse the request of a max pooling's gradient that does not say where the maxima are."""
+    if request.input is None and request.indices is None:
+        sentence = f'missing field "input" or "indices"; {request.operation} needs one of them'
+        raise PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+
+
+class MaxPool1dFwdRequest(MaxPoolFwdRequest):
+    __doc__ = MaxPoolFwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool1d_fwd"
 
 
 class MaxPool2dFwdRequest(MaxPoolFwdRequest):
@@ -120,6 +133,11 @@ class MaxPool2dFwdRequest(MaxPoolFwdRequest):
 class MaxPool3dFwdRequest(MaxPoolFwdRequest):
     __doc__ = MaxPoolFwdRequest.__doc__
     operation: ClassVar[str] = "maxpool3d_fwd"
+
+
+class MaxPool1dBwdRequest(MaxPoolBwdRequest):
+    __doc__ = MaxPoolBwdRequest.__doc__
+    operation: ClassVar[str] = "maxpool1d_bwd"
 
 
 class MaxPool2dBwdRequest(MaxPoolBwdRequest):

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad.dtypes import DType
 
-__all__ = ["Expected", "bounded", "exactly", "worst_share"]
+__all__ = ["Expected", "bounded", "exactly", "within", "worst_share"]
 
 Formula = Callable[..., NDArray[np.float64]]
 
@@ -59,8 +59,20 @@ def bounded(formula: Formula, *tensors: NDArray[Any], out: DTypeLike | None = No
     value = formula(*exact)
     magnitude = formula(*map(np.abs, exact))
     terms = formula(*map(np.ones_like, exact))
-    allowed = _of(_ROUNDING, out_dtype) * np.abs(value) + terms * _of(_ADDITION, dtype) * magnitude
-    return Expected(value, allowed, out_dtype)
+    return within(value, magnitude, terms, dtype, out_dtype)
+
+
+def within(
+    value: NDArray[np.float64],
+    magnitude: NDArray[np.float64],
+    terms: NDArray[Any],
+    dtype: DTypeLike,
+    out: DTypeLike | None = None,
+) -> Expected:
+    """A value, and the error of so many roundings of terms of that magnitude in all."""
+    out_dtype = np.dtype(dtype if out is None else out)
+    allowed = _of(_ROUNDING, out_dtype) * np.abs(value)
+    return Expected(value, allowed + terms * _of(_ADDITION, np.dtype(dtype)) * magnitude, out_dtype)
 
 
 def exactly(value: NDArray[Any], dtype: DTypeLike) -> Expected:

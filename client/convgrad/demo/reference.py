@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Convolution", "MaxPool", "fractal_z_3d", "ndc1hwc0"]
+__all__ = ["Convolution", "MaxPool", "Windows", "fractal_z_3d", "ndc1hwc0"]
 
 Array = NDArray[np.float64]
 Ints = tuple[int, ...]
@@ -126,6 +126,66 @@ class MaxPool:
         for n, c in product(range(batch), range(channels)):
             np.add.at(grad[n, c], indices[n, c].reshape(-1), grad_output[n, c].reshape(-1))
         return grad.reshape(batch, channels, *input_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A pooling's windows: of each dimension (start, stop, size that counts) for every output."""
+
+    axes: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @classmethod
+    def sliding(cls, size: Ints, kernel: Ints, stride: Ints, padding: Ints) -> Windows:
+        """Average pooling's, whose padding counts."""
+        axes = []
+        for extent, taps, step, pad in zip(size, kernel, stride, padding, strict=True):
+            starts = [o * step - pad for o in range((extent + 2 * pad - taps) // step + 1)]
+            axes.append(tuple((max(0, a), min(extent, a + taps), taps) for a in starts))
+        return cls(tuple(axes))
+
+    @classmethod
+    def adaptive(cls, size: Ints, output_size: Ints) -> Windows:
+        axes = []
+        for extent, out in zip(size, output_size, strict=True):
+            bounds = [(o * extent // out, -(-(o + 1) * extent // out)) for o in range(out)]
+            axes.append(tuple((start, stop, stop - start) for start, stop in bounds))
+        return cls(tuple(axes))
+
+    @property
+    def output_size(self) -> Ints:
+        return tuple(map(len, self.axes))
+
+    def each(self) -> Iterator[tuple[Any, Any, int]]:
+        """(the output's index, its part of the input, its divisor), into trailing dimensions."""
+        for o in product(*map(range, self.output_size)):
+            chosen = [axis[at] for axis, at in zip(self.axes, o, strict=True)]
+            part = (slice(start, stop) for start, stop, _ in chosen)
+            yield (..., *o), (..., *part), int(np.prod([size for _, _, size in chosen]))
+
+    def means(self, input: Array) -> Array:
+        """The sum over each window, divided."""
+        output = np.zeros((*input.shape[:2], *self.output_size))
+        for o, part, size in self.each():
+            output[o] = input[part].reshape(*input.shape[:2], -1).sum(axis=2) / size
+        return output
+
+    def spread(self, grad_output: Array, input_size: Ints) -> Array:
+        """The gradient of the means: each goes, divided, to all of its window."""
+        grad = np.zeros((*grad_output.shape[:2], *input_size))
+        for o, part, size in self.each():
+            grad[part] += (grad_output[o] / size)[(...,) + (None,) * len(input_size)]
+        return grad
+
+    def maxima(self, input: Array) -> tuple[Array, NDArray[np.int64]]:
+        """The maximum of each window, and its flat place in its plane: the first where they tie."""
+        output = np.zeros((*input.shape[:2], *self.output_size))
+        indices = np.zeros(output.shape, dtype=np.int64)
+        places = np.arange(np.prod(input.shape[2:])).reshape(input.shape[2:])
+        for o, part, _ in self.each():
+            values = input[part].reshape(*input.shape[:2], -1)
+            output[o] = values.max(axis=2)
+            indices[o] = places[part[1:]].reshape(-1)[values.argmax(axis=2)]
+        return output, indices
 
 
 def ndc1hwc0(array: NDArray[Any], c0: int) -> NDArray[Any]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from convgrad.errors import UnsupportedProblem
+from convgrad_service.plans import cuda_windows
 from convgrad_service.plans.cuda_beside import shared_out
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_families import Chosen, Families, choose
@@ -31,6 +32,12 @@ from convgrad_service.plans.cuda_works import (
     weight_operand,
 )
 from convgrad_service.problems import (
+    AdaptiveAvgPoolBwd,
+    AdaptiveAvgPoolFwd,
+    AdaptiveMaxPoolBwd,
+    AdaptiveMaxPoolFwd,
+    AvgPoolBwd,
+    AvgPoolFwd,
     Conv3dBackpropInput,
     Conv3dTranspose,
     ConvBackward,
@@ -40,6 +47,8 @@ from convgrad_service.problems import (
     GroupedConvConvFwd,
     MaxPoolBwd,
     MaxPoolFwd,
+    MaxUnpoolBwd,
+    MaxUnpoolFwd,
     Problem,
     TensorSpec,
 )
@@ -297,6 +306,8 @@ def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) 
 
 
 def _plan_pool_bwd(problem: MaxPoolBwd, device: CudaDevice, families: Families) -> CudaPlan:
+    if problem.source == "indices" and set(problem.pool.dilation) == {1}:
+        return put_together([cuda_windows.max_backward_from_indices(problem, device, families)])
     operands = {
         name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
         for name, spec in (*problem.inputs.items(), *problem.outputs.items())
@@ -335,6 +346,10 @@ def _plan_backprop_input(
     return put_together(chosen, formats.workspace)
 
 
+def _in_parts(parts: Callable[[Any, CudaDevice, Families], cuda_windows.Parts]) -> Planner:
+    return lambda problem, device, families: put_together(*parts(problem, device, families))
+
+
 PLANNERS: Mapping[type[Problem], Planner] = {
     ConvBwdData: _plan_bwd_data,
     GroupedConvBwdWeight: _plan_bwd_weight,
@@ -345,5 +360,13 @@ PLANNERS: Mapping[type[Problem], Planner] = {
     Conv3dTranspose: _plan_transpose,
     ConvFwd: _plan_fwd,
     ConvBackward: _plan_backward,
+    AvgPoolFwd: _in_parts(cuda_windows.average_forward),
+    AvgPoolBwd: _in_parts(cuda_windows.average_backward),
+    AdaptiveAvgPoolFwd: _in_parts(cuda_windows.average_forward),
+    AdaptiveAvgPoolBwd: _in_parts(cuda_windows.average_backward),
+    AdaptiveMaxPoolFwd: _in_parts(cuda_windows.adaptive_max_forward),
+    AdaptiveMaxPoolBwd: _in_parts(cuda_windows.adaptive_max_backward),
+    MaxUnpoolFwd: _in_parts(cuda_windows.unpool_forward),
+    MaxUnpoolBwd: _in_parts(cuda_windows.unpool_backward),
 }
 """The planner of each class of problems."""

@@ -14,11 +14,19 @@ from typing import Generic, Protocol, TypeVar
 from convgrad.errors import UnsupportedProblem
 from convgrad_service.plans.cuda_device import CudaDevice
 from convgrad_service.plans.cuda_program import Fragment, Instance
-from convgrad_service.plans.cuda_works import ChannelSums, ConvWork, Copy, FusedWork, PoolWork
+from convgrad_service.plans.cuda_works import (
+    ChannelSums,
+    ConvWork,
+    Copy,
+    FusedWork,
+    PoolWork,
+    UnpoolWork,
+    WindowWork,
+)
 
 __all__ = ["Chosen", "Families", "Family", "LeastExpected", "Overhead", "Work", "choose"]
 
-Work = ConvWork | FusedWork | ChannelSums | PoolWork | Copy
+Work = ConvWork | FusedWork | ChannelSums | PoolWork | WindowWork | UnpoolWork | Copy
 W = TypeVar("W", bound=Work, contravariant=True)
 V = TypeVar("V", bound=Work)
 
@@ -55,6 +63,8 @@ class Families:
     channel_sums: Sequence[Family[ChannelSums]]
     pool_fwd: Sequence[Family[PoolWork]]
     pool_bwd: Sequence[Family[PoolWork]]
+    windows: Sequence[Family[WindowWork]]
+    unpool: Sequence[Family[UnpoolWork]]
     copy: Sequence[Family[Copy]]
 
     def of(self, work: ConvWork) -> Sequence[Family[ConvWork]]:

@@ -13,6 +13,8 @@ from typing import Literal
 from convgrad.dtypes import DType
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import Layout
+from convgrad_service.problems.sizes import Size
+from convgrad_service.problems.windows import WindowAxis
 
 __all__ = [
     "ChannelSums",
@@ -23,6 +25,8 @@ __all__ = [
     "FusedWork",
     "Operand",
     "PoolWork",
+    "UnpoolWork",
+    "WindowWork",
     "activation_operand",
     "contiguous_strides",
     "weight_operand",
@@ -262,6 +266,61 @@ class PoolWork(_Geometry):
     @property
     def channels(self) -> int:
         return self.pool.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowWork:
+    """A pooling over ``windows``: of each position of y, ranges of positions of x, in every plane.
+
+    ``sums``: y is the sum of x over the window, divided by ``divisor``, or where that is None by
+    the product of the sizes that ``counted`` gives the window of y (``by`` outputs), or each
+    term by that of x's window (``by`` inputs).
+    ``maxima``: y, unless None, is the maximum, and ``indices``, unless None, where it is.
+    ``routes``: y at a position is the sum of x over the window where the index there is the
+    position; ``checked`` where indices may be wrong, which is found out.
+
+    Tensors are contiguous buffers of ``batch`` by ``channels`` planes, channels first or last.
+    """
+
+    kind: Literal["sums", "maxima", "routes"]
+    batch: int
+    channels: int
+    channels_last: bool
+    windows: tuple[WindowAxis, ...]
+    dtype: DType
+    x: str
+    y: str | None
+    indices: str | None = None
+    index_dtype: DType = DType.INT64
+    counted: tuple[WindowAxis, ...] = ()
+    by: Literal["outputs", "inputs"] = "outputs"
+    divisor: int | None = None
+    checked: bool = False
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpoolWork:
+    """Max unpooling: ``scatter`` is y[indices[i]] = x[i] with zeros elsewhere, the last i winning;
+    ``gather`` is y[i] = x[indices[i]]. ``size`` is that of the indices, ``plane`` of the planes
+    that they count positions in. ``windows`` as `MaxUnpoolFwd` has it.
+
+    Tensors are contiguous buffers of ``batch`` by ``channels`` planes, channels first or last.
+    """
+
+    kind: Literal["scatter", "gather"]
+    batch: int
+    channels: int
+    channels_last: bool
+    size: Size
+    plane: Size
+    dtype: DType
+    index_dtype: DType
+    x: str
+    y: str
+    indices: str = "indices"
+    windows: tuple[WindowAxis, ...] | None = None
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from convgrad_service.problems.adaptive_maxpool import AdaptiveMaxPoolBwd, AdaptiveMaxPoolFwd
+from convgrad_service.problems.avgpool import (
+    AdaptiveAvgPoolBwd,
+    AdaptiveAvgPoolFwd,
+    AvgPoolBwd,
+    AvgPoolFwd,
+)
 from convgrad_service.problems.base import Epilogue, Piece, Problem, TensorSpec
 from convgrad_service.problems.conv3d_backprop_input import Conv3dBackpropInput
 from convgrad_service.problems.conv3d_transpose import Conv3dTranspose
@@ -16,11 +23,18 @@ from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
 from convgrad_service.problems.grouped_conv_conv_fwd import GroupedConvConvFwd
 from convgrad_service.problems.layouts import Layout
+from convgrad_service.problems.max_unpool import MaxUnpoolBwd, MaxUnpoolFwd
 from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
 from convgrad_service.problems.pieces import run_in_pieces
 
 __all__ = [
     "PROBLEMS",
+    "AdaptiveAvgPoolBwd",
+    "AdaptiveAvgPoolFwd",
+    "AdaptiveMaxPoolBwd",
+    "AdaptiveMaxPoolFwd",
+    "AvgPoolBwd",
+    "AvgPoolFwd",
     "Conv3dBackpropInput",
     "Conv3dTranspose",
     "ConvBackward",
@@ -33,6 +47,8 @@ __all__ = [
     "Layout",
     "MaxPoolBwd",
     "MaxPoolFwd",
+    "MaxUnpoolBwd",
+    "MaxUnpoolFwd",
     "Piece",
     "PoolShape",
     "Problem",
@@ -59,6 +75,16 @@ PROBLEMS: Mapping[str, _FromRequest] = MappingProxyType(
         "maxpool2d_fwd": MaxPoolFwd,
         "maxpool3d_fwd": MaxPoolFwd,
         "conv_backward": ConvBackward,
+        "maxpool1d_fwd": MaxPoolFwd,
+        "maxpool1d_bwd": MaxPoolBwd,
+        "avg_pool_fwd": AvgPoolFwd,
+        "avg_pool_bwd": AvgPoolBwd,
+        "adaptive_avg_pool_fwd": AdaptiveAvgPoolFwd,
+        "adaptive_avg_pool_bwd": AdaptiveAvgPoolBwd,
+        "adaptive_max_pool_fwd": AdaptiveMaxPoolFwd,
+        "adaptive_max_pool_bwd": AdaptiveMaxPoolBwd,
+        "max_unpool_fwd": MaxUnpoolFwd,
+        "max_unpool_bwd": MaxUnpoolBwd,
     }
 )
 """The problem class of every operation, by its name."""

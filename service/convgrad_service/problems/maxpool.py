@@ -1,35 +1,28 @@
-"""The problems of max pooling, forward and backward, in two and three dimensions."""
+"""The problems of max pooling, forward and backward, in one to three dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, Self
-
-from numpy.typing import NDArray
+from typing import Literal, Self
 
 from convgrad.contract import MaxPoolBwdRequest, MaxPoolFwdRequest
-from convgrad.dtypes import INDEX, DType
+from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.base import Piece, Problem, TensorSpec
 from convgrad_service.problems.cutting import activation_slices, grid
 from convgrad_service.problems.formulas import pool_output_size
 from convgrad_service.problems.geometry import PoolShape, Span
 from convgrad_service.problems.layouts import Layout, activation_shape
-from convgrad_service.problems.reading import (
-    Activation,
-    Steps,
-    input_size_of,
-    read_activation,
-    shared_dtype,
-)
+from convgrad_service.problems.planes import check_plane, index_dtype_of, source_size, ungrouped
+from convgrad_service.problems.reading import Activation, Steps, read_activation, shared_dtype
 from convgrad_service.problems.sizes import Size, check_shape, per_dimension, require_shape
 
 __all__ = ["MaxPoolBwd", "MaxPoolFwd"]
 
-# The operation's name holds its rank: one class serves both.
-_NDIM = {"maxpool2d_fwd": 2, "maxpool3d_fwd": 3, "maxpool2d_bwd": 2, "maxpool3d_bwd": 3}
+# The operation's name holds its rank: one class serves all.
+_NDIM = {f"maxpool{ndim}d_{way}": ndim for ndim in (1, 2, 3) for way in ("fwd", "bwd")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +62,7 @@ class MaxPoolFwd(_MaxPool):
 
     Raises (from_request):
         InvalidProblem: sizes, types or parameters contradict each other.
-    Source: PyTorch's max_pool2d and max_pool3d, with ONNX's padding.
+    Source: PyTorch's max_pool1d to max_pool3d, with ONNX's padding.
     """
 
     return_indices: bool = False
@@ -91,7 +84,7 @@ class MaxPoolFwd(_MaxPool):
         for name, spec in problem.outputs.items():
             check_shape(name, spec.shape)
         if problem.return_indices:
-            _check_plane("index_dtype", problem.index_dtype, input.size)
+            check_plane("index_dtype", problem.index_dtype, input.size)
         return problem
 
     @property
@@ -159,7 +152,7 @@ class MaxPoolBwd(_MaxPool):
         dtype = shared_dtype(floating)
         layout = _layout(request)
         grad = read_activation(layout, "grad_output", request.grad_output.shape)
-        size = _input_size(layout, request, grad)
+        size = source_size(layout, grad, request.input, request.input_size)
         pool = _pool(request, layout, grad, size)
         problem = cls(
             pool=pool,
@@ -167,7 +160,7 @@ class MaxPoolBwd(_MaxPool):
             layout=layout,
             deterministic=request.deterministic,
             source="input" if request.indices is None else "indices",
-            index_dtype=_index_dtype(request.indices),
+            index_dtype=None if request.indices is None else index_dtype_of(request.indices),
         )
         require_shape(
             "grad_output",
@@ -178,7 +171,7 @@ class MaxPoolBwd(_MaxPool):
         check_shape("grad_input", problem.outputs["grad_input"].shape)
         if request.indices is not None:
             require_shape("indices", request.indices.shape, grad.shape, "(grad_output's shape)")
-            _check_plane("the dtype of indices", problem.index_dtype, size)
+            check_plane("the dtype of indices", problem.index_dtype, size)
         return problem
 
     @property
@@ -228,11 +221,7 @@ class MaxPoolBwd(_MaxPool):
 
 
 def _layout(request: MaxPoolFwdRequest | MaxPoolBwdRequest) -> Layout:
-    layout = Layout.parse(request.layout, _NDIM[request.operation])
-    if layout.grouped:
-        plain = layout.activation.replace("G", "")
-        raise InvalidProblem(f"layout is {layout.name}; expected one without groups, as {plain}")
-    return layout
+    return ungrouped(Layout.parse(request.layout, _NDIM[request.operation]))
 
 
 def _pool(
@@ -251,42 +240,3 @@ def _pool(
         ceil_mode=request.ceil_mode,
         **steps._asdict(),
     )
-
-
-def _input_size(layout: Layout, request: MaxPoolBwdRequest, grad: Activation) -> Size:
-    """The input's own size, or the one stated beside the indices."""
-    stated = None
-    if request.input_size is not None:
-        stated = input_size_of(layout, request.input_size, grad.batch, 1, grad.channels)
-    if request.input is None:
-        if stated is None:
-            raise InvalidProblem(
-                "there are indices but no input_size; expected it, since indices are flat in the "
-                "planes of an input of that size"
-            )
-        return stated
-    input = read_activation(layout, "input", request.input.shape)
-    shape = activation_shape(layout, grad.batch, 1, grad.channels, stated or input.size)
-    source = "grad_output's N and C" if stated is None else "grad_output's N and C and input_size"
-    require_shape("input", input.shape, shape, f"from {source}")
-    return input.size
-
-
-def _index_dtype(indices: NDArray[Any] | None) -> DType | None:
-    if indices is None:
-        return None
-    dtype = DType.of(indices.dtype)
-    if dtype not in INDEX:
-        raise InvalidProblem(
-            f"indices has dtype {dtype or indices.dtype}; expected {' or '.join(INDEX)}"
-        )
-    return dtype
-
-
-def _check_plane(name: str, dtype: DType | None, size: Size) -> None:
-    """Raises InvalidProblem where int32 cannot count the positions of a plane of the input."""
-    if dtype is DType.INT32 and prod(size) > 2**31:
-        raise InvalidProblem(
-            f"{name} is int32 and a plane of the input has {prod(size)} elements; expected int64, "
-            f"or at most {2**31}"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convgrad.demo.cases import conv3d, convolution, fused, pooling
+from convgrad.demo.cases import conv3d, convolution, fused, pooling, windows
 from convgrad.demo.cases.table import Case, Draw
 
 __all__ = ["CASES", "Case", "Draw"]
@@ -10,6 +10,7 @@ __all__ = ["CASES", "Case", "Draw"]
 CASES: tuple[Case, ...] = (
     *convolution.CASES,
     *pooling.CASES,
+    *windows.CASES,
     *conv3d.CASES,
     *fused.CASES,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from convgrad_service.backends.cpu import pooling
+from convgrad_service.backends.cpu import pooling, window_pooling
 from convgrad_service.backends.cpu.conv3d_formats import run_backprop_input
 from convgrad_service.backends.cpu.convolution import (
     run_backward,
@@ -16,6 +16,12 @@ from convgrad_service.backends.cpu.convolution import (
 from convgrad_service.backends.cpu.fused_forward import run_fused
 from convgrad_service.backends.cpu.runner import Runner
 from convgrad_service.problems import (
+    AdaptiveAvgPoolBwd,
+    AdaptiveAvgPoolFwd,
+    AdaptiveMaxPoolBwd,
+    AdaptiveMaxPoolFwd,
+    AvgPoolBwd,
+    AvgPoolFwd,
     Conv3dBackpropInput,
     Conv3dTranspose,
     ConvBackward,
@@ -25,6 +31,8 @@ from convgrad_service.problems import (
     GroupedConvConvFwd,
     MaxPoolBwd,
     MaxPoolFwd,
+    MaxUnpoolBwd,
+    MaxUnpoolFwd,
     Problem,
 )
 
@@ -40,4 +48,12 @@ RUNNERS: Mapping[type[Problem], Runner] = {
     MaxPoolFwd: pooling.run_forward,
     MaxPoolBwd: pooling.run_backward,
     GroupedConvConvFwd: run_fused,
+    AvgPoolFwd: window_pooling.run_average_forward,
+    AvgPoolBwd: window_pooling.run_average_backward,
+    AdaptiveAvgPoolFwd: window_pooling.run_average_forward,
+    AdaptiveAvgPoolBwd: window_pooling.run_average_backward,
+    AdaptiveMaxPoolFwd: window_pooling.run_adaptive_max_forward,
+    AdaptiveMaxPoolBwd: window_pooling.run_adaptive_max_backward,
+    MaxUnpoolFwd: window_pooling.run_unpool_forward,
+    MaxUnpoolBwd: window_pooling.run_unpool_backward,
 }

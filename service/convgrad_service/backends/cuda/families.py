@@ -45,6 +45,7 @@ from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointw
 from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.max_unpool import MaxUnpool
 from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.patches import Patches
 from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
@@ -59,6 +60,10 @@ from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
 from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
 from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.window_reduce import WindowMaxima, WindowReduce
+from convgrad_service.backends.cuda.kernels.window_routes import WindowRoutes
+from convgrad_service.backends.cuda.kernels.window_sums import WindowSums
+from convgrad_service.backends.cuda.kernels.window_tiles import WindowTiles
 from convgrad_service.plans.cuda_families import Families, LeastExpected, Overhead
 
 __all__ = ["FAMILIES"]
@@ -180,5 +185,7 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),
     ),
+    windows=(WindowReduce(), WindowTiles(), WindowSums(), WindowMaxima(), WindowRoutes()),
+    unpool=(MaxUnpool(),),
     copy=COPIES,
 )

@@ -1,0 +1,155 @@
+// Average pooling and its gradient, over windows of any kind: y = the sums of x over windows, each
+// sum divided by the size of y's window (forward), or each term by that of x's (gradient), or all by
+// one number.
+//
+// A task is some rows of y. The rows of x under a row of y are added into one line of sums, and the
+// windows along the line are added up from that: k0*k1 + k2 additions an element and not k0*k1*k2.
+// Lines are of positions (channels first) or of positions by channels (channels last); either way
+// neighbours lie side by side and are added as vectors.
+//
+// Relies on: WindowArgs; scratch for a line of x and a line of y in sums (float, double for F64).
+// Deterministic: an element's order of additions follows from its window alone.
+#include "windows.hpp"
+
+namespace convgrad {
+namespace {
+
+template <class T>
+CONVGRAD_INLINE void clear(T* to, i64 count) {
+  for (i64 i = 0; i < count; ++i) to[i] = T(0);
+}
+
+// to[i] += factor * from[i]
+template <class E, bool scaled>
+CONVGRAD_INLINE void add_stored(typename E::Acc* to, const typename E::Storage* from, i64 count,
+                                typename E::Acc factor) {
+  using T = typename E::Acc;
+  constexpr int lanes = kLanes<T>;
+  i64 i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    Vec<T> value = load<E>(from + i);
+    if constexpr (scaled) value *= splat<T>(factor);
+    store_raw(to + i, load_raw<Vec<T>>(to + i) + value);
+  }
+  for (; i < count; ++i) {
+    const T stored = load_one<E>(from + i);
+    const T value = scaled ? stored * factor : stored;
+    to[i] += value;
+  }
+}
+
+template <class T>
+CONVGRAD_INLINE void add_sums(T* to, const T* from, i64 count) {
+  constexpr int lanes = kLanes<T>;
+  i64 i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    store_raw(to + i, load_raw<Vec<T>>(to + i) + load_raw<Vec<T>>(from + i));
+  }
+  for (; i < count; ++i) to[i] += from[i];
+}
+
+template <class E>
+CONVGRAD_INLINE void store_divided(typename E::Storage* to, const typename E::Acc* from, i64 count,
+                                   typename E::Acc divisor) {
+  using T = typename E::Acc;
+  constexpr int lanes = kLanes<T>;
+  i64 i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    store<E>(to + i, load_raw<Vec<T>>(from + i) / splat<T>(divisor));
+  }
+  for (; i < count; ++i) store_one<E>(to + i, from[i] / divisor);
+}
+
+// The sums of one row of y in `sums`, from the line of x's sums.
+template <class T>
+void windows_of_line(const WindowArgs& args, T* line, T* sums, i64 width) {
+  const WindowRange& window = args.window[2];
+  const i64 extent = args.y_size[2];
+  if (args.divide == kByInputs) {
+    for (i64 i = 0; i < args.x_size[2]; ++i) {
+      const T factor = T(1) / static_cast<T>(args.counted[2].size(i));
+      for (i64 lane = 0; lane < width; ++lane) line[i * width + lane] *= factor;
+    }
+  }
+  clear(sums, extent * width);
+  if (width == 1 && window.step == 1 && window.unit == 1) {
+    // Windows a position apart: their taps of one number lie side by side.
+    for (i64 tap = window.first; tap < window.last; ++tap) {
+      const i64 from = most(0, window.low - tap), to = least(extent, window.high - tap);
+      if (from < to) add_sums(sums + from, line + from + tap, to - from);
+    }
+    return;
+  }
+  for (i64 o = 0; o < extent; ++o) {
+    const i64 stop = window.stop(o);
+    for (i64 i = window.start(o); i < stop; ++i) {
+      add_sums(sums + o * width, line + i * width, width);
+    }
+  }
+}
+
+template <class E>
+void window_sums(const WindowArgs& args, Control* control, void* scratch) {
+  using T = typename E::Acc;
+  using Storage = typename E::Storage;
+  T* const line = static_cast<T*>(scratch);
+  const i64 most_lanes = args.lanes ? args.lanes : 1;
+  T* const sums = line + (args.x_size[2] * most_lanes + 15) / 16 * 16;
+  each_row(args, control, [&](const OutputRow& row) {
+    const i64 width = row.count, extent = args.x_size[2];
+    // Whole rows lie together where a block has all channels of a position.
+    const bool together = args.x.step == width;
+    clear(line, extent * width);
+    for (i64 i0 = args.window[0].start(row.o0); i0 < args.window[0].stop(row.o0); ++i0) {
+      for (i64 i1 = args.window[1].start(row.o1); i1 < args.window[1].stop(row.o1); ++i1) {
+        const i64 position = (i0 * args.x_size[1] + i1) * extent;
+        const Storage* from = at<const Storage>(args.x, row.n, row.c, position);
+        if (args.divide == kByInputs) {
+          const T factor =
+              T(1) / static_cast<T>(args.counted[0].size(i0) * args.counted[1].size(i1));
+          if (together) {
+            add_stored<E, true>(line, from, extent * width, factor);
+          } else {
+            for (i64 i = 0; i < extent; ++i) {
+              add_stored<E, true>(line + i * width, from + i * args.x.step, width, factor);
+            }
+          }
+        } else if (together) {
+          add_stored<E, false>(line, from, extent * width, T(1));
+        } else {
+          for (i64 i = 0; i < extent; ++i) {
+            add_stored<E, false>(line + i * width, from + i * args.x.step, width, T(1));
+          }
+        }
+      }
+    }
+    windows_of_line(args, line, sums, width);
+    const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2];
+    Storage* to = at<Storage>(args.y, row.n, row.c, position);
+    if (args.divide != kByOutputs && args.y.step == width) {
+      const T divisor = args.divide == kByOne ? static_cast<T>(args.divisor) : T(1);
+      return store_divided<E>(to, sums, args.y_size[2] * width, divisor);
+    }
+    const i64 outer = args.counted[0].size(row.o0) * args.counted[1].size(row.o1);
+    for (i64 o = 0; o < args.y_size[2]; ++o) {
+      T divisor = T(1);
+      if (args.divide == kByOne) divisor = static_cast<T>(args.divisor);
+      if (args.divide == kByOutputs) divisor = static_cast<T>(outer * args.counted[2].size(o));
+      store_divided<E>(to + o * args.y.step, sums + o * width, width, divisor);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace convgrad
+
+extern "C" CONVGRAD_EXPORT void convgrad_window_sums(const convgrad::WindowArgs* args,
+                                                     convgrad::Control* control, void* scratch) {
+  using namespace convgrad;
+  switch (args->dtype) {
+    case kFloat16: return window_sums<F16>(*args, control, scratch);
+    case kBfloat16: return window_sums<BF16>(*args, control, scratch);
+    case kFloat32: return window_sums<F32>(*args, control, scratch);
+    case kFloat64: return window_sums<F64>(*args, control, scratch);
+  }
+}
