@@ -50,11 +50,11 @@ class Operation:
     outputs: tuple[str, ...]
     layouts: tuple[str, ...] = _LAYOUTS
     dtypes: tuple[DType, ...] = FLOATING
+    example: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(init=False)
     summary: str = field(init=False)
     tensors: tuple[str, ...] = field(init=False)
     required_tensors: tuple[str, ...] = field(init=False)
-    example: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         set_once = object.__setattr__  # the dataclass is frozen
@@ -62,7 +62,7 @@ class Operation:
         set_once(self, "summary", (self.request.__doc__ or "").partition("\n")[0])
         set_once(self, "tensors", self.request.tensor_fields())
         set_once(self, "required_tensors", self.request.required_tensor_fields())
-        set_once(self, "example", EXAMPLES[self.request.operation])
+        set_once(self, "example", self.example or EXAMPLES[self.request.operation])
 
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
