@@ -21,28 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
+from convgrad.check.bounds import Float, Reference
+
 Sizes = int | Sequence[int]
 Padding = int | Sequence[int | Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """One output: its value, S = sum |a*b|, the number of terms, all of the value's shape.
-
-    `slack` is an absolute error that the inputs of the last step may already carry: the fused
-    forward's intermediate is rounded once, and that error travels on.
-    """
-
-    value: Float
-    magnitude: Float
-    terms: NDArray[np.int64]
-    slack: Float | float = 0.0
-
-    def map(self, move: Callable[[NDArray[Any]], NDArray[Any]]) -> Reference:
-        """The same with its arrays moved: transposed, sliced, packed."""
-        slack = move(self.slack) if isinstance(self.slack, np.ndarray) else self.slack
-        return Reference(move(self.value), move(self.magnitude), move(self.terms), slack)
 
 
 def per_dimension(value: Sizes, ndim: int) -> tuple[int, ...]:

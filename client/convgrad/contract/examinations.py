@@ -193,13 +193,11 @@ def _made(
     fields = _optional(operation)
     if not results:
         # Nothing is sent: what is not drawn from the seed has no place here.
-        fields = {
-            name: field for name, field in fields.items() if name not in operation.tensors
-        }
+        fields = {name: field for name, field in fields.items() if name not in operation.tensors}
     else:
         fields |= _results(operation)
     name = f"{prefix}/{operation.name}"
-    model = create_model(  # type: ignore[call-overload]
+    model = create_model(
         f"{prefix.capitalize()}{operation.request.__name__}",
         __base__=base,
         __doc__=f"{base.__doc__} The operation is {operation.name}.",

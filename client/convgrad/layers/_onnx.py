@@ -52,8 +52,8 @@ def parse_onnx(text: str) -> Layer:
     wanted = 1 if kind == "pool" else 2
     if len(shapes) < wanted:
         raise MalformedRequest(
-            f"the {name} node comes with {len(shapes)} shapes; expected those of its input and, but "
-            "for MaxPool, of its weight, such as (float[32,64,56,56] X, float[64,64,3,3] W)"
+            f"the {name} node comes with {len(shapes)} shapes; expected its input's and, but "
+            "for MaxPool, its weight's, such as (float[32,64,56,56] X, float[64,64,3,3] W)"
         )
     input_shape = shapes[0]
     ndim = len(input_shape) - 2
