@@ -304,7 +304,7 @@ def _about_bits(name: str, bits: Bits) -> list[Finding]:
     found = []
     if bits.equal_to_second is False:
         sentence = (
-            f"{name}: the bits of two runs of the same differ, in {bits.differing_from_second} of the "
+            f"{name}: the bits of two runs of the same differ, in {bits.differing_from_second} "
             "elements: the kernel is not deterministic"
         )
         found.append(Finding(code="nondeterministic", output=name, sentence=sentence))

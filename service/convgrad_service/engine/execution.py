@@ -232,6 +232,8 @@ class Execution:
         # Before it is submitted: a worker may be done before this task goes on.
         submitted_s = time.monotonic()
         handle = engine.compute(self.lease, self._job, self._call.deadline.at_s, on_part_done)
+        if self._call.submitted is not None:
+            self._call.submitted(handle)
         moved_s = 0.0
         try:
             finished = await _unshielded(handle.done)

@@ -17,6 +17,7 @@ from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import CODECS, JSON, SAFETENSORS
+from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
     named_tensors,
@@ -78,8 +79,9 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         routes=app.routes,
     )
     models = [(operation.request, "validation") for operation in OPERATIONS.values()]
+    answers = [(Report, "serialization"), *EXAMINATION_MODELS]
     _, definitions = models_json_schema(
-        [*models, (Report, "serialization")],  # type: ignore[list-item] # literals, widened
+        [*models, *answers],  # type: ignore[list-item] # literals, widened
         ref_template=_REF.replace("{}", "{model}"),
     )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
@@ -88,6 +90,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     schemas["Problem"] = _problem_schema()
     paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
     paths["/v2/models/{model}/infer"] = _infer_path(settings)
+    paths.update(examination_paths(_PARAMETERS, _ANSWER_HEADERS, _error_response))
     paths.update(stored_tensor_paths(_error_response))
     document["paths"] = {**paths, **document["paths"]}
     return document

@@ -12,6 +12,7 @@ from convgrad_service.problems.conv3d_transpose import Conv3dTranspose
 from convgrad_service.problems.conv_backward import ConvBackward
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.conv_fwd import ConvFwd
+from convgrad_service.problems.examinations import examination_from
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
 from convgrad_service.problems.grouped_conv_conv_fwd import GroupedConvConvFwd
@@ -71,4 +72,7 @@ def problem_from(operation: str, request: object) -> Problem:
         InvalidProblem: its sizes, types or parameters contradict each other; the sentence says
             what was found and what was expected.
     """
-    return PROBLEMS[operation].from_request(request)
+    problem = PROBLEMS.get(operation)
+    if problem is not None:
+        return problem.from_request(request)
+    return examination_from(request, lambda name, stated: PROBLEMS[name].from_request(stated))

@@ -244,6 +244,22 @@ class Settings(BaseSettings):
     max_problem_flops: Annotated[
         float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
+    max_verify_flops: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
+    ] = Field(
+        default=2e12,
+        description="Most floating-point operations that the float64 reference of one POST /verify "
+        "may take: four times the operation's own.",
+    )
+    timing_budget_s: _Seconds = Field(
+        default=5.0,
+        description="Longest time that one POST /time may take samples, during which its device "
+        "computes nothing else.",
+    )
+    max_timings: _Count = Field(
+        default=8, description="Timings that may wait or run at the same time."
+    )
+    key_max_timings: _Count = Field(default=2, description="The same of one API key.")
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
         description="Most memory the tensors of all requests in flight may hold together, inputs "

@@ -20,6 +20,7 @@ __all__ = [
     "Hold",
     "Leave",
     "Listens",
+    "Locate",
     "PartDone",
     "Release",
     "Reply",
@@ -77,10 +78,18 @@ class SubmitJob(NamedTuple):
     regions: tuple[tuple[Any, ...], ...]
     parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
+    lane: int = 0
 
 
 class Cancel(NamedTuple):
     number: int
+
+
+class Locate(NamedTuple):
+    """For the place in the line of a job."""
+
+    number: int
+    job: int
 
 
 class Enter(NamedTuple):
@@ -154,4 +163,5 @@ KINDS = Kinds(
     Hold,
     Leave,
     PartDone,
+    Locate,
 )

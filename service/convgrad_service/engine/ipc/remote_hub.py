@@ -20,6 +20,7 @@ from convgrad_service.engine.ipc.messages import (
     Enter,
     Hold,
     Leave,
+    Locate,
     PartDone,
     Release,
     Reply,
@@ -185,7 +186,7 @@ class RemoteHub:
         parts = tuple(map(tuple, lease.parts))
         size = job.cost, job.tasks, job.sums
         self._channel.tell_now(
-            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s)
+            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s, int(job.lane))
         )
         return running
 
@@ -193,6 +194,17 @@ class RemoteHub:
         """See `Engine.cancel`."""
         assert isinstance(running, _RemoteRunning)  # noqa: S101
         self.tell(Cancel(running.number))
+
+    async def position(self, running: JobHandle) -> int | None:
+        """See `Engine.position`."""
+        assert isinstance(running, _RemoteRunning)  # noqa: S101
+        job = running.number
+        found: int | None = await self.ask_with(lambda number: Locate(number, job))
+        return found
+
+    async def submitted(self, *arguments: Any) -> Any:
+        """See `Engine.submitted`."""
+        return await self._ask("submitted", *arguments)
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`: told with what is told next, or within a moment."""
