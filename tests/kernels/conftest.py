@@ -74,7 +74,7 @@ def _names(mark: pytest.Mark) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each backend in turn; a run without the mark `gpu` does not collect the 60,000 tests of it."""
+    """Each backend in turn; a run that leaves GPUs out does not collect their 60,000 tests."""
     if "backend" not in metafunc.fixturenames or hasattr(metafunc.module, "backend"):
         return
     without_gpu = "not gpu" in metafunc.config.getoption("markexpr")
