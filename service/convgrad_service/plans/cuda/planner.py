@@ -90,6 +90,7 @@ def _plan_of(
     passed_over: dict[tuple[str, str], None] = {}
     for part, _ in parts:
         passed_over |= dict.fromkeys(part.passed_over)
+    expected = [one.expected_s for one in fragments if one.expected_s is not None]
     return CudaPlan(
         " + ".join(one.kernel for one in fragments),
         sum(ceil_div(w.size_bytes, ALIGNMENT) * ALIGNMENT for w in workspace),
@@ -99,6 +100,7 @@ def _plan_of(
         workspace,
         tuple(check for one in fragments for check in one.checks),
         orders=tuple(f"{part.family} {part.fragment.order}".strip() for part, _ in parts),
+        expected_s=sum(expected) if len(expected) == len(fragments) else None,
     )
 
 
