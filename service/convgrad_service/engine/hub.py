@@ -54,9 +54,17 @@ class Status(NamedTuple):
     overload: tuple[str, float | None] | None = None
     missing: tuple[str, ...] = ()
     """Front ends that do not serve at the moment."""
+    dead: str | None = None
+    """Why nothing is going to work again unless the whole server is started anew."""
+
+    def require_live(self) -> None:
+        """Raise DeviceUnavailable once the server had better be started anew."""
+        if self.dead is not None:
+            raise DeviceUnavailable(self.dead)
 
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless some device works, and every front end serves."""
+        self.require_live()
         self.require_hope()
         if self.leaving:
             raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
@@ -214,6 +222,7 @@ class Hub:
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
         self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
+        self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
         self.tensors = TensorStore(
             self.regions,
@@ -256,6 +265,7 @@ class Hub:
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
             missing=tuple(sorted(self.children.missing)),
+            dead=self.dead,
         )
 
     def compute_inline(self, beside: InlineBackend) -> None:
@@ -277,6 +287,7 @@ class Hub:
             self.draining,
             self.fault(),
             tuple(self.children.missing),
+            self.dead,
         )
         if concern != self._published:
             self._published = concern

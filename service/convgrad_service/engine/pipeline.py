@@ -62,6 +62,10 @@ class Pipeline:
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
+    def require_live(self) -> None:
+        """Raise DeviceUnavailable once the server had better be started anew."""
+        self.engine.status.require_live()
+
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless a device works and the server is to go on."""
         self.engine.status._replace(draining=self.draining).require_ready()

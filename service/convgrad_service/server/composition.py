@@ -52,6 +52,9 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_regions=settings.max_shared_regions,
         stored_bytes=budget.stored,
         stored_longest_s=settings.stored_longest_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        progress_timeout_s=settings.progress_timeout_s,
+        device_timeout_s=settings.device_timeout_s,
     )
 
 
@@ -126,6 +129,12 @@ def count_in(hub: Hub) -> None:
         "Processes of the server that have ended without being told to.",
         by_name,
         lambda: {(name,): count for name, count in children.ended.items()},
+    )
+    metrics.totals(
+        "convgrad_children_hung",
+        "Of those, processes that were ended because they were silent or made no progress.",
+        by_name,
+        lambda: {(name,): count for name, count in children.hung.items()},
     )
     metrics.totals(
         "convgrad_child_start_failures",
