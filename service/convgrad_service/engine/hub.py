@@ -112,6 +112,11 @@ class Engine(Protocol):
         """The name of what computes."""
         ...
 
+    @property
+    def room(self) -> int:
+        """How many more requests can be queued, as far as is known."""
+        ...
+
     def admit(self) -> None:
         """See `Status.admit`."""
         ...
@@ -267,6 +272,11 @@ class Hub:
             missing=tuple(sorted(self.children.missing)),
             dead=self.dead,
         )
+
+    @property
+    def room(self) -> int:
+        """See `Engine.room`."""
+        return self.schedule.room
 
     def compute_inline(self, beside: InlineBackend) -> None:
         """From now on, have small problems computed in this process."""

@@ -98,7 +98,9 @@ def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
     """A front end's dataplane on an engine, wherever that is."""
     return Pipeline(
         engine,
-        limits=Limits(settings.max_problem_bytes, settings.max_problem_flops),
+        limits=Limits(
+            settings.max_problem_bytes, settings.max_problem_flops, settings.max_output_ratio
+        ),
         codec_threads=settings.codec_threads,
     )
 

@@ -45,6 +45,8 @@ __all__ = ["RemoteHub"]
 
 # What was observed may be told as late as this.
 _OBSERVE_S = 0.05
+# What is known of the hub's line is whether it is full.
+_SOME_ROOM = 4
 # Of a pocket, what one request may take, so that some sixty fit.
 _SMALL_BYTES = 64 * 1024
 
@@ -119,6 +121,11 @@ class RemoteHub:
     def backend(self) -> str:
         """See `Engine.backend`."""
         return self._status.backend
+
+    @property
+    def room(self) -> int:
+        """See `Engine.room`."""
+        return _SOME_ROOM if self._status.overload is None else 0
 
     def admit(self) -> None:
         """See `Engine.admit`."""

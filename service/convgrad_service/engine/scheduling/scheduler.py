@@ -137,10 +137,15 @@ class Scheduler:
         return sum(worker.slots > 0 for worker in self._running)
 
     @property
+    def room(self) -> int:
+        """How many more jobs may wait, at least."""
+        left = self.max_waiting - len(self._waiting) - len(self._compiling)
+        return left if left > 0 else self.max_waiting - self.waiting
+
+    @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
-        tasks = len(self._waiting) + len(self._compiling)
-        return tasks >= self.max_waiting and self.waiting >= self.max_waiting
+        return self.room <= 0
 
     @property
     def overload(self) -> Overloaded | None:
