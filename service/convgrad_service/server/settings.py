@@ -261,9 +261,8 @@ class Settings(BaseSettings):
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,
-        description="Most bytes of outputs that a problem may have for each byte of its inputs, "
-        "wherever they lie; the first 64 MiB of outputs are always allowed. A request of a few "
-        "bytes cannot ask for gigabytes; whatever a convolution's stride of 32 makes larger may.",
+        description="Most bytes of outputs for each byte of a problem's inputs, so that a few bytes "
+        "cannot ask for gigabytes; 64 MiB are always allowed.",
     )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from convgrad_service.engine.hub import JobHandle, Status
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.ipc.channel import Channel
 from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import InternTable
@@ -36,6 +36,7 @@ from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.scheduling.partition import OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.shm.registry import InRegion, RegionInfo, RegionPart
+from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.statistics import OperationStatistics
 from convgrad_service.engine.workers.execute import Finished, Job
