@@ -261,7 +261,7 @@ class Settings(BaseSettings):
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,
-        description="Most bytes of outputs for each byte of a problem's inputs, so that a few bytes "
+        description="Most bytes of outputs for each byte of a problem's inputs, so that few bytes "
         "cannot ask for gigabytes; 64 MiB are always allowed.",
     )
     max_inflight_bytes: _Bytes | None = Field(
