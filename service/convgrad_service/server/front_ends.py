@@ -122,7 +122,11 @@ async def _serve_grpc(start: FrontStart) -> None:
 async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
     # Without the hub nothing can be answered or even refused.
     engine = RemoteHub(
-        Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1), beside=start.beside
+        Arena(start.arena),
+        drained=ended.set,
+        lost=lambda: os._exit(1),
+        beside=start.beside,
+        heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
     )
     await engine.open(socket.socket(fileno=start.channel))
     return engine

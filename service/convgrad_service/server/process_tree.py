@@ -23,6 +23,7 @@ from typing import Any
 
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.frontend import FrontEnd
+from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
 from convgrad_service.engine.ipc.messages import Listens
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
@@ -73,16 +74,17 @@ class Tree:
         self._beside = recipe.beside
         if recipe.beside is not None:
             self.hub.compute_inline(recipe.beside)
-        self.supervisor = Supervisor(self.hub, recipe)
-        self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
+        self.supervisor = Supervisor(self.hub, recipe, options)
+        self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._here: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
         """The front ends' processes."""
-        return list(self._fronts.values())
+        return [process for _, process in self._fronts.values()]
 
     async def start(self) -> int:
         """Start everything; the gRPC port.
@@ -108,6 +110,7 @@ class Tree:
         others = [
             self._front(f"convgrad-http-{number}", http_main, dealer) for number in range(workers)
         ]
+        self._watching = asyncio.ensure_future(self._watch())
         await asyncio.gather(working, grpc, *others)
         count_in(self.hub)
         return grpc.result()
@@ -130,9 +133,10 @@ class Tree:
     async def kill(self) -> None:
         """End every process now."""
         self.hub.draining = True
-        for serving in self._here:
-            serving.cancel()
-        for process in self._fronts.values():
+        for task in (*self._here, self._watching):
+            if task is not None:
+                task.cancel()
+        for process in self.front_processes:
             process.kill()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
@@ -200,6 +204,18 @@ class Tree:
                 _log.error("%s %s; it is started again in %g s", name, ended, pause_s)
                 await asyncio.sleep(pause_s)
 
+    async def _watch(self) -> None:
+        """End front ends that are silent; `_keep` starts them again."""
+        beat_s = self._settings.heartbeat_timeout_s / MOST_MISSED
+        while True:
+            await asyncio.sleep(beat_s)
+            for front, (name, process) in self._fronts.items():
+                if front.is_silent():
+                    timeout_s = self._settings.heartbeat_timeout_s
+                    _log.error("%s has been silent for %g s; it is ended", name, timeout_s)
+                    self.hub.children.hung[name] += 1
+                    process.kill()
+
     async def _run_front(
         self,
         name: str,
@@ -232,7 +248,7 @@ class Tree:
             heard(message)
 
         front = FrontEnd(self.hub, listens=listening)
-        self._fronts[front] = process
+        self._fronts[front] = name, process
         try:
             await front.serve(ours)
         finally:

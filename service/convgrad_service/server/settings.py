@@ -201,6 +201,21 @@ class Settings(BaseSettings):
         description="How long a stored tensor stays since it was last used; X-Time-To-Live may "
         "only shorten it.",
     )
+    heartbeat_timeout_s: _Seconds = Field(
+        default=10.0,
+        description="How long a process of the server may be silent until it is ended and started "
+        "again; what a worker computed runs again once, on another worker or the next.",
+    )
+    progress_timeout_s: _Seconds = Field(
+        default=60.0,
+        description="How long a worker may make no progress with a problem until it is ended in "
+        "the same way; or 20 times as long as its problems are estimated to take, if that is more.",
+    )
+    device_timeout_s: _Seconds = Field(
+        default=300.0,
+        description="How long no device may work, because none can be started or because each "
+        "hangs, until /v2/health/live says no, so that a platform starts the server anew.",
+    )
     max_queue: _Count = Field(
         default=64,
         description="Problems that may wait for a compute slot; one more is refused with 429.",
@@ -244,6 +259,11 @@ class Settings(BaseSettings):
     max_problem_flops: Annotated[
         float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
+    max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1024.0,
+        description="Most bytes of outputs for each byte of a problem's inputs, so that few bytes "
+        "cannot ask for gigabytes; 64 MiB are always allowed.",
+    )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
         description="Most memory the tensors of all requests in flight may hold together, inputs "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Kinds
+from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import Named
 from convgrad_service.engine.scheduling.quotas import Caller
+from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 
 __all__ = [
@@ -154,4 +155,6 @@ KINDS = Kinds(
     Hold,
     Leave,
     PartDone,
+    Ping,
+    Pong,
 )
