@@ -98,6 +98,12 @@ class Settings(BaseSettings):
         description="Port to listen on for gRPC, at the same address; 0 lets the system choose a "
         "free one.",
     )
+    management_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Port, at the same address, on which health and metrics are answered in plain "
+        "HTTP and without a key, whatever the other ports want; 0 lets the system choose a free "
+        "one. For probes and Prometheus, and for nobody outside the platform. Unset means none.",
+    )
     http_workers: _Count = Field(
         default=1,
         description="Processes that serve HTTP, on the same port; all share the devices, the "
