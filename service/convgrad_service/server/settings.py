@@ -323,6 +323,11 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line written; a line a request at info."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="How log lines are written: as text with fields name=value, or as a JSON "
+        "object each.",
+    )
 
     @property
     def key_limits(self) -> KeyLimits:
