@@ -23,7 +23,8 @@ from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
 from convgrad_service.grpc_api.messages import SERVICE
-from convgrad_service.security.keys import KeyRing
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
+from convgrad_service.security.scopes import require_method
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Exchanges"]
@@ -83,6 +84,7 @@ class Exchanges:
         async def allowed() -> T:
             if method not in _OPEN:
                 self.authenticate(call)
+                require_method(call.caller, method)
             return await work(call)
 
         # Recorded once the answer has left: the caller need not wait for that.
@@ -141,10 +143,10 @@ class Exchanges:
 
     def record(self, method: str, context: RequestContext) -> None:
         """Log and count a call that has ended."""
-        if context.operation is not None:
+        if context.operation is not None or context.code in KEY_REFUSALS:
             self._engine.observe(
                 Record(
-                    context.operation,
+                    context.operation or "",
                     "grpc",
                     context.code,
                     context.timings.total_s,

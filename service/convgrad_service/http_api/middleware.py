@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from convgrad.errors import ServiceError, Unauthenticated
+from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ClientGone
 from convgrad_service.engine.telemetry.access_log import access as _access
@@ -30,7 +30,8 @@ from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.http_api.response import WHOLE
 from convgrad_service.http_api.span import client_of, http_span
-from convgrad_service.security.keys import KeyRing
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
+from convgrad_service.security.scopes import require_path
 
 __all__ = ["ExchangeMiddleware"]
 
@@ -101,6 +102,7 @@ class ExchangeMiddleware:
         try:
             if self.keys is not None and not _is_open(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
+                require_path(context.caller, scope["method"], scope["path"])
             found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
             if found is None or scope.get("root_path"):
                 await self.app(scope, exchange.receive, exchange.send)
@@ -124,8 +126,8 @@ class ExchangeMiddleware:
             await exchange.refuse(internal(context.request_id))
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
-        # Who has no key is refused before it is known what for.
-        if context.operation is not None or context.code == Unauthenticated.code:
+        # Whose key does not let it in is refused before it is known what for.
+        if context.operation is not None or context.code in KEY_REFUSALS:
             self.pipeline.observe(
                 context.operation or "",
                 "http",

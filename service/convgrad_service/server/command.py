@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from convgrad import _version
-from convgrad_service.server.settings import Settings, setting_fields
+from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.settings import Settings
 
 __all__ = ["serve"]
 
