@@ -315,7 +315,7 @@ class Pipeline:
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.hold(size_bytes)
+            await ticket.hold(size_bytes, prepared.layout.sizes.flops)
         if prepared.layout.sizes.parts == 1:
             lease = self.engine.take(size_bytes, prepared.parts)
             if lease is not None:

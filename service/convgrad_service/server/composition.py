@@ -82,7 +82,7 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
 
 def prepare_process(settings: Settings) -> None:
     """What every process of a server does first: logs, and malloc before the heap holds much."""
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
         keep_large_blocks(min(memory_budget(settings).tensors // 4, _MOST_KEPT_BYTES))
 

@@ -38,7 +38,9 @@ from convgrad_service.server.front_ends import (
     http_main,
     serve_grpc,
     serve_http,
+    serve_management,
 )
+from convgrad_service.server.http_server import listening_socket
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -80,6 +82,9 @@ class Tree:
         self._ended = asyncio.Event()
         self._here: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
+        self._exiting = asyncio.Event()
+        self.management_port: int | None = None
+        """Where health and metrics are answered, if they have a port of their own."""
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
@@ -96,6 +101,16 @@ class Tree:
         CannotListen
             A front end cannot listen where it should.
         """
+        # A port that is taken is found out before anything has been started.
+        managing = self._management_socket()
+        grpc_port = await self._start_front_ends()
+        if managing is not None:
+            # Ended only when nothing is left to be said of this server.
+            serve = partial(serve_management, listening=managing)
+            self.management_port = await self._serve_here(serve, ended=self._exiting)
+        return grpc_port
+
+    async def _start_front_ends(self) -> int:
         # All at once: what each process imports takes longer than anything else here.
         working = asyncio.ensure_future(self.supervisor.start())
         workers = self._settings.http_workers
@@ -128,6 +143,9 @@ class Tree:
             front.drain()
         if self._keeping:
             await asyncio.wait(self._keeping, timeout=self._settings.shutdown_grace_s + _PATIENCE_S)
+        self._exiting.set()
+        if self._here:
+            await asyncio.wait(self._here, timeout=_PATIENCE_S)
         await self.kill()
 
     async def kill(self) -> None:
@@ -142,14 +160,28 @@ class Tree:
         self.hub.close()
         await self.supervisor.stop()
 
-    async def _serve_here(self, serve: _Serve) -> int:
-        """Serve in this process; return the port once it listens."""
+    def _management_socket(self) -> socket.socket | None:
+        host, port = self._settings.http_host, self._settings.management_port
+        if port is None:
+            return None
+        try:
+            return listening_socket(host, port)
+        except OSError as error:
+            where = f"{host}:{port}"
+            raise CannotListen(f"cannot listen on {where} for management: {error}") from None
+
+    async def _serve_here(self, serve: _Serve, *, ended: asyncio.Event | None = None) -> int:
+        """Serve in this process; return the port once it listens.
+
+        What is given an event to end at of its own is not waited for when the server stops.
+        """
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(
-            serve(self.hub, self._settings, listens.set_result, self._ended)
+            serve(self.hub, self._settings, listens.set_result, ended or self._ended)
         )
         self._here.append(serving)
-        self._keeping.append(serving)
+        if ended is None:
+            self._keeping.append(serving)
         either: set[asyncio.Future[Any]] = {listens, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not listens.done():

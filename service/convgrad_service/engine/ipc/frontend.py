@@ -201,7 +201,7 @@ class FrontEnd:
 
     def _hold(self, message: Hold) -> None:
         try:
-            self._tickets[message.ticket].count(message.size_bytes)
+            self._tickets[message.ticket].count(message.size_bytes, message.flops)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
         else:

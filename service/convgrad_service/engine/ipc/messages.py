@@ -92,11 +92,12 @@ class Enter(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Count so many bytes to a ticket."""
+    """Count so many bytes and FLOPs to a ticket."""
 
     number: int
     ticket: int
     size_bytes: int
+    flops: int
 
 
 class Leave(NamedTuple):

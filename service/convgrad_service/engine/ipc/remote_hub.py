@@ -66,8 +66,8 @@ class _RemoteTicket:
     def __init__(self, hub: RemoteHub, number: int) -> None:
         self._hub, self._number = hub, number
 
-    async def hold(self, size_bytes: int) -> None:
-        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes))
+    async def hold(self, size_bytes: int, flops: int = 0) -> None:
+        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes, flops))
 
     def leave(self) -> None:
         self._hub.tell(Leave(self._number))
