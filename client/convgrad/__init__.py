@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
-    from convgrad._events import EventHooks, RequestEvent, ResponseEvent, RetryEvent
+    from convgrad._events import (
+        EventHooks,
+        FailureEvent,
+        ProgressEvent,
+        RequestEvent,
+        ResponseEvent,
+        RetryEvent,
+    )
     from convgrad._parts import Part
+    from convgrad._progress import progress_bars
     from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
     from convgrad.contract import Report
     from convgrad.dtypes import DType
@@ -71,6 +79,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceUnavailable",
     "EventHooks",
+    "FailureEvent",
     "GatewayError",
     "Internal",
     "InvalidAnswer",
@@ -85,6 +94,7 @@ __all__ = [
     "PayloadTooLarge",
     "PermissionDenied",
     "ProblemTooLarge",
+    "ProgressEvent",
     "Report",
     "RequestEvent",
     "RequestTimeout",
@@ -98,6 +108,7 @@ __all__ = [
     "__version__",
     "calls",
     "errors",
+    "progress_bars",
 ]
 
 _HOMES = {
@@ -109,13 +120,16 @@ _HOMES = {
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "EventHooks": "convgrad._events",
+    "FailureEvent": "convgrad._events",
     "MaxPoolResult": "convgrad._results",
     "Part": "convgrad._parts",
+    "ProgressEvent": "convgrad._events",
     "Report": "convgrad.contract",
     "RequestEvent": "convgrad._events",
     "ResponseEvent": "convgrad._events",
     "RetryEvent": "convgrad._events",
     "Stored": "convgrad._call",
+    "progress_bars": "convgrad._progress",
 }
 _MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
 

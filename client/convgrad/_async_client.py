@@ -128,9 +128,7 @@ class AsyncClient:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             await self._sleep(delay_s)
 
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

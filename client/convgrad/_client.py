@@ -195,9 +195,7 @@ class Client:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             self._sleep(delay_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

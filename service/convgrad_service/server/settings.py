@@ -234,7 +234,7 @@ class Settings(BaseSettings):
         description="Problems that may wait for a compute slot; one more is refused with 429.",
     )
     max_json_bytes: _Bytes = Field(
-        default=ByteSize(256 * _MiB), description="Largest JSON body accepted."
+        default=ByteSize(256 * _MiB), description="Largest JSON body or form accepted."
     )
     max_body_bytes: _Bytes = Field(
         default=ByteSize(4 * _GiB),
