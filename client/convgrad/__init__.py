@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from convgrad._client import Client
     from convgrad._events import EventHooks, RequestEvent, ResponseEvent, RetryEvent
     from convgrad._parts import Part
-    from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad._results import (
+        ConvBackwardResult,
+        ConvDoubleBackwardResult,
+        ConvWeightResult,
+        MaxPoolResult,
+    )
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -63,6 +68,7 @@ __all__ = [
     "ClientTimeout",
     "ConnectionFailed",
     "ConvBackwardResult",
+    "ConvDoubleBackwardResult",
     "ConvWeightResult",
     "ConvgradError",
     "DType",
@@ -104,6 +110,7 @@ _HOMES = {
     "Call": "convgrad._call",
     "Client": "convgrad._client",
     "ConvBackwardResult": "convgrad._results",
+    "ConvDoubleBackwardResult": "convgrad._results",
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "EventHooks": "convgrad._events",
