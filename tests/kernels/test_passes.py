@@ -12,8 +12,8 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from tests.arrays import DTYPES
 from tests.cases import PASSES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
