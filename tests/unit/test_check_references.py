@@ -15,8 +15,9 @@ from tests import arrays, cases, oracle
 from tests.bounds import rounded
 from tests.reference import Reference
 
+CONVOLUTIONS = (*cases.FROM_CONV, *cases.FROM_PASSES, *cases.FROM_CONV3D)
 CASES = [
-    *(case for each in (*cases.FROM_CONV, *cases.FROM_CONV3D) for case in cases.conv_cases(each)),
+    *(case for each in CONVOLUTIONS for case in cases.conv_cases(each)),
     *(
         case
         for n in "23"

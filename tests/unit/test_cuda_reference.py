@@ -33,7 +33,8 @@ static double fabs(double value) { return value < 0 ? -value : value; }
 #define __device__ static
 #include "%s"
 #define RUN(kernel) extern "C" void run_##kernel(unsigned blocks, unsigned parts, \\
-        unsigned threads, const void* shape, const double* a, const double* b, double* value, double* magnitude) { \\
+        unsigned threads, const void* shape, const double* a, const double* b, \\
+        double* value, double* magnitude) { \\
     gridDim = {blocks, parts, 1}; blockDim = {threads, 1, 1}; \\
     for (unsigned y = 0; y < parts; ++y) \\
         for (unsigned x = 0; x < blocks; ++x) \\

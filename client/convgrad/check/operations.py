@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from convgrad.check import layouts
 from convgrad.check.bounds import Float, Reference, U, rounded
 from convgrad.check.convolve import Convolver, wide
+from convgrad.check.double_backward import double_backward
 from convgrad.check.geometry import Geometry
 from convgrad.check.layouts import Seen
 from convgrad.check.pooling import maxima, pool_geometry, routed
@@ -85,9 +87,22 @@ def _conv_backward(t: Tensors, p: Parameters, convolver: Convolver, _: float) ->
     return [made[name]() for name in p.get("outputs", tuple(made))]
 
 
-def _conv3d_transpose(t: Tensors, p: Parameters, convolver: Convolver, _: float) -> list[Target]:
+def _conv_transpose_fwd(t: Tensors, p: Parameters, convolver: Convolver, _: float) -> list[Target]:
     one = Conv(t, p, convolver)
     return [one.backward_data(one.activation("input"), one.weight(), None, "output")]
+
+
+def _conv_transpose_backward(
+    t: Tensors, p: Parameters, convolver: Convolver, _: float
+) -> list[Target]:
+    one = Conv(t, p, convolver)
+    y, x, w = one.activation("grad_output"), one.activation("input"), one.weight()
+    made: dict[str, Callable[[], Target]] = {
+        "grad_input": lambda: one.forward(y, w, "grad_input", x.shape[3:]),
+        "grad_weight": lambda: one.backward_weight(y, x, w.shape[3:]),
+        "grad_bias": lambda: one.grad_bias(y),
+    }
+    return [made[name]() for name in p.get("outputs", tuple(made))]
 
 
 def _backprop_input(t: Tensors, p: Parameters, convolver: Convolver, _: float) -> list[Target]:
@@ -303,7 +318,11 @@ TARGETS: Mapping[str, Maker] = {
     "conv_bwd_data": _conv_bwd_data,
     "grouped_conv_bwd_weight": _bwd_weight,
     "conv_backward": _conv_backward,
-    "conv3d_transpose": _conv3d_transpose,
+    "conv_transpose_fwd": _conv_transpose_fwd,
+    "conv_transpose_backward": _conv_transpose_backward,
+    "conv_double_backward": partial(double_backward, transposed=False),
+    "conv_transpose_double_backward": partial(double_backward, transposed=True),
+    "conv3d_transpose": _conv_transpose_fwd,
     "conv3d_backprop_input": _backprop_input,
     "grouped_conv_conv_fwd": _fused,
     "maxpool2d_fwd": _maxpool_fwd,

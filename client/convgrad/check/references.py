@@ -105,8 +105,17 @@ class Conv:
     def see_weight(self, array: Array) -> Seen:
         return layouts.weight(array, self.layout, self.groups)
 
-    def forward(self, x: Array, w: Array, name: str = "output") -> Target:
-        geometry = Geometry.of(self.parameters, w.shape[3:], input_size=x.shape[3:])
+    def forward(
+        self,
+        x: Array,
+        w: Array,
+        name: str = "output",
+        output_size: Sequence[int] | None = None,
+    ) -> Target:
+        """``output_size`` where it is not all that the input gives."""
+        geometry = Geometry.of(
+            self.parameters, w.shape[3:], input_size=x.shape[3:], output_size=output_size
+        )
         shape = (*x.shape[:2], w.shape[1], *geometry.output_size)
         bias = self.tensors.get("bias")
         added = None

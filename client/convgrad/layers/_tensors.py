@@ -28,8 +28,19 @@ def operations_of(layer: Layer) -> tuple[str, ...]:
     if layer.kind == "separable":
         return ("grouped_conv_conv_fwd",)
     if layer.kind == "deconv":
-        return ("conv3d_transpose",) if layer.ndim == 3 else ()
-    plain = ("conv_fwd", "conv_bwd_data", "grouped_conv_bwd_weight", "conv_backward")
+        transposed = (
+            "conv_transpose_fwd",
+            "conv_transpose_backward",
+            "conv_transpose_double_backward",
+        )
+        return (*transposed, "conv3d_transpose") if layer.ndim == 3 else transposed
+    plain = (
+        "conv_fwd",
+        "conv_bwd_data",
+        "grouped_conv_bwd_weight",
+        "conv_backward",
+        "conv_double_backward",
+    )
     return (*plain, "conv3d_backprop_input", "conv3d_transpose") if layer.ndim == 3 else plain
 
 
@@ -45,13 +56,9 @@ def arguments(operation: str, layer: Layer, layout: str | None = None) -> Argume
     """
     possible = operations_of(layer)
     if operation not in possible:
-        hint = (
-            "a transposed convolution of one or two dimensions is conv_bwd_data of the convolution "
-            "that it transposes"
-            if layer.kind == "deconv"
-            else f"expected one of {', '.join(possible) or 'none'}"
+        raise MalformedRequest(
+            f"{operation} does not take {layer.title}; expected one of {', '.join(possible)}"
         )
-        raise MalformedRequest(f"{operation} does not take {layer.title}; {hint}")
     return _MAKERS[operation](layer, _Shapes.of(layer, layout or layer.layout))
 
 
@@ -167,13 +174,38 @@ def _conv3d_backprop_input(layer: Layer, shapes: _Shapes) -> Arguments:
 
 def _conv3d_transpose(layer: Layer, shapes: _Shapes) -> Arguments:
     if layer.kind == "deconv":
-        weight = shapes.weight(layer.in_channels, layer.out_channels, layer.kernel_size)
-        tensors = {"input": _input(layer, shapes), "weight": weight, **_bias(layer)}
-        more = {"output_padding": list(layer.output_padding)}
-        return Arguments(tensors, {**shapes.parameters(layer), **more})
+        return _conv_transpose_fwd(layer, shapes)
     tensors = {"input": _output(layer, shapes), "weight": _weight(layer, shapes)}
     more = {"output_padding": [_left_over(layer, axis) for axis in range(layer.ndim)]}
     return Arguments(tensors, {**shapes.parameters(layer), **more})
+
+
+def _conv_transpose_fwd(layer: Layer, shapes: _Shapes) -> Arguments:
+    weight = shapes.weight(layer.in_channels, layer.out_channels, layer.kernel_size)
+    tensors = {"input": _input(layer, shapes), "weight": weight, **_bias(layer)}
+    more = {"output_padding": list(layer.output_padding)}
+    return Arguments(tensors, {**shapes.parameters(layer), **more})
+
+
+def _conv_transpose_backward(layer: Layer, shapes: _Shapes) -> Arguments:
+    tensors, parameters = _conv_transpose_fwd(layer, shapes)
+    tensors.pop("bias", None)
+    wanted = ["grad_input", "grad_weight", *(["grad_bias"] if layer.bias else [])]
+    return Arguments(
+        {"grad_output": _output(layer, shapes), **tensors}, {**parameters, "outputs": wanted}
+    )
+
+
+def _double_backward(layer: Layer, shapes: _Shapes) -> Arguments:
+    make = _conv_transpose_backward if layer.kind == "deconv" else _conv_backward
+    tensors, parameters = make(layer, shapes)
+    del parameters["outputs"]
+    more = {
+        "grad_grad_input": tensors["input"],
+        "grad_grad_weight": tensors["weight"],
+        **({"grad_grad_bias": (layer.out_channels,)} if layer.bias else {}),
+    }
+    return Arguments({**tensors, **more}, parameters)
 
 
 def _left_over(layer: Layer, axis: int) -> int:
@@ -217,6 +249,10 @@ _MAKERS: Mapping[str, Callable[[Layer, _Shapes], Arguments]] = {
     "conv_backward": _conv_backward,
     "conv3d_backprop_input": _conv3d_backprop_input,
     "conv3d_transpose": _conv3d_transpose,
+    "conv_transpose_fwd": _conv_transpose_fwd,
+    "conv_transpose_backward": _conv_transpose_backward,
+    "conv_double_backward": _double_backward,
+    "conv_transpose_double_backward": _double_backward,
     "grouped_conv_conv_fwd": _separable,
     "maxpool2d_fwd": _pool_fwd,
     "maxpool3d_fwd": _pool_fwd,

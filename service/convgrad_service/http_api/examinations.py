@@ -20,7 +20,7 @@ from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import Decoded, Result
 from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
-from convgrad_service.http_api.codecs import CODECS, JSON, MEDIA_TYPES
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.problem_details import problem_details
@@ -59,16 +59,16 @@ class _BodyTransport(HttpTransport):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        came_in = match_content_type(self.headers.get(b"content-type"), MEDIA_TYPES)
-        self._codec = CODECS[came_in]
-        self._reader = self._codec.reader()
+        content_type = self.headers.get(b"content-type")
+        self._form = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+        self._reader = self._form.reader(content_type or "")
         self._choose_answer(self.headers.get(b"accept", ""))
 
     def _choose_answer(self, accept: str) -> None:
-        choose_accepted(accept, (JSON.media_type,), JSON.media_type)
+        choose_accepted(accept, (JSON,), JSON)
 
     async def head(self) -> Hashable | None:
-        self._body = self.body(getattr(self._settings, self._codec.limit))
+        self._body = self.body(getattr(self._settings, self._form.limit))
         await self._reader.head(self._body, self.pipeline)
         return None  # the answer depends on more than the head
 
@@ -166,8 +166,8 @@ class _TimeTransport(_BodyTransport):
             self.request.submitted = self._submitted
 
     def _choose_answer(self, accept: str) -> None:
-        forms = (JSON.media_type, EVENT_STREAM)
-        self._streams_events = choose_accepted(accept, forms, JSON.media_type) == EVENT_STREAM
+        forms = (JSON, EVENT_STREAM)
+        self._streams_events = choose_accepted(accept, forms, JSON) == EVENT_STREAM
 
     async def head(self) -> Hashable | None:
         await self._enter()
@@ -295,7 +295,7 @@ class _PlanTransport(HttpTransport):
 
     async def head(self) -> Hashable | None:
         accept = self.headers.get(b"accept", "")
-        choose_accepted(accept, (JSON.media_type,), JSON.media_type)
+        choose_accepted(accept, (JSON,), JSON)
         self._query: bytes = self._scope.get("query_string", b"")
         return None
 

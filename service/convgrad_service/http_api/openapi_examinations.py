@@ -65,7 +65,7 @@ def _common(
             "200": {
                 "description": "What was found.",
                 "headers": headers,
-                "content": {JSON.media_type: answer},
+                "content": {JSON: answer},
             },
             **{str(status): error(status) for status in _STATUSES},
         },
@@ -80,9 +80,9 @@ def _post(
 ) -> dict[str, Any]:
     described = _common(operation, headers, error)
     schema = {"$ref": REF.format(operation.request.__name__)}
-    content: dict[str, Any] = {JSON.media_type: {"schema": schema, "example": operation.example}}
+    content: dict[str, Any] = {JSON: {"schema": schema, "example": operation.example}}
     if operation.tensors:
-        content[SAFETENSORS.media_type] = {"schema": {"type": "string", "format": "binary"}}
+        content[SAFETENSORS] = {"schema": {"type": "string", "format": "binary"}}
     else:
         described["responses"]["202"] = {
             "description": "With `Accept: text/event-stream`: the events `queued`, `running`, and "
@@ -133,7 +133,7 @@ def _layers(headers: Mapping[str, Any], error: Callable[[int], Any]) -> dict[str
             "200": {
                 "description": "What was asked for; without a query the suites' names.",
                 "headers": headers,
-                "content": {JSON.media_type: {"schema": {"type": "object"}}},
+                "content": {JSON: {"schema": {"type": "object"}}},
             },
             "400": error(400),
         },
