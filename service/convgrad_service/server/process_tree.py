@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from convgrad_service.engine.ipc.frontend import FrontEnd
 from convgrad_service.engine.ipc.messages import Listens
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
@@ -40,6 +42,7 @@ from convgrad_service.server.front_ends import (
     serve_management,
 )
 from convgrad_service.server.http_server import listening_socket
+from convgrad_service.server.process_metrics import count_connections, count_processes
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -76,18 +79,29 @@ class Tree:
         if recipe.beside is not None:
             self.hub.compute_inline(recipe.beside)
         self.supervisor = Supervisor(self.hub, recipe)
-        self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
+        self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._here: list[asyncio.Task[None]] = []
         self._exiting = asyncio.Event()
+        self._metrics: Metrics
         self.management_port: int | None = None
         """Where health and metrics are answered, if they have a port of their own."""
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
         """The front ends' processes."""
-        return list(self._fronts.values())
+        return [process for _, process in self._fronts.values()]
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """The ids of all processes, by name."""
+        workers = self.supervisor.workers.items()
+        return {
+            "hub": os.getpid(),
+            **{f"worker-{index}": worker.process_id for index, worker in workers},
+            **{name: front.pid for name, front in self._fronts.values()},
+        }
 
     async def start(self) -> int:
         """Start everything; the gRPC port.
@@ -102,10 +116,13 @@ class Tree:
         # A port that is taken is found out before anything has been started.
         managing = self._management_socket()
         grpc_port = await self._start_front_ends()
+        ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
         if managing is not None:
             # Ended only when nothing is left to be said of this server.
             serve = partial(serve_management, listening=managing)
             self.management_port = await self._serve_here(serve, ended=self._exiting)
+            ports["management"] = self.management_port
+        count_connections(self._metrics, ports)
         return grpc_port
 
     async def _start_front_ends(self) -> int:
@@ -114,7 +131,7 @@ class Tree:
         workers = self._settings.http_workers
         if workers == 1:
             await working
-            count_in(self.hub)
+            self._count()
             grpc_port = await self._serve_here(serve_grpc)
             await self._serve_here(partial(serve_http, listening=self._listening))
             return grpc_port
@@ -124,7 +141,7 @@ class Tree:
             self._front(f"convgrad-http-{number}", http_main, dealer) for number in range(workers)
         ]
         await asyncio.gather(working, grpc, *others)
-        count_in(self.hub)
+        self._count()
         return grpc.result()
 
     async def stop(self) -> None:
@@ -150,11 +167,15 @@ class Tree:
         self.hub.draining = True
         for serving in self._here:
             serving.cancel()
-        for process in self._fronts.values():
+        for process in self.front_processes:
             process.kill()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
+
+    def _count(self) -> None:
+        self._metrics = count_in(self.hub)
+        count_processes(self._metrics, lambda: self.processes)
 
     def _management_socket(self) -> socket.socket | None:
         host, port = self._settings.http_host, self._settings.management_port
@@ -264,7 +285,7 @@ class Tree:
             heard(message)
 
         front = FrontEnd(self.hub, listens=listening)
-        self._fronts[front] = process
+        self._fronts[front] = name.removeprefix("convgrad-"), process
         try:
             await front.serve(ours)
         finally:
