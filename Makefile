@@ -13,6 +13,7 @@ DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
 GENERATORS := build/generators
+TYPESCRIPT := client/typescript
 LOAD   := build/load-tools
 RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
@@ -34,7 +35,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
+        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,8 +112,17 @@ docs: $(READY) $(SITE)/.ready ## build the documentation in build/site; every in
 	@! grep -rnoE --include='*.html' '<(script|img|link)[^>]* (src|href)="?https?:[^ >]*' build/site \
 	    || { echo "the site fetches these from elsewhere, and would not work offline"; exit 1; }
 
-check-clients: kernels $(GENERATORS)/.ready ## a client generated from the OpenAPI document calls a server
-	@$(PY) -m pytest -m deploy tests/deploy/test_generated_clients.py --generators $(GENERATORS)
+check-clients: kernels $(GENERATORS)/.ready $(TYPESCRIPT)/node_modules/.ready ## the TypeScript client, and clients generated from the OpenAPI document, call a server
+	@$(PY) -m pytest -m deploy tests/deploy/test_generated_clients.py \
+	    tests/deploy/test_typescript_client.py --generators $(GENERATORS)
+
+typescript-types: $(READY) $(TYPESCRIPT)/node_modules/.ready ## write the TypeScript client's types from the OpenAPI document
+	@$(PY) -m tests.deploy.openapi_document $(TYPESCRIPT)/openapi.json
+	@cd $(TYPESCRIPT) && npm run --silent types -- src/openapi.ts
+
+$(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
+	@cd $(TYPESCRIPT) && npm ci --silent
+	@touch $@
 
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
@@ -243,9 +253,10 @@ COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes
 lock: $(READY) ## resolve the dependencies again, with hashes, for every supported Python
 	@$(PY) -m pip install --quiet --disable-pip-version-check uv
 	@$(PY) $(COMPILE) pyproject.toml --extra demo --group dev --output-file $(LOCK)
-	@$(PY) $(COMPILE) pyproject.toml --extra service --output-file deploy/locks/cpu.txt
-	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --output-file deploy/locks/cuda12.txt
-	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra service --extra otel --output-file deploy/locks/cpu.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --extra otel --output-file deploy/locks/cuda12.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --extra otel --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra ray --extra cuda13 --extra otel --output-file deploy/locks/ray-cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt

@@ -23,9 +23,22 @@ if TYPE_CHECKING:
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
-    from convgrad._events import EventHooks, RequestEvent, ResponseEvent, RetryEvent
+    from convgrad._events import (
+        EventHooks,
+        FailureEvent,
+        ProgressEvent,
+        RequestEvent,
+        ResponseEvent,
+        RetryEvent,
+    )
     from convgrad._parts import Part
-    from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad._progress import progress_bars
+    from convgrad._results import (
+        ConvBackwardResult,
+        ConvDoubleBackwardResult,
+        ConvWeightResult,
+        MaxPoolResult,
+    )
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -46,6 +59,7 @@ if TYPE_CHECKING:
         NotFound,
         Overloaded,
         PayloadTooLarge,
+        PermissionDenied,
         ProblemTooLarge,
         RequestTimeout,
         ServiceError,
@@ -63,6 +77,7 @@ __all__ = [
     "ClientTimeout",
     "ConnectionFailed",
     "ConvBackwardResult",
+    "ConvDoubleBackwardResult",
     "ConvWeightResult",
     "ConvgradError",
     "DType",
@@ -70,6 +85,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceUnavailable",
     "EventHooks",
+    "FailureEvent",
     "GatewayError",
     "Internal",
     "InvalidAnswer",
@@ -82,7 +98,9 @@ __all__ = [
     "Overloaded",
     "Part",
     "PayloadTooLarge",
+    "PermissionDenied",
     "ProblemTooLarge",
+    "ProgressEvent",
     "Report",
     "RequestEvent",
     "RequestTimeout",
@@ -96,6 +114,7 @@ __all__ = [
     "__version__",
     "calls",
     "errors",
+    "progress_bars",
 ]
 
 _HOMES = {
@@ -104,16 +123,20 @@ _HOMES = {
     "Call": "convgrad._call",
     "Client": "convgrad._client",
     "ConvBackwardResult": "convgrad._results",
+    "ConvDoubleBackwardResult": "convgrad._results",
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "EventHooks": "convgrad._events",
+    "FailureEvent": "convgrad._events",
     "MaxPoolResult": "convgrad._results",
     "Part": "convgrad._parts",
+    "ProgressEvent": "convgrad._events",
     "Report": "convgrad.contract",
     "RequestEvent": "convgrad._events",
     "ResponseEvent": "convgrad._events",
     "RetryEvent": "convgrad._events",
     "Stored": "convgrad._call",
+    "progress_bars": "convgrad._progress",
 }
 _MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
 

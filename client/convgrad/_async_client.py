@@ -103,6 +103,10 @@ class AsyncClient:
     maxpool2d_fwd = async_method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = async_method(_calls.maxpool3d_fwd)
     conv_backward = async_method(_calls.conv_backward)
+    conv_transpose_fwd = async_method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = async_method(_calls.conv_transpose_backward)
+    conv_double_backward = async_method(_calls.conv_double_backward)
+    conv_transpose_double_backward = async_method(_calls.conv_transpose_double_backward)
     maxpool1d_fwd = async_method(_calls.maxpool1d_fwd)
     maxpool1d_bwd = async_method(_calls.maxpool1d_bwd)
     avg_pool_fwd = async_method(_calls.avg_pool_fwd)
@@ -138,9 +142,7 @@ class AsyncClient:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             await self._sleep(delay_s)
 
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

@@ -20,6 +20,8 @@ from convgrad._calls_avg_pool import (
 from convgrad._calls_conv import ConvOptions, conv_fwd, grouped_conv_conv_fwd
 from convgrad._calls_conv3d import conv3d_backprop_input, conv3d_transpose
 from convgrad._calls_conv_bwd import conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from convgrad._calls_conv_double import conv_double_backward, conv_transpose_double_backward
+from convgrad._calls_conv_transpose import conv_transpose_backward, conv_transpose_fwd
 from convgrad._calls_maxima import (
     adaptive_max_pool_bwd,
     adaptive_max_pool_fwd,
@@ -41,7 +43,11 @@ __all__ = [
     "conv3d_transpose",
     "conv_backward",
     "conv_bwd_data",
+    "conv_double_backward",
     "conv_fwd",
+    "conv_transpose_backward",
+    "conv_transpose_double_backward",
+    "conv_transpose_fwd",
     "grouped_conv_bwd_weight",
     "grouped_conv_conv_fwd",
     "max_unpool_bwd",

@@ -137,6 +137,10 @@ class Client:
     maxpool2d_fwd = method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = method(_calls.maxpool3d_fwd)
     conv_backward = method(_calls.conv_backward)
+    conv_transpose_fwd = method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = method(_calls.conv_transpose_backward)
+    conv_double_backward = method(_calls.conv_double_backward)
+    conv_transpose_double_backward = method(_calls.conv_transpose_double_backward)
     maxpool1d_fwd = method(_calls.maxpool1d_fwd)
     maxpool1d_bwd = method(_calls.maxpool1d_bwd)
     avg_pool_fwd = method(_calls.avg_pool_fwd)
@@ -205,9 +209,7 @@ class Client:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             self._sleep(delay_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

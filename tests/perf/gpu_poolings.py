@@ -142,7 +142,7 @@ def _average(layer: Layer, backward: bool) -> Callable[[Tensors], Any]:
     ndim = layer["ndim"]
     rest = False, layer.get("count_include_pad", True), None
     size = layer["N"], layer["C"], *layer["input_size"]
-    window = _window(layer)
+    window: Any = _window(layer)
     if ndim == 1:  # as PyTorch computes it: a row of a plane
         window = tuple([one, value[0]] for one, value in zip((1, 1, 0), window, strict=True))
     run = getattr(ATEN, f"avg_pool{max(ndim, 2)}d")

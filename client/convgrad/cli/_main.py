@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": ("_service", "run the server (needs convgrad[service])"),
     "health": ("_health", "ask a server whether it takes work"),
     "call": ("_call", "send one request: tensors from files, results to a file"),
+    "bench": ("_bench", "time an operation on a server"),
     "operations": ("_operations", "list the operations with what they take and return"),
     "demo": ("_demo", "train a small network whose gradients a server computes"),
     "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),

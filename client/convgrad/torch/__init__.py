@@ -7,7 +7,7 @@
     convgrad.torch.use(convgrad.torch.Local())   # kernels in this process, on the tensors' device
     loss.backward()                              # models unchanged
 
-`use` routes the backward pass of every convolution and max pooling through a backend, for good or,
+`use` routes the backward pass of every convolution and pooling through a backend, for good or,
 as a context manager, inside a ``with`` block. There are two backends of one protocol:
 
 `Local`
@@ -21,7 +21,10 @@ as a context manager, inside a ``with`` block. There are two backends of one pro
 =============================================  =====================================================
 `conv1d`, `conv2d`, `conv3d`                   as in ``torch.nn.functional``
 `conv_transpose1d` to `conv_transpose3d`       likewise, with ``output_padding``
-`max_pool2d`, `max_pool3d`                     likewise; the backward pass is deterministic
+`max_pool1d`, `max_pool2d`, `max_pool3d`       likewise; the backward pass is deterministic
+`avg_pool1d` to `avg_pool3d`                   likewise, in channels last too
+`adaptive_avg_pool1d`, `adaptive_max_pool1d`   likewise, to 3d
+`max_unpool1d` to `max_unpool3d`               likewise
 `conv1d_input`, `conv1d_weight` to 3d          as in ``torch.nn.grad``
 `convolution_backward`                         as ``torch.ops.aten.convolution_backward``
 =============================================  =====================================================
@@ -45,6 +48,7 @@ from convgrad.torch._functional import (
     conv_transpose1d,
     conv_transpose2d,
     conv_transpose3d,
+    max_pool1d,
     max_pool2d,
     max_pool3d,
 )
@@ -58,6 +62,20 @@ from convgrad.torch._grad import (
     convolution_backward,
 )
 from convgrad.torch._local import Local
+from convgrad.torch._pool_functional import (
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    adaptive_max_pool1d,
+    adaptive_max_pool2d,
+    adaptive_max_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    max_unpool1d,
+    max_unpool2d,
+    max_unpool3d,
+)
 from convgrad.torch._remote import Remote
 from convgrad.torch._report import Report, report
 from convgrad.torch._use import use
@@ -70,6 +88,15 @@ __all__ = [
     "Remote",
     "Report",
     "Runner",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
     "conv1d",
     "conv1d_input",
     "conv1d_weight",
@@ -83,8 +110,12 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "convolution_backward",
+    "max_pool1d",
     "max_pool2d",
     "max_pool3d",
+    "max_unpool1d",
+    "max_unpool2d",
+    "max_unpool3d",
     "report",
     "use",
 ]

@@ -193,7 +193,7 @@ def max_pool(
     *,
     backward: bool,
 ) -> Operation:
-    """Max pooling in two or three dimensions, forward or the gradient of its input."""
+    """Max pooling in one to three dimensions, forward or the gradient of its input."""
     parameters = {
         "kernel_size": kernel_size,
         "stride": stride,

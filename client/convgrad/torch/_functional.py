@@ -10,12 +10,15 @@ import torch
 from convgrad.torch._ops import OPS
 
 __all__ = [
+    "batched",
     "conv1d",
     "conv2d",
     "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "documented",
+    "max_pool1d",
     "max_pool2d",
     "max_pool3d",
     "per_dimension",
@@ -37,17 +40,15 @@ def _make_conv(ndim: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         input, weight, bias = _autocast(input, weight, bias)
         steps, gaps = per_dimension(stride, ndim), per_dimension(dilation, ndim)
-        batched, unbatched = _batched(input, ndim)
+        whole, unbatched = batched(input, ndim)
         if isinstance(padding, str):
-            batched, pads = _padded(batched, padding, weight, steps, gaps)
+            whole, pads = _padded(whole, padding, weight, steps, gaps)
         else:
             pads = per_dimension(padding, ndim)
-        output = OPS.convolution(
-            batched, weight, bias, steps, pads, gaps, False, [0] * ndim, groups
-        )
+        output = OPS.convolution(whole, weight, bias, steps, pads, gaps, False, [0] * ndim, groups)
         return output.squeeze(0) if unbatched else output
 
-    return _documented(
+    return documented(
         conv,
         f"conv{ndim}d",
         f"""Convolution in {ndim}D, forward and backward on the backend.
@@ -94,9 +95,9 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
         dilation: Sizes = 1,
     ) -> Tensor:
         input, weight, bias = _autocast(input, weight, bias)
-        batched, unbatched = _batched(input, ndim)
+        whole, unbatched = batched(input, ndim)
         output = OPS.convolution(
-            batched,
+            whole,
             weight,
             bias,
             per_dimension(stride, ndim),
@@ -108,7 +109,7 @@ def _make_conv_transpose(ndim: int) -> Callable[..., Tensor]:
         )
         return output.squeeze(0) if unbatched else output
 
-    return _documented(
+    return documented(
         conv_transpose,
         f"conv_transpose{ndim}d",
         f"""Transposed convolution in {ndim}D, forward and backward on the backend.
@@ -152,9 +153,9 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         kernel = per_dimension(kernel_size, ndim)
         steps = kernel if stride is None else per_dimension(stride, ndim)
-        batched, unbatched = _batched(input, ndim)
+        whole, unbatched = batched(input, ndim)
         output = OPS.max_pool(
-            batched,
+            whole,
             kernel,
             steps,
             per_dimension(padding, ndim),
@@ -163,7 +164,7 @@ def _make_max_pool(ndim: int) -> Callable[..., Tensor]:
         )
         return output.squeeze(0) if unbatched else output
 
-    return _documented(
+    return documented(
         max_pool,
         f"max_pool{ndim}d",
         f"""Max pooling in {ndim}D, forward and backward on the backend, deterministic.
@@ -217,7 +218,7 @@ def _autocast(
     return input, weight, bias
 
 
-def _batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
+def batched(input: Tensor, ndim: int) -> tuple[Tensor, bool]:
     """With a batch dimension, and whether it was made here."""
     if input.dim() == ndim + 1:
         return input.unsqueeze(0), True
@@ -249,7 +250,7 @@ def _padded(
     return input, [each // 2 for each in total]
 
 
-def _documented(function: Any, name: str, text: str) -> Callable[..., Tensor]:
+def documented(function: Any, name: str, text: str) -> Callable[..., Tensor]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text
     return function  # type: ignore[no-any-return]
@@ -257,4 +258,4 @@ def _documented(function: Any, name: str, text: str) -> Callable[..., Tensor]:
 
 conv1d, conv2d, conv3d = map(_make_conv, (1, 2, 3))
 conv_transpose1d, conv_transpose2d, conv_transpose3d = map(_make_conv_transpose, (1, 2, 3))
-max_pool2d, max_pool3d = map(_make_max_pool, (2, 3))
+max_pool1d, max_pool2d, max_pool3d = map(_make_max_pool, (1, 2, 3))

@@ -11,12 +11,19 @@ import torch
 
 from convgrad.errors import DeviceUnavailable
 from convgrad.torch._backends import Operation, Runner
-from convgrad.torch._tensors import DTYPES, contract_layout, contract_order, torch_order
+from convgrad.torch._tensors import (
+    DTYPES,
+    INDICES,
+    contract_layout,
+    contract_order,
+    torch_order,
+)
 
 __all__ = ["Local"]
 
 # What GPU kernels may rely on; PyTorch's allocations start at multiples of more.
 _ALIGNMENT_BYTES = 256
+_NAMES = {**DTYPES, **INDICES}
 
 
 class Local:
@@ -52,7 +59,7 @@ class Local:
         """See `Backend.prepare`."""
         device = tensors[0].device
         specs = {
-            name: (tuple(contract_order(tensor, channels_last).shape), DTYPES[tensor.dtype])
+            name: (tuple(contract_order(tensor, channels_last).shape), _NAMES[tensor.dtype])
             for name, tensor in zip(operation.inputs, tensors, strict=True)
         }
         layout = contract_layout(tensors[0].dim(), channels_last)

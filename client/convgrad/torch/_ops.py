@@ -140,7 +140,7 @@ def _max_pool_backward_fake(
 
 
 def _with_indices(input: torch.Tensor) -> Any:
-    return _ATEN.max_pool2d_with_indices if input.dim() == 4 else _ATEN.max_pool3d_with_indices
+    return getattr(_ATEN, f"max_pool{input.dim() - 2}d_with_indices")
 
 
 def _save_convolution(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

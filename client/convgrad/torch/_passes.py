@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ from convgrad.torch._backends import (
     max_pool,
 )
 from convgrad.torch._report import Counter
-from convgrad.torch._tensors import DTYPES, dense, is_channels_last, uses_tf32
+from convgrad.torch._tensors import DTYPES, INDICES, dense, is_channels_last, uses_tf32
 
 __all__ = [
     "PoolGeometry",
     "computable",
+    "compute",
     "conv_backward",
     "conv_forward",
     "pool_backward",
@@ -121,12 +122,14 @@ def _bind(
     *,
     channels_last: bool,
 ) -> _Pass:
-    reason = computable(*(tensor for tensor in tensors if tensor.dim() > 1))
+    # Indices have a dtype of their own.
+    floating = (tensor for tensor in tensors if tensor.dim() > 1 and tensor.dtype not in INDICES)
+    reason = computable(*floating)
     if reason is not None:
         raise UnsupportedProblem(f"{backend.name} does not take {reason}")
     steps = []
     for operation in operations:
-        if uses_tf32(tensors[0]) and not operation.name.startswith("maxpool"):
+        if uses_tf32(tensors[0]) and "pool" not in operation.name:
             parameters = {**operation.parameters, "precision": "high"}
             operation = replace(operation, parameters=parameters)
         inputs = tuple(names.index(ours) for ours in operation.inputs.values())
@@ -233,23 +236,52 @@ def _pooled(
     backend: Backend, tensors: Sequence[torch.Tensor], geometry: PoolGeometry, *, backward: bool
 ) -> torch.Tensor:
     input = tensors[0]
+    (result,) = compute(
+        backend,
+        lambda: max_pool(input.dim() - 2, *geometry, backward=backward),
+        dict(zip(("input", "grad_output"), tensors, strict=False)),
+        lambda: _pool(input, geometry),
+        geometry,
+        channels_last=is_channels_last(input),
+    )
+    return result
+
+
+def compute(
+    backend: Backend,
+    make: Callable[[], Operation],
+    tensors: Mapping[str, torch.Tensor],
+    layer: Callable[[], str],
+    *key: Any,
+    channels_last: bool,
+) -> list[torch.Tensor]:
+    """The results of one operation on a layer's tensors, by the layer's names for them.
+
+    ``make`` and ``layer`` give the operation and its name in reports, where the tensors' shapes and
+    ``key`` are new.
+
+    Raises
+    ------
+    convgrad.ServiceError
+        The backend refuses the problem, or failed.
+    """
 
     def prepare() -> _Pass:
-        operation = max_pool(input.dim() - 2, *geometry, backward=backward)
+        operation = make()
         return _bind(
             backend,
             [operation],
-            ("input", "grad_output"),
-            tensors,
+            list(tensors),
+            list(tensors.values()),
             list(operation.outputs.values()),
-            _pool(input, geometry),
-            channels_last=is_channels_last(input),
+            layer(),
+            channels_last=channels_last,
         )
 
-    kept = _prepared(_key(backend, tensors, geometry), prepare)
-    (result,) = _run(kept, tensors, [None])
-    assert result is not None  # noqa: S101 - the operation's one output
-    return result
+    given = list(tensors.values())
+    kept = _prepared(_key(backend, given, channels_last, *key), prepare)
+    found: list[torch.Tensor | None] = [None] * len(kept.steps[0].outputs)
+    return [result for result in _run(kept, given, found) if result is not None]
 
 
 def transposed_output_size(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "DTYPES",
+    "INDICES",
     "contract_layout",
     "contract_order",
     "dense",
@@ -28,6 +29,9 @@ DTYPES = {
     torch.float64: "float64",
 }
 """The dtypes that the operations take, and the contract's names for them."""
+
+INDICES = {torch.int64: "int64", torch.int32: "int32"}
+"""Those of indices of maxima."""
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LAYOUTS = {4: "NHWC", 5: "NDHWC"}

@@ -1,4 +1,4 @@
-"""`use`: the backward passes of every convolution and max pooling through a backend.
+"""`use`: the backward passes of every convolution and pooling through a backend.
 
 ATen's operators are overridden for the CPU and CUDA, once; the override asks which backend is in
 use and calls PyTorch's own kernel where there is none. It sees what autograd runs, whichever thread
@@ -24,6 +24,7 @@ from convgrad.errors import (
 )
 from convgrad.torch._backends import Backend
 from convgrad.torch._passes import conv_backward, pool_backward
+from convgrad.torch._pool_passes import POOL_BACKWARDS
 from convgrad.torch._report import count_left
 
 __all__ = ["backend_in_use", "use"]
@@ -47,7 +48,7 @@ _CHOICE = _Choice()
 
 
 class use:  # noqa: N801 - called like a function, as torch.no_grad is
-    """Compute the backward passes of convolutions and max pooling on a backend.
+    """Compute the backward passes of convolutions and poolings on a backend.
 
     In effect from the call on, in all threads of the process; as a context manager, until the block
     ends. ``use(None)`` gives them back to PyTorch. Forward passes stay PyTorch's.
@@ -206,10 +207,35 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
     return override
 
 
+def _pool_backward(
+    operator: str, compute: Callable[..., torch.Tensor | None]
+) -> Callable[[Any], Callable[..., Any]]:
+    def make(own: Any) -> Callable[..., Any]:
+        def override(
+            keyset: Any, grad_output: torch.Tensor, input: torch.Tensor, *rest: Any
+        ) -> Any:
+            backend = _CHOICE.backend
+            if backend is not None:
+                try:
+                    found = compute(backend, grad_output, input, *rest)
+                    if found is not None:
+                        return found
+                except ServiceError as error:
+                    if not _left_to_pytorch(error, input):
+                        raise
+                    count_left(operator, _shapes(input), error.detail)
+            return own.call_boxed(keyset, grad_output, input, *rest)
+
+        return override
+
+    return make
+
+
 _OVERRIDES: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices_backward": _max_pool_backward,
     "max_pool3d_with_indices_backward": _max_pool_backward,
+    **{name: _pool_backward(name, compute) for name, compute in POOL_BACKWARDS.items()},
 }
 
 

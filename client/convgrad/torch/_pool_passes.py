@@ -1,0 +1,191 @@
+"""Average, adaptive and un-pooling on a backend, from and to PyTorch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from convgrad.torch._backends import Backend, Operation
+from convgrad.torch._passes import compute
+from convgrad.torch._tensors import DTYPES, is_channels_last
+
+__all__ = [
+    "POOL_BACKWARDS",
+    "adaptive_avg_backward",
+    "adaptive_avg_forward",
+    "adaptive_max_backward",
+    "adaptive_max_forward",
+    "avg_backward",
+    "avg_forward",
+    "unpool_backward",
+    "unpool_forward",
+]
+
+Tensor = torch.Tensor
+
+
+def avg_forward(backend: Backend, input: Tensor, window: tuple[Any, ...]) -> Tensor:
+    """``window``: kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override."""
+    (output,) = _run(backend, "avg_pool_fwd", {"input": input}, ("output",), _average(window))
+    return output
+
+
+def avg_backward(
+    backend: Backend, grad_output: Tensor, size: Sequence[int], window: tuple[Any, ...], last: bool
+) -> Tensor:
+    """The gradient of an input of that spatial size, channels last or not."""
+    parameters = {**_average(window), "input_size": tuple(size)}
+    given = {"grad_output": grad_output}
+    (grad,) = _run(backend, "avg_pool_bwd", given, ("grad_input",), parameters, last)
+    return grad
+
+
+def adaptive_avg_forward(backend: Backend, input: Tensor, size: Sequence[int]) -> Tensor:
+    """The output of an adaptive average pooling."""
+    parameters = {"output_size": tuple(size)}
+    (output,) = _run(backend, "adaptive_avg_pool_fwd", {"input": input}, ("output",), parameters)
+    return output
+
+
+def adaptive_avg_backward(
+    backend: Backend, grad_output: Tensor, size: Sequence[int], last: bool
+) -> Tensor:
+    """The gradient of an input of that spatial size, channels last or not."""
+    given, parameters = {"grad_output": grad_output}, {"input_size": tuple(size)}
+    (grad,) = _run(backend, "adaptive_avg_pool_bwd", given, ("grad_input",), parameters, last)
+    return grad
+
+
+def adaptive_max_forward(
+    backend: Backend, input: Tensor, size: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The maxima, and their indices."""
+    parameters = {"output_size": tuple(size), "return_indices": True}
+    results = ("output", "indices")
+    output, indices = _run(backend, "adaptive_max_pool_fwd", {"input": input}, results, parameters)
+    return output, indices
+
+
+def adaptive_max_backward(
+    backend: Backend, grad_output: Tensor, indices: Tensor, size: Sequence[int], last: bool
+) -> Tensor:
+    """The gradient of an input of that spatial size, channels last or not."""
+    given = {"grad_output": grad_output, "indices": indices}
+    parameters = {"input_size": tuple(size)}
+    (grad,) = _run(backend, "adaptive_max_pool_bwd", given, ("grad_input",), parameters, last)
+    return grad
+
+
+def unpool_forward(
+    backend: Backend, input: Tensor, indices: Tensor, window: tuple[Any, ...], size: Sequence[int]
+) -> Tensor:
+    """``window``: kernel_size, stride and padding of the max pooling."""
+    parameters = dict(zip(("kernel_size", "stride", "padding"), window, strict=True))
+    parameters["output_size"] = tuple(size)
+    given = {"input": input, "indices": indices}
+    (output,) = _run(backend, "max_unpool_fwd", given, ("output",), parameters)
+    return output
+
+
+def unpool_backward(backend: Backend, grad_output: Tensor, indices: Tensor) -> Tensor:
+    """The gradient of a max unpooling's input."""
+    given = {"grad_output": grad_output, "indices": indices}
+    (grad,) = _run(backend, "max_unpool_bwd", given, ("grad_input",), {})
+    return grad
+
+
+def _average(window: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
+    *values, divisor = window
+    parameters = dict(zip(names, values, strict=True))
+    return parameters if divisor is None else {**parameters, "divisor_override": divisor}
+
+
+def _run(
+    backend: Backend,
+    name: str,
+    tensors: dict[str, Tensor],
+    results: tuple[str, ...],
+    parameters: dict[str, Any],
+    last: bool | None = None,
+) -> list[Tensor]:
+    first = next(iter(tensors.values()))
+    same = {name: name for name in tensors}
+    return compute(
+        backend,
+        lambda: Operation(name, same, {name: name for name in results}, parameters),
+        tensors,
+        lambda: _described(first, parameters),
+        name,
+        *parameters.values(),
+        channels_last=is_channels_last(*tensors.values()) if last is None else last,
+    )
+
+
+def _described(tensor: Tensor, parameters: dict[str, Any]) -> str:
+    """E.g. ``8x64x56x56 kernel_size 2x2 stride 2x2 … bfloat16``."""
+
+    def by(value: Any) -> str:
+        return "x".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+
+    rest = (f"{name} {by(value)}" for name, value in parameters.items())
+    return f"{by(tensor.shape)} {' '.join(rest)} {DTYPES[tensor.dtype]}"
+
+
+# --- aten's backward operators: None where they are PyTorch's to compute ---
+
+
+def _aten_avg(
+    backend: Backend,
+    grad_output: Tensor,
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    *rest: Any,
+) -> Tensor | None:
+    ndim = input.dim() - 2
+    # An unbatched input has the rank of a batched one of a dimension less.
+    if len(kernel_size) not in (1, ndim) or ndim < 2:
+        return None
+    kernel = _each(kernel_size, ndim)
+    steps = _each(stride, ndim) if len(stride) else kernel
+    window = (kernel, steps, _each(padding, ndim), *rest)
+    last = is_channels_last(input)
+    return avg_backward(backend, grad_output, input.shape[2:], window, last)
+
+
+def _aten_adaptive_avg(ndim: int) -> Callable[..., Tensor | None]:
+    def backward(backend: Backend, grad_output: Tensor, input: Tensor) -> Tensor | None:
+        if input.dim() != ndim + 2:
+            return None
+        last = is_channels_last(input)
+        return adaptive_avg_backward(backend, grad_output, input.shape[2:], last)
+
+    return backward
+
+
+def _aten_adaptive_max(ndim: int) -> Callable[..., Tensor | None]:
+    def backward(
+        backend: Backend, grad_output: Tensor, input: Tensor, indices: Tensor
+    ) -> Tensor | None:
+        if input.dim() != ndim + 2:
+            return None
+        last = is_channels_last(input)
+        return adaptive_max_backward(backend, grad_output, indices, input.shape[2:], last)
+
+    return backward
+
+
+def _each(values: Sequence[int], ndim: int) -> tuple[int, ...]:
+    return tuple(values) if len(values) == ndim else (values[0],) * ndim
+
+
+POOL_BACKWARDS: dict[str, Callable[..., Tensor | None]] = {
+    **{f"avg_pool{ndim}d_backward": _aten_avg for ndim in (2, 3)},
+    **{f"_adaptive_avg_pool{n}d_backward": _aten_adaptive_avg(n) for n in (2, 3)},
+    **{f"adaptive_max_pool{n}d_backward": _aten_adaptive_max(n) for n in (2, 3)},
+}
+"""By the names of aten's operators: (backend, grad_output, input, …) -> grad_input."""

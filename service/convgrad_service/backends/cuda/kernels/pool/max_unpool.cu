@@ -1,0 +1,111 @@
+// Max unpooling where indices may lie outside the windows of their pooling, and its gradient. The
+// host's side is max_unpool.py.
+//
+// max_unpool_scatter: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last wins. It
+// returns at once where bad[1] is 0: then window_routes.cu has done it by windows. Channels first: a
+// warp has a plane, 32 elements at a time, of which the last of each index writes. Channels last
+// (INNER): a thread has a plane. Sets bad[0] to 1 where an index is outside its plane, and skips it.
+// max_unpool_gather: y[i] = x[indices[i]], or 0 and bad[0] = 1 where that is outside the plane; four
+// elements a thread, 256 apart.
+// Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread, or
+// warp, writes a plane, in order. Relies on its launcher for the grid.
+// Index limits: planes and a chunk's elements below 2^31; offsets in 64 bits.
+#include "core/divider.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kAtOnce = 4;
+
+struct UnpoolArgs {
+  const void* x;
+  void* y;
+  const void* indices;
+  int* bad;
+  int size;   // positions of the indices' planes, and of those that they count in
+  int plane;
+  int inner;
+  int batch;
+  int chunk;     // gather: of the batch, one a blockIdx.y
+  int elements;  // of a chunk's indices
+  Divider by_size, by_inner;  // size * inner, inner
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128)
+    max_unpool_scatter(const __grid_constant__ UnpoolArgs args) {
+  if (args.bad[1] == 0) return;
+  constexpr int kLanes = INNER ? 1 : 32;
+  const i64 own = (static_cast<i64>(blockIdx.x) * 128 + threadIdx.x) / kLanes;
+  if (own >= static_cast<i64>(args.batch) * args.inner) return;
+  const int lane = INNER ? 0 : static_cast<int>(threadIdx.x) % 32;
+  i64 channel;
+  const i64 image = divide(own, args.inner, channel);
+  const i64 from = image * args.size * args.inner + channel;
+  const T* const x = static_cast<const T*>(args.x) + from;
+  const INDEX* const indices = static_cast<const INDEX*>(args.indices) + from;
+  T* const y = static_cast<T*>(args.y) + image * args.plane * args.inner + channel;
+  for (i64 at = lane; at < args.plane; at += kLanes) y[at * args.inner] = {};
+  if constexpr (!INNER) __syncwarp();
+  for (i64 first = 0; first < args.size; first += kAtOnce * kLanes) {
+    int index[kAtOnce];
+    T values[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const i64 at = first + u * kLanes + lane;
+      index[u] = -1;
+      if (at >= args.size) continue;
+      const i64 found = indices[at * args.inner];
+      values[u] = x[at * args.inner];
+      if (found >= 0 && found < args.plane) {
+        index[u] = static_cast<int>(found);
+      } else {
+        args.bad[0] = 1;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      bool last = index[u] >= 0;
+      if constexpr (!INNER) {
+        const unsigned alike = __match_any_sync(0xffffffffu, index[u]);
+        last &= alike >> lane == 1;
+      }
+      if (last) y[static_cast<i64>(index[u]) * args.inner] = values[u];
+      if constexpr (!INNER) __syncwarp();
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    max_unpool_gather(const __grid_constant__ UnpoolArgs args) {
+  const i64 chunk = static_cast<i64>(blockIdx.y) * args.chunk;
+  const i64 lead = chunk * args.size * args.inner;
+  const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
+  const T* const x = static_cast<const T*>(args.x) + chunk * args.plane * args.inner;
+  T* const y = static_cast<T*>(args.y) + lead;
+  const i64 first = static_cast<i64>(blockIdx.x) * (256 * kAtOnce) + threadIdx.x;
+  const i64 rest = (args.batch - chunk) * args.size * args.inner;
+  const i64 end = min(static_cast<i64>(args.elements), rest);
+  INDEX found[kAtOnce];
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    found[u] = first + u * 256 < end ? indices[first + u * 256] : static_cast<INDEX>(0);
+  }
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    if (first + u * 256 >= end) continue;
+    const int element = static_cast<int>(first) + u * 256;
+    const int image = divide(element, args.by_size);
+    const int channel = element - divide(element, args.by_inner) * args.inner;
+    const bool good = found[u] >= 0 && found[u] < args.plane;
+    if (!good) args.bad[0] = 1;  // every thread that writes writes the same
+    T value = {};
+    if (good) {
+      value = x[(static_cast<i64>(image) * args.plane + found[u]) * args.inner + channel];
+    }
+    y[element] = value;
+  }
+}

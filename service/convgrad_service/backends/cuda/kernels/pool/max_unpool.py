@@ -1,0 +1,149 @@
+"""Max unpooling, by the windows of its pooling and, where indices lie elsewhere, plane by plane;
+and its gradient."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
+from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_routes import routes, routes_instances
+from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import (
+    Check,
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import UnpoolWork, WindowWork
+
+__all__ = ["MaxUnpool"]
+
+SCATTER_BLOCK = 128
+GATHER_BLOCK, AT_ONCE = 256, 4
+BAD_INDEX = "indices has an index that is out of its plane; expected a flat position in a plane"
+
+
+class UnpoolArgs(ctypes.Structure):
+    """See ``max_unpool.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("size", "plane", "inner", "batch", "chunk", "elements")
+        ),
+        ("by_size", Divider),
+        ("by_inner", Divider),
+    )
+
+
+class MaxUnpool:
+    """Every unpooling of images that 32 bits address, forward and backward."""
+
+    name = "max_unpool"
+
+    def why_not(self, work: UnpoolWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        inner = work.channels if work.channels_last else 1
+        if max(prod(work.size), prod(work.plane)) * inner > LARGEST - 2**16:
+            return f"an image, or a plane, of more than {LARGEST - 2**16} elements"
+        if ceil_div(32 * work.batch * work.channels, SCATTER_BLOCK) > MAX_BLOCKS:
+            return "more blocks than one grid holds"
+        return None if work.windows is None else WindowForm.of(_by_windows(work)).why_not()
+
+    def launches(self, work: UnpoolWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        bad = f"{work.prefix}bad_index"
+        args = _args(work)
+        steps: list[Step] = [Clear(bad, 8)]
+        if work.kind == "gather":
+            a_block = GATHER_BLOCK * AT_ONCE
+            grid = ceil_div(args.elements, a_block), ceil_div(args.batch, args.chunk), 1
+            steps.append(_launch(work, args, grid, GATHER_BLOCK, bad))
+        else:
+            if work.windows is not None:
+                steps.append(_moves(_by_windows(work), bad))
+            threads = args.batch * args.inner * (1 if work.channels_last else 32)
+            grid = linear_grid(threads, SCATTER_BLOCK)
+            steps.append(_launch(work, args, grid, SCATTER_BLOCK, bad))
+        workspace, check = Workspace(bad, 8), Check(bad, BAD_INDEX)
+        return Fragment(f"{self.name}_{work.kind}", tuple(steps), (workspace,), (check,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *routes_instances(moves=True),
+            *tiles_instances(moves=True),
+            *(
+                _instance(kind, dtype, index, last)
+                for kind in ("scatter", "gather")
+                for dtype in FLOATING
+                for index in INDEX
+                for last in (False, True)
+            ),
+        ]
+
+
+def _moves(work: WindowWork, bad: str) -> Launch:
+    if Tiles.of(WindowForm.of(work)) is not None:
+        return tiles(work, bad, moves=True)
+    return routes(work, bad, moves=True)
+
+
+def _by_windows(work: UnpoolWork) -> WindowWork:
+    """The same as routes: each position of the plane looks at the windows that have it."""
+    windows = work.windows or ()
+    return WindowWork(
+        kind="routes",
+        batch=work.batch,
+        channels=work.channels,
+        channels_last=work.channels_last,
+        windows=tuple(axis.transposed() for axis in windows),
+        dtype=work.dtype,
+        x=work.x,
+        y=work.y,
+        indices=work.indices,
+        index_dtype=work.index_dtype,
+        counted=windows,
+    )
+
+
+def _args(work: UnpoolWork) -> UnpoolArgs:
+    args = UnpoolArgs()
+    args.size, args.plane = prod(work.size), prod(work.plane)
+    args.batch, args.inner = work.batch, work.channels
+    if not work.channels_last:
+        args.batch, args.inner = work.batch * work.channels, 1
+    each = args.size * args.inner
+    args.chunk = max(1, min(args.batch, (LARGEST - 2**16) // each))
+    args.elements = args.chunk * each
+    args.by_size, args.by_inner = Divider.of(each), Divider.of(args.inner)
+    return args
+
+
+def _launch(
+    work: UnpoolWork, args: UnpoolArgs, grid: tuple[int, int, int], block: int, bad: str
+) -> Launch:
+    instance = _instance(work.kind, work.dtype, work.index_dtype, work.channels_last)
+    packed = pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad)
+    return Launch(instance, grid, (block, 1, 1), packed)
+
+
+def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
+    defines = (
+        ("ELEMENT", CUDA_TYPES[dtype]),
+        ("INDEX", CUDA_TYPES[index]),
+        ("INNER", str(int(last))),
+    )
+    return Instance("pool/max_unpool.cu", f"max_unpool_{kind}", defines)

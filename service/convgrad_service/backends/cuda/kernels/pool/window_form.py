@@ -1,0 +1,214 @@
+"""A pooling over windows in the form that its kernels compute: planes of at most three pooled
+axes, what lies outside them and what lies inside, all contiguous."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import WindowWork
+from convgrad_service.problems.windows import WindowAxis
+
+__all__ = ["WindowArgs", "WindowForm", "most_positions", "window_args"]
+
+Axes = tuple[WindowAxis, ...]
+LARGEST = 2**31 - 1
+ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
+
+
+class WindowRange(ctypes.Structure):
+    """See ``windows.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("whole", "step", "first", "last", "low", "high")),
+        ("by_unit", Divider),
+        ("wide_shift", ctypes.c_int32),
+        ("wide_factor", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, axis: WindowAxis) -> WindowRange:
+        unit = axis.unit
+        whole, step = divmod(axis.step, unit)
+        found = cls(whole, step, axis.first, axis.last, axis.low, axis.high, Divider.of(unit))
+        if axis.output * step + max(abs(axis.first), abs(axis.last)) > LARGEST:
+            # As Divider.of, in 64 bits.
+            log = (unit - 1).bit_length()
+            found.wide_factor, found.wide_shift = ceil_div(2 ** (63 + log), unit), log - 1
+        return found
+
+
+class WindowArgs(ctypes.Structure):
+    """See ``windows.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
+        ("window", WindowRange * 3),
+        ("counted", WindowRange * 3),
+        ("x_size", ctypes.c_int32 * 3),
+        ("y_size", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("inner", "batch", "chunk", "threads")),
+        ("by_vectors", Divider),
+        ("by_items", Divider * 3),
+        ("by_outputs", ctypes.c_int32),
+        ("lanes_x", ctypes.c_int32),
+        ("divisor", ctypes.c_double),
+        ("reciprocal", ctypes.c_double),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowForm:
+    """x is [batch, x_size, inner], y and indices [batch, y_size, inner].
+
+    ``last`` is whether neighbours in ``inner`` are to be computed side by side, which decides the
+    order of additions: it follows from the layout and the windows, not from how many channels
+    there are. ``varying`` says whose windows' sizes divide where not all have one ``divisor``.
+    """
+
+    batch: int
+    inner: int
+    last: bool
+    windows: Axes
+    counted: Axes
+    divisor: float
+    varying: str | None
+
+    @classmethod
+    def of(cls, work: WindowWork) -> WindowForm:
+        batch, inner = work.batch, work.channels
+        if not work.channels_last:
+            batch, inner = batch * inner, 1
+        axes = list(zip(work.windows, work.counted or (ONE,) * len(work.windows), strict=True))
+        divisor, varying = _divisor(work)
+        last = work.channels_last
+        if work.kind == "sums":  # indices count positions of whole planes
+            while axes and axes[-1][0].is_identity:
+                inner *= axes.pop()[0].input
+                last = True
+            while axes and axes[0][0].is_identity:
+                batch *= axes.pop(0)[0].input
+            if not axes and batch * inner <= LARGEST - 2**16:
+                batch, inner = 1, batch * inner
+        axes = _merged(axes)
+        axes = [(ONE, ONE)] * (3 - len(axes)) + axes
+        windows, counted = (tuple(side) for side in zip(*axes, strict=True))
+        return cls(batch, inner, last, windows, counted, divisor, varying)
+
+    @property
+    def x_size(self) -> tuple[int, ...]:
+        return tuple(axis.input for axis in self.windows)
+
+    @property
+    def y_size(self) -> tuple[int, ...]:
+        return tuple(axis.output for axis in self.windows)
+
+    @property
+    def most_window(self) -> int:
+        """Positions of the largest window, or a few more."""
+        return prod(map(most_positions, self.windows))
+
+    @property
+    def overlap(self) -> float:
+        """How often a position of x is read."""
+        return prod(axis.valid_taps / axis.input for axis in self.windows)
+
+    def width(self, dtype: DType) -> int:
+        """Elements of a thread along ``inner``: 16 bytes of them, or one."""
+        width = CHUNK_BYTES // dtype.itemsize
+        return width if self.last and self.inner % width == 0 else 1
+
+    def why_not(self) -> str | None:
+        """What the kernels' 32-bit numbers leave out."""
+        if prod(self.x_size) > LARGEST or prod(self.y_size) > LARGEST:
+            return f"a plane of more than {LARGEST} positions"
+        if max(self.batch, self.inner, prod(self.y_size) * self.inner) > LARGEST:
+            return f"more than {LARGEST} images, channels or elements of an image"
+        return None
+
+
+def _divisor(work: WindowWork) -> tuple[float, str | None]:
+    """The divisor of all windows; or 1, and whose windows' sizes divide."""
+    if work.divisor is not None:
+        return float(work.divisor), None
+    sizes = [axis.uniform_size for axis in work.counted]
+    if any(size is None for size in sizes):
+        return 1.0, work.by
+    return float(prod(size for size in sizes if size is not None)), None
+
+
+def _merged(axes: list[tuple[WindowAxis, WindowAxis]]) -> list[tuple[WindowAxis, WindowAxis]]:
+    """Neighbouring axes that have one window of everything, or one position in every window, lie
+    and behave as one."""
+    merged: list[tuple[WindowAxis, WindowAxis]] = []
+    for axis, counted in axes:
+        if merged:
+            before, counted_before = merged[-1]
+            sizes = counted_before.uniform_size, counted.uniform_size
+            count = prod(size or 0 for size in sizes)
+            whole = before.is_whole and axis.is_whole
+            if count and (whole or (before.is_broadcast and axis.is_broadcast)):
+                extents = before.input * axis.input, before.output * axis.output
+                merged[-1] = _all_of(*extents), _all_of(count, 1)
+                continue
+        merged.append((axis, counted))
+    return merged
+
+
+def _all_of(input: int, output: int) -> WindowAxis:
+    """Windows that all have every position."""
+    return WindowAxis(
+        input=input,
+        output=output,
+        step=0,
+        first=0,
+        last=input,
+        unit=1,
+        low=0,
+        high=input,
+        taps=input * output,
+        valid_taps=input * output,
+    )
+
+
+def most_positions(axis: WindowAxis, run: int = 1) -> int:
+    """What no ``run`` of neighbouring windows exceeds along an axis, together."""
+    found = ceil_div(axis.last - axis.first + (run - 1) * axis.step, axis.unit)
+    if run == 1:
+        found = axis.uniform_size or found
+    return max(1, min(axis.input, found))
+
+
+def window_args(form: WindowForm, width: int, items: Sequence[int], planes: int = 1) -> WindowArgs:
+    """The numbers of a launch whose threads have ``width`` elements along ``inner`` and ``planes``
+    of the batch, and ``items`` along y's axes."""
+    args = WindowArgs()
+    for i in range(3):
+        args.window[i] = WindowRange.of(form.windows[i])
+        args.counted[i] = WindowRange.of(form.counted[i])
+        args.by_items[i] = Divider.of(items[i])
+    args.x_size[:], args.y_size[:] = form.x_size, form.y_size
+    args.inner, args.batch = form.inner, form.batch
+    vectors = form.inner // width
+    args.by_vectors = Divider.of(vectors)
+    groups, each = ceil_div(form.batch, planes), vectors * prod(items)
+    # Some room, for the blocks' last threads.
+    args.chunk = max(1, min(groups, (LARGEST - 2**16) // each))
+    args.threads = args.chunk * each
+    args.by_outputs = form.varying == "outputs"
+    args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
+    return args
+
+
+def window_grid(args: WindowArgs, planes: int, a_block: int) -> tuple[int, int, int]:
+    """Blocks of a chunk, and chunks."""
+    blocks = ceil_div(args.threads, a_block)
+    assert blocks <= MAX_BLOCKS  # noqa: S101 - a chunk's threads fit 31 bits
+    return blocks, ceil_div(ceil_div(args.batch, planes), args.chunk), 1

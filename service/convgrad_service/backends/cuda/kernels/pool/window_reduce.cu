@@ -1,0 +1,201 @@
+// Pooling over large windows, LANES threads a window: sums that are divided, or with MAXIMA the
+// maxima and where they are. The host's side is window_reduce.py.
+//
+// Sums: y[o] = (sum of x[i] over the window of o) / divisor(o).
+// Maxima: y[o] = the maximum, indices[o] = its flat position in the plane; the first maximum wins a
+// tie, a NaN wins over any number, of several NaNs the last. Two parts of a window meet by the same
+// rule, told by their positions, so that the order of meeting does not matter.
+// A window's lanes take its positions in turn, in a grid of lanes_x along the last axis by the rest
+// along the axis before. Channels first (INNER 0): lanes are neighbouring threads, since positions
+// lie side by side. Channels last (INNER 1): neighbouring threads have WIDTH channels each, and lanes
+// are 256/LANES threads apart. Each lane keeps a few parts, and loads a few elements side by side.
+// Channels first, WIDTH above 1 is positions along the last axis, which are added up at the end:
+// where windows start, and end, at multiples of it.
+// Block: 256 threads, 256/LANES windows (of WIDTH channels). Shared memory: a part a thread where
+// lanes are not of one warp. Deterministic: the order of meeting follows from the window alone.
+// Relies on its launcher for the grid (chunks of the batch along y) and aligned vectors.
+// Index limits: extents and a chunk's threads below 2^31; offsets in 64 bits.
+#include "pool/windows.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using S = Sum<T>;
+using Values = Vector<T, WIDTH>;
+constexpr int kItems = 256 / LANES;
+constexpr int kAtOnce = MAXIMA ? 4 : 8;
+constexpr int kParts = MAXIMA ? 4 : 2;
+// Elements that are kept apart: channels, or with positions in vectors their places in those.
+constexpr bool kAlong = !INNER && WIDTH > 1;
+
+struct Part {
+  S value[WIDTH];
+#if MAXIMA
+  int where[WIDTH];  // -1 where nothing was seen
+#endif
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+      value[v] = S(0);
+#if MAXIMA
+      where[v] = -1;
+#endif
+    }
+  }
+  // One more element, at a later position than those before it.
+  __device__ __forceinline__ void take(const Values& values, int position) {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+      const S found = widen(values.at[v]);
+#if MAXIMA
+      if (where[v] < 0 || found > value[v] || found != found) {
+        value[v] = found;
+        where[v] = position;
+      }
+#else
+      value[v] += found;
+#endif
+    }
+  }
+  __device__ __forceinline__ void meet(int v, S found, int position) {
+#if MAXIMA
+    const bool nan = found != found, own_nan = value[v] != value[v];
+    const bool wins = where[v] < 0 || (nan && own_nan ? position > where[v]
+                                       : nan          ? true
+                                       : own_nan      ? false
+                                                      : found > value[v] || (found == value[v] &&
+                                                                             position < where[v]));
+    if (position >= 0 && wins) {
+      value[v] = found;
+      where[v] = position;
+    }
+#else
+    value[v] += found;
+#endif
+  }
+  __device__ __forceinline__ void meet(const Part& other) {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+#if MAXIMA
+      meet(v, other.value[v], other.where[v]);
+#else
+      meet(v, other.value[v], 0);
+#endif
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256)
+    window_reduce(const __grid_constant__ WindowArgs args) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = INNER ? thread / kItems : thread % LANES;
+  const int own = INNER ? thread % kItems : thread / LANES;
+  const int index = static_cast<int>(blockIdx.x) * kItems + own;
+  constexpr int kStep = kAlong ? WIDTH : 1;  // positions of a vector
+  const int vectors = kAlong ? 1 : args.inner / WIDTH;
+  const WindowItem item = item_of(args, min(index, args.threads - 1), args.y_size, vectors);
+  const bool exists = index < args.threads && item.group < args.batch;
+
+  const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
+  const i64 plane = row * args.x_size[1] * args.x_size[0];
+  const T* const x = static_cast<const T*>(args.x) + min(item.group, args.batch - 1) * plane +
+                     item.vector * WIDTH;
+  int start[3], stop[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) {
+    start[axis] = args.window[axis].start(item.at[axis]);
+    stop[axis] = args.window[axis].stop(item.at[axis]);
+  }
+  const int lanes_y = LANES / args.lanes_x;
+  const int lane_y = lane / args.lanes_x, lane_x = lane - lane_y * args.lanes_x;
+  Part parts[kParts];
+#pragma unroll
+  for (int u = 0; u < kParts; ++u) parts[u].clear();
+  for (int i0 = start[0]; i0 < stop[0]; ++i0) {
+    int i1 = start[1] + lane_y, i2 = start[2] + lane_x * kStep;
+    if (i2 >= stop[2]) i1 = stop[1];
+    while (i1 < stop[1]) {
+      Values values[kAtOnce];
+      int positions[kAtOnce];
+      bool there[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        there[u] = i1 < stop[1];
+        positions[u] = (i0 * args.x_size[1] + i1) * args.x_size[2] + i2;
+        values[u] = there[u] ? Values::load(x + static_cast<i64>(positions[u]) * args.inner)
+                             : Values::zero();
+        i2 += args.lanes_x * kStep;
+        if (i2 >= stop[2]) {
+          i2 = start[2] + lane_x * kStep;
+          i1 += lanes_y;
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (there[u]) parts[u % kParts].take(values[u], positions[u]);
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 1; u < kParts; ++u) parts[0].meet(parts[u]);
+  Part& whole = parts[0];
+
+  if constexpr (!INNER) {
+#pragma unroll
+    for (int flip = min(LANES, 32) / 2; flip > 0; flip /= 2) {
+      Part other;
+#pragma unroll
+      for (int v = 0; v < WIDTH; ++v) {
+        other.value[v] = __shfl_xor_sync(0xffffffffu, whole.value[v], flip);
+#if MAXIMA
+        other.where[v] = __shfl_xor_sync(0xffffffffu, whole.where[v], flip);
+#endif
+      }
+      whole.meet(other);
+    }
+  }
+  constexpr int kShared = INNER ? LANES : LANES / 32;
+  if constexpr (kShared > 1) {
+    __shared__ Part shared[256];
+    shared[thread] = whole;
+    __syncthreads();
+    if (lane == 0) {
+      for (int part = 1; part < kShared; ++part) {
+        whole.meet(shared[INNER ? part * kItems + own : own * LANES + part * 32]);
+      }
+    }
+  }
+  if (lane != 0 || !exists) return;
+
+  const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  const i64 position =
+      (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
+  const i64 to = (item.group * outputs + position) * args.inner + item.vector * WIDTH;
+  Values values;
+#if MAXIMA
+  // The element itself and not its value widened and rounded: a NaN keeps its bits.
+#pragma unroll
+  for (int v = 0; v < WIDTH; ++v) {
+    values.at[v] = x[static_cast<i64>(whole.where[v]) * args.inner + v];
+    if (args.indices != nullptr) static_cast<INDEX*>(args.indices)[to + v] = whole.where[v];
+  }
+  if (args.y != nullptr) values.store(static_cast<T*>(args.y) + to);
+#else
+  const DividedBy<S> division(args, item.at[0], item.at[1], item.at[2]);
+  if constexpr (kAlong) {
+    S sum = whole.value[0];
+#pragma unroll
+    for (int v = 1; v < WIDTH; ++v) sum += whole.value[v];
+    static_cast<T*>(args.y)[to] = narrow<T>(division(sum));
+  } else {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) values.at[v] = narrow<T>(division(whole.value[v]));
+    values.store(static_cast<T*>(args.y) + to);
+  }
+#endif
+}

@@ -1,0 +1,149 @@
+"""Large windows, several threads each: averages, and maxima with their indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    WindowForm,
+    most_positions,
+    window_args,
+    window_grid,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import WindowWork
+
+__all__ = ["WindowMaxima", "WindowReduce"]
+
+BLOCK = 256
+# Below so many positions a thread of its own is quicker; above so many overlaps, sums of lines are.
+LEAST_WINDOW = 24
+MOST_OVERLAP = 4
+LANES = (8, 32, 256)
+LANES_LAST = (8, 32)
+
+
+class WindowReduce:
+    """Averages over large windows that do not overlap much."""
+
+    name = "window_reduce"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind != "sums":
+            return "no average"
+        form = WindowForm.of(work)
+        if form.varying == "inputs":
+            return "a gradient whose windows differ in size"
+        if form.most_window < LEAST_WINDOW:
+            return f"windows of fewer than {LEAST_WINDOW} positions"
+        if form.overlap > MOST_OVERLAP:
+            return f"positions in more than {MOST_OVERLAP} windows"
+        return form.why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        form = WindowForm.of(work)
+        width = _along(form, work.dtype)
+        return Fragment(self.name, (_launch(work, form, _lanes(form, width), width),))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, DType.INT64, width, last, lanes, maxima=False)
+            for dtype in FLOATING
+            for last, width, lanes in _variants(dtype, smallest=False)
+        ]
+
+
+class WindowMaxima:
+    """Maxima of windows of any size, with their indices or without."""
+
+    name = "window_maxima"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind != "maxima":
+            return "no maxima"
+        return WindowForm.of(work).why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        form = WindowForm.of(work)
+        large = form.most_window >= LEAST_WINDOW
+        return Fragment(self.name, (_launch(work, form, _lanes(form) if large else 1),))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, index, width, last, lanes, maxima=True)
+            for dtype in FLOATING
+            for index in INDEX
+            for last, width, lanes in _variants(dtype, smallest=True)
+        ]
+
+
+def _variants(dtype: DType, *, smallest: bool) -> list[tuple[bool, int, int]]:
+    one = (1,) if smallest else ()
+    wide = CHUNK_BYTES // dtype.itemsize
+    along = () if smallest else tuple(2**log for log in range(1, wide.bit_length()))
+    return [
+        *((False, width, lanes) for width in (1, *along) for lanes in (*one, *LANES)),
+        *((True, width, lanes) for width in (wide, 1) for lanes in (*one, *LANES_LAST)),
+    ]
+
+
+def _lanes(form: WindowForm, width: int = 1) -> int:
+    """Threads of a window, eight positions each or more, or eight vectors of them."""
+    choices = LANES_LAST if form.last else LANES
+    each = 8 if form.last else 8 * width
+    return max([lanes for lanes in choices if each * lanes <= form.most_window] or choices[:1])
+
+
+def _along(form: WindowForm, dtype: DType) -> int:
+    """Positions of the last axis that are loaded as a vector, channels first: windows side by side
+    start and end at multiples of it."""
+    axis, width = form.windows[2], CHUNK_BYTES // dtype.itemsize
+    if form.last or axis.unit != 1 or axis.first != 0 or axis.uniform_size is None:
+        return 1
+    while any(extent % width for extent in (axis.input, axis.step, axis.uniform_size)):
+        width //= 2
+    return width
+
+
+def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> Launch:
+    """With ``along`` positions in a vector where that is not of channels."""
+    width = form.width(work.dtype)
+    args = window_args(form, width, form.y_size)
+    across = ceil_div(most_positions(form.windows[2]), along)
+    width = max(width, along)
+    args.lanes_x = min(lanes, 1 << (across - 1).bit_length())
+    return Launch(
+        _instance(
+            work.dtype, work.index_dtype, width, form.last, lanes, maxima=work.kind == "maxima"
+        ),
+        window_grid(args, 1, BLOCK // lanes),
+        (BLOCK, 1, 1),
+        pack(args, x=work.x, y=work.y, indices=work.indices),
+    )
+
+
+def _instance(
+    dtype: DType, index: DType, width: int, last: bool, lanes: int, *, maxima: bool
+) -> Instance:
+    return Instance.of(
+        "pool/window_reduce.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "WIDTH": width,
+            "INNER": int(last),
+            "LANES": lanes,
+            "MAXIMA": int(maxima),
+        },
+    )

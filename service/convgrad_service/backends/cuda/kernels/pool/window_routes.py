@@ -1,0 +1,99 @@
+"""The gradient of max pooling over windows, from the indices of the maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    WindowForm,
+    most_positions,
+    window_args,
+    window_grid,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
+from convgrad_service.plans.cuda.works import WindowWork
+
+__all__ = ["WindowRoutes", "routes", "routes_instances"]
+
+BLOCK = 128
+# Planes of a thread where neighbouring threads have neighbouring positions.
+PLANES = 2
+# Windows of a position along the last two axes that are loaded side by side, the first that holds
+# them; or one by one.
+NEAR = ((1, 2), (2, 2))
+ONE_BY_ONE = (0, 0)
+
+
+class WindowRoutes:
+    """Every such gradient of images that 32 bits address."""
+
+    name = "window_routes"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind != "routes":
+            return "no gradient of maxima"
+        return WindowForm.of(work).why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        if not work.checked:
+            return Fragment(self.name, (routes(work, None),))
+        bad = f"{work.prefix}bad_index"
+        steps = (Clear(bad, 4), routes(work, bad))
+        return Fragment(self.name, steps, (Workspace(bad, 4),), (Check(bad, BAD_INDEX),))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return routes_instances(moves=False)
+
+
+def routes(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
+    """The launch; it ``moves`` elements where it does not add them up."""
+    form = WindowForm.of(work)
+    width = form.width(work.dtype)
+    planes = 1 if form.last else PLANES
+    args = window_args(form, width, form.y_size, planes)
+    rows, columns = map(most_positions, form.windows[1:])
+    fitting = (near for near in NEAR if rows <= near[0] and columns <= near[1])
+    near = next(fitting, ONE_BY_ONE)
+    return Launch(
+        _instance(work.dtype, work.index_dtype, width, planes, near, moves),
+        window_grid(args, planes, BLOCK),
+        (BLOCK, 1, 1),
+        pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+    )
+
+
+def routes_instances(*, moves: bool) -> list[Instance]:
+    """Every instance that `routes` can name."""
+    return [
+        _instance(dtype, index, width, planes, near, moves)
+        for dtype in FLOATING
+        for index in INDEX
+        for near in (*NEAR, ONE_BY_ONE)
+        for width, planes in ((CHUNK_BYTES // dtype.itemsize, 1), (1, 1), (1, PLANES))
+    ]
+
+
+def _instance(
+    dtype: DType, index: DType, width: int, planes: int, near: tuple[int, int], moves: bool
+) -> Instance:
+    return Instance.of(
+        "pool/window_routes.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "WIDTH": width,
+            "PLANES": planes,
+            "ROWS": near[0],
+            "COLUMNS": near[1],
+            "MOVE": int(moves),
+        },
+    )

@@ -1,0 +1,120 @@
+"""Average pooling and its gradient by sums over windows: a few outputs a thread, or a large window
+by many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import FLOATING, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.window_form import (
+    WindowForm,
+    most_positions,
+    window_args,
+    window_grid,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import WindowWork
+
+__all__ = ["WindowSums"]
+
+BLOCK = 128
+# Windows that share so many of their positions along an axis go through a thread as a run.
+SHARED = 1.25
+# (RUN, LINES, TAPS) of windows that are loaded whole, the first that holds a run; and of those that
+# are not.
+WHOLE = ((1, 1, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (1, 3, 3))
+WHOLE_SHARED = ((2, 4, 3),)
+LINE_BY_LINE, LINE_BY_LINE_SHARED = (1, 0, 0), (4, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a thread has, see ``window_sums.cu``."""
+
+    width: int
+    axis: int
+    run: int
+    lines: int
+    taps: int
+    planes: int
+    weighted: bool
+
+    @classmethod
+    def of(cls, form: WindowForm, dtype: DType) -> _Shape:
+        axis = 2 if form.last else 1
+        along, across = form.windows[axis], form.windows[3 - axis]
+        shared = along.valid_taps >= SHARED * along.input
+        taps = most_positions(across)
+        run, lines, _ = LINE_BY_LINE_SHARED if shared else LINE_BY_LINE
+        for choice in WHOLE_SHARED if shared else WHOLE:
+            if most_positions(along, choice[0]) <= choice[1] and taps <= choice[2]:
+                run, lines, taps = choice
+                break
+        else:
+            taps = 0
+        weighted = form.varying == "inputs"
+        return cls(form.width(dtype), axis, run, lines, taps, _planes(axis, run), weighted)
+
+    def instance(self, dtype: DType) -> Instance:
+        return Instance.of(
+            "pool/window_sums.cu",
+            {
+                "ELEMENT": CUDA_TYPES[dtype],
+                "WIDTH": self.width,
+                "AXIS": self.axis,
+                "RUN": self.run,
+                "LINES": self.lines,
+                "TAPS": self.taps,
+                "PLANES": self.planes,
+                "WEIGHTED": int(self.weighted),
+            },
+        )
+
+
+class WindowSums:
+    """Sums of every kind of windows of images that 32 bits address."""
+
+    name = "window_sums"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind != "sums":
+            return "no average"
+        return WindowForm.of(work).why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        form = WindowForm.of(work)
+        shape = _Shape.of(form, work.dtype)
+        items = list(form.y_size)
+        items[shape.axis] = ceil_div(items[shape.axis], shape.run)
+        args = window_args(form, shape.width, items, shape.planes)
+        launch = Launch(
+            shape.instance(work.dtype),
+            window_grid(args, shape.planes, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, x=work.x, y=work.y),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        runs = (*WHOLE, *WHOLE_SHARED, LINE_BY_LINE, LINE_BY_LINE_SHARED)
+        return [
+            _Shape(width, axis, *run, _planes(axis, run[0]), weighted).instance(dtype)
+            for dtype in FLOATING
+            for axis, widths in ((1, (1,)), (2, (CHUNK_BYTES // dtype.itemsize, 1)))
+            for width in widths
+            for run in runs
+            for weighted in (False, True)
+        ]
+
+
+def _planes(axis: int, run: int) -> int:
+    """Planes of a thread: several where it has single elements, so that it waits for more."""
+    return 1 if axis == 2 else 4 if run == 1 else 2

@@ -1,0 +1,206 @@
+// What windows that lie side by side give back: each position of y has one window at most. The host's
+// side is window_tiles.py.
+//
+// MODE 0: y[i] = x[window of i] / divisor, the gradient of average pooling.
+// MODE 1: y[i] = x[window of i] where the window's index is i, else 0: the gradient of max pooling.
+// MODE 2: the same as max unpooling, with bad[1] for what is wrong.
+// A window is `tile` positions along each axis; positions behind the last one get zero. The thread
+// that has a window's first position holds its index against the window, where `bad` is given: see
+// window_routes.cu.
+// KIND 0, channels last: a thread has WIDTH channels of a window, which it reads once, and stores
+// them to the window's positions; blockIdx.z takes a part of those along the last axis.
+// KIND 1, channels first: WIDTH neighbouring positions of a row, in all rows of their windows.
+// KIND 2, channels first and one window a plane: WIDTH neighbouring elements of all planes, which lie
+// side by side.
+// Block: 128 threads; shared memory: none. Deterministic: nothing is added. Relies on its launcher for
+// the grid (chunks of the batch along y) and aligned vectors.
+// Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
+#include "pool/windows.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using S = Sum<T>;
+using Values = Vector<T, WIDTH>;
+
+struct TilesArgs {
+  const void* x;
+  void* y;
+  const void* indices;
+  int* bad;
+  int tile[3];
+  int x_size[3];
+  int y_size[3];
+  int items[3];  // of threads along the axes
+  int inner;
+  int batch;
+  int chunk;    // of the batch
+  int threads;  // of a chunk
+  int part;     // KIND 0: positions of a tile along the last axis that a thread stores to
+  Divider by_vectors, by_items[3];
+  Divider by_tile;     // along the last axis
+  Divider by_size[3];  // y's
+  double divisor, reciprocal;
+};
+
+// A window's element: what it gives, and where.
+struct Given {
+  T value;
+  INDEX index;
+
+  __device__ __forceinline__ T at(i64 position) const {
+    return MODE == 0 || index == position ? value : T{};
+  }
+};
+
+__device__ __forceinline__ void check(const TilesArgs& args, i64 index, const int (&window)[3]) {
+  if (MODE == 0 || args.bad == nullptr) return;
+  const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  const bool exists = index >= 0 && index < plane;
+  bool good = exists;
+  int rest = exists ? static_cast<int>(index) : 0;
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = divide(rest, args.by_size[axis]);
+    const int into = rest - outer * args.y_size[axis] - window[axis] * args.tile[axis];
+    good &= into >= 0 && into < args.tile[axis];
+    rest = outer;
+  }
+  if (!good) args.bad[MODE == 2 && exists] = 1;  // all threads that write write the same
+}
+
+__device__ __forceinline__ T shared_out(const TilesArgs& args, T value) {
+  if constexpr (MODE != 0) return value;
+  const S by = static_cast<S>(args.divisor), reciprocal = static_cast<S>(args.reciprocal);
+  return narrow<T>(divided(widen(value), by, reciprocal));
+}
+
+__device__ __forceinline__ Given given(const TilesArgs& args, i64 at, bool there) {
+  Given found = {T{}, static_cast<INDEX>(-1)};
+  if (!there) return found;
+  found.value = shared_out(args, static_cast<const T*>(args.x)[at]);
+  if constexpr (MODE != 0) found.index = static_cast<const INDEX*>(args.indices)[at];
+  return found;
+}
+
+// The same of WIDTH neighbours.
+__device__ __forceinline__ void given_all(const TilesArgs& args, i64 at, bool there,
+                                          Given (&found)[WIDTH]) {
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) found[e] = {T{}, static_cast<INDEX>(-1)};
+  if (!there) return;
+  const Values values = Values::load(static_cast<const T*>(args.x) + at);
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) found[e].value = shared_out(args, values.at[e]);
+  if constexpr (MODE != 0) {
+    constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
+#pragma unroll
+    for (int e = 0; e < WIDTH; e += kAtOnce) {
+      const INDEX* const from = static_cast<const INDEX*>(args.indices) + at + e;
+      const auto some = Vector<INDEX, kAtOnce>::load(from);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) found[e + i].index = some.at[i];
+    }
+  }
+}
+
+}  // namespace
+
+#if KIND == 2
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  const i64 first = static_cast<i64>(blockIdx.y) * args.chunk;
+  const int plane = args.tile[2];
+  const i64 end = min(static_cast<i64>(args.chunk), args.batch - first) * plane;
+  const i64 element = static_cast<i64>(thread) * WIDTH;
+  if (element >= end) return;
+  int image = divide(static_cast<int>(element), args.by_tile);
+  int position = static_cast<int>(element) - image * plane;
+  Values values;
+  Given now = given(args, first + image, true);
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    if (position == plane) {
+      position = 0;
+      ++image;
+      now = given(args, first + image, first + image < args.batch);
+    }
+    if (position == 0 && element + e < end) check(args, now.index, {0, 0, 0});
+    values.at[e] = now.at(position);
+    ++position;
+  }
+  T* const y = static_cast<T*>(args.y) + first * plane + element;
+  if (element + WIDTH <= end) {
+    values.store(y);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < WIDTH; ++e) {
+    if (element + e < end) y[e] = values.at[e];
+  }
+}
+#else
+extern "C" __global__ void __launch_bounds__(128)
+    window_tiles(const __grid_constant__ TilesArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  if (thread >= args.threads) return;
+  const WindowItem item =
+      item_of(args, thread, args.items, KIND == 0 ? args.inner / WIDTH : 1);
+  if (item.group >= args.batch) return;
+  int window[3] = {item.at[0], item.at[1], item.at[2]};
+  const int column = KIND == 0 ? item.at[2] * args.tile[2] + static_cast<int>(blockIdx.z) * args.part
+                               : item.at[2] * WIDTH;
+  const i64 sources = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
+  const bool row_there = window[0] < args.x_size[0] && window[1] < args.x_size[1];
+  const i64 from_row =
+      item.group * sources + (static_cast<i64>(window[0]) * args.x_size[1] + window[1]) *
+                                 args.x_size[2];
+  Given found[WIDTH];
+  if constexpr (KIND == 0) {
+    const bool there = row_there && window[2] < args.x_size[2];
+    given_all(args, (from_row + window[2]) * args.inner + item.vector * WIDTH, there, found);
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      if (there && blockIdx.z == 0) check(args, found[e].index, window);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) {
+      const int own = divide(column + e, args.by_tile);
+      const bool there = row_there && own < args.x_size[2];
+      if (e == 0 || own != window[2]) {
+        found[e] = given(args, from_row + own, there);
+      } else {
+        found[e] = found[e > 0 ? e - 1 : 0];
+      }
+      window[2] = own;
+      if (there && own * args.tile[2] == column + e) check(args, found[e].index, window);
+    }
+  }
+  const int columns = KIND == 0 ? min(min(args.part, args.tile[2] - static_cast<int>(blockIdx.z) *
+                                                                        args.part),
+                                      args.y_size[2] - column)
+                                : 1;
+  const i64 plane = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  T* const y = static_cast<T*>(args.y) + item.group * plane * args.inner + item.vector * WIDTH;
+  const int stop0 = min(args.tile[0], args.y_size[0] - item.at[0] * args.tile[0]);
+  const int stop1 = min(args.tile[1], args.y_size[1] - item.at[1] * args.tile[1]);
+  for (int i0 = 0; i0 < stop0; ++i0) {
+    for (int i1 = 0; i1 < stop1; ++i1) {
+      const int row = (item.at[0] * args.tile[0] + i0) * args.y_size[1] +
+                      item.at[1] * args.tile[1] + i1;
+      i64 position = static_cast<i64>(row) * args.y_size[2] + column;
+#pragma unroll 4
+      for (int i2 = 0; i2 < columns; ++i2, ++position) {
+        Values values;
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) values.at[e] = found[e].at(position + (KIND == 1 ? e : 0));
+        values.store(y + position * args.inner);
+      }
+    }
+  }
+}
+#endif

@@ -1,0 +1,186 @@
+"""What windows that lie side by side give back: gradients of poolings, and max unpooling."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import FLOATING, INDEX, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
+from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import (
+    Check,
+    Clear,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import WindowWork
+from convgrad_service.problems.windows import WindowAxis
+
+__all__ = ["Tiles", "WindowTiles", "tiles", "tiles_instances"]
+
+BLOCK = 128
+# Positions that a thread with channels stores to along the last axis.
+PART = 16
+CHANNELS, ROWS, PLANES = 0, 1, 2
+SPREAD, ROUTE, MOVE = 0, 1, 2
+
+
+class TilesArgs(ctypes.Structure):
+    """See ``window_tiles.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "bad")),
+        *((name, ctypes.c_int32 * 3) for name in ("tile", "x_size", "y_size", "items")),
+        *((name, ctypes.c_int32) for name in ("inner", "batch", "chunk", "threads", "part")),
+        ("by_vectors", Divider),
+        ("by_items", Divider * 3),
+        ("by_tile", Divider),
+        ("by_size", Divider * 3),
+        ("divisor", ctypes.c_double),
+        ("reciprocal", ctypes.c_double),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A form whose positions have one window each, of ``tile`` positions along every axis."""
+
+    form: WindowForm
+    tile: tuple[int, ...]
+
+    @classmethod
+    def of(cls, form: WindowForm) -> Tiles | None:
+        """None where windows overlap, leave gaps or differ in size."""
+        sizes = [_tile_of(axis) for axis in form.windows]
+        if form.varying is not None or any(size is None for size in sizes):
+            return None
+        return cls(form, tuple(size for size in sizes if size is not None))
+
+    def shape(self, dtype: DType) -> tuple[int, int]:
+        """The kind of kernel, and the elements of a vector."""
+        form, most = self.form, CHUNK_BYTES // dtype.itemsize
+        if form.last:
+            return CHANNELS, form.width(dtype)
+        extent = form.y_size[2]
+        # Planes whose chunks would not start at whole vectors are too large for that anyway.
+        one = prod(form.x_size) == 1 and form.y_size[:2] == (1, 1)
+        if one and most <= extent <= LARGEST // 32:
+            return PLANES, most
+        width = most
+        while extent % width:
+            width //= 2
+        return ROWS, width
+
+
+def _tile_of(axis: WindowAxis) -> int | None:
+    if axis.is_broadcast:
+        return axis.output
+    tiled = axis.step == 1 and axis.first == 0 and axis.last == axis.unit
+    return axis.unit if tiled else None
+
+
+class WindowTiles:
+    """Gradients of poolings whose windows lie side by side."""
+
+    name = "window_tiles"
+
+    def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.kind == "maxima" or (work.kind == "sums" and work.by != "inputs"):
+            return "no gradient"
+        form = WindowForm.of(work)
+        if Tiles.of(form) is None:
+            return "windows that overlap, leave gaps or differ in size"
+        return form.why_not()
+
+    def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        if not work.checked:
+            return Fragment(self.name, (tiles(work, None),))
+        bad = f"{work.prefix}bad_index"
+        steps = (Clear(bad, 4), tiles(work, bad))
+        return Fragment(self.name, steps, (Workspace(bad, 4),), (Check(bad, BAD_INDEX),))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return tiles_instances(moves=False)
+
+
+def tiles(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
+    """The launch, of work that `Tiles` has a form of; it ``moves`` elements for max unpooling."""
+    form = WindowForm.of(work)
+    found = Tiles.of(form)
+    if found is None:
+        raise ValueError("windows that do not lie side by side")
+    kind, width = found.shape(work.dtype)
+    args = TilesArgs()
+    args.tile[:], args.x_size[:], args.y_size[:] = found.tile, form.x_size, form.y_size
+    items = [ceil_div(size, tile) for size, tile in zip(form.y_size, found.tile, strict=True)]
+    vectors, parts = form.inner // width if kind == CHANNELS else 1, 1
+    if kind == CHANNELS:
+        args.part = min(PART, found.tile[2])
+        parts = ceil_div(found.tile[2], args.part)
+    else:
+        items[2] = ceil_div(form.y_size[2], width)
+    args.items[:] = items
+    for i in range(3):
+        args.by_items[i], args.by_size[i] = Divider.of(items[i]), Divider.of(form.y_size[i])
+    args.inner, args.batch = form.inner, form.batch
+    args.by_vectors, args.by_tile = Divider.of(vectors), Divider.of(found.tile[2])
+    each = form.y_size[2] if kind == PLANES else vectors * prod(items)
+    args.chunk = min(form.batch, (LARGEST - 2**16) // each)
+    if 16 <= args.chunk < form.batch:
+        args.chunk -= args.chunk % 16  # chunks of planes start at whole vectors
+    args.threads = ceil_div(args.chunk * each, width) if kind == PLANES else args.chunk * each
+    args.divisor, args.reciprocal = form.divisor, 1.0 / form.divisor
+    mode = SPREAD if work.kind == "sums" else MOVE if moves else ROUTE
+    grid = ceil_div(args.threads, BLOCK), ceil_div(form.batch, args.chunk), parts
+    indices = None if mode == SPREAD else work.indices
+    return Launch(
+        _instance(work.dtype, work.index_dtype, kind, width, mode),
+        grid,
+        (BLOCK, 1, 1),
+        pack(args, x=work.x, y=work.y, indices=indices, bad=bad),
+    )
+
+
+def tiles_instances(*, moves: bool) -> list[Instance]:
+    """Every instance that `tiles` can name."""
+    modes = ((MOVE, INDEX),) if moves else ((SPREAD, (DType.INT64,)), (ROUTE, INDEX))
+    found = []
+    for dtype in FLOATING:
+        wide = CHUNK_BYTES // dtype.itemsize
+        widths = [2**log for log in range(wide.bit_length())]
+        kinds = [(CHANNELS, 1), (CHANNELS, wide), (PLANES, wide)]
+        kinds += [(ROWS, width) for width in widths]
+        found += [
+            _instance(dtype, index, kind, width, mode)
+            for mode, indices in modes
+            for index in indices
+            for kind, width in kinds
+        ]
+    return found
+
+
+def _instance(dtype: DType, index: DType, kind: int, width: int, mode: int) -> Instance:
+    return Instance.of(
+        "pool/window_tiles.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "KIND": kind,
+            "WIDTH": width,
+            "MODE": mode,
+        },
+    )

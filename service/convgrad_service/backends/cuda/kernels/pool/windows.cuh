@@ -1,0 +1,107 @@
+// Poolings over windows that are ranges of positions, whatever makes them. The host's side is
+// window_form.py.
+#pragma once
+
+#include "core/divider.cuh"
+#include "core/vectors.cuh"
+
+namespace convgrad {
+
+// Window o has the positions from start(o) up to, and without, stop(o), as WindowAxis says.
+struct WindowRange {
+  int whole, step;  // of positions an output: whole units, and the rest
+  int first, last;
+  int low, high;
+  Divider by_unit;
+  int wide_shift;
+  u64 wide_factor;  // by_unit for products of more than 31 bits; 0 where there are none
+
+  // Below zero only `low` counts, unless the unit is 1.
+  __device__ __forceinline__ int floored(int o, int add) const {
+    int whole_units = o * whole;
+    if (wide_factor != 0) {
+      const i64 n = static_cast<i64>(o) * step + add;
+      const u64 quotient = __umul64hi(static_cast<u64>(max(n, 0ll)), wide_factor) >> wide_shift;
+      return whole_units + static_cast<int>(quotient);
+    }
+    const int n = o * step + add;
+    return whole_units + (by_unit.factor == 0 ? n : n <= 0 ? min(n, 0) : divide(n, by_unit));
+  }
+  __device__ __forceinline__ int start(int o) const { return max(low, floored(o, first)); }
+  __device__ __forceinline__ int stop(int o) const { return min(high, floored(o, last)); }
+  __device__ __forceinline__ int size(int o) const { return stop(o) - start(o); }
+};
+
+// x is [batch, x_size, inner], y and indices [batch, y_size, inner], contiguous. Threads are counted
+// within a chunk of the batch, one a blockIdx.y, so that they fit 31 bits.
+struct WindowArgs {
+  const void* x;
+  void* y;        // or null, for maxima
+  void* indices;  // or null, but for routes
+  int* bad;       // routes: what is wrong with an index; null where none can be
+  WindowRange window[3];   // of positions of y, among those of x
+  WindowRange counted[3];  // sizes of windows: of y, of x (window_sums with WEIGHTED), of routes' x
+  int x_size[3];
+  int y_size[3];
+  int inner;
+  int batch;
+  int chunk;    // threads' items of the batch in a chunk
+  int threads;  // of a chunk
+  Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
+  int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
+  int lanes_x;                      // of the lanes of a window, those along its last axis
+  double divisor, reciprocal;
+};
+
+// What a thread computes: its place among a chunk's threads, by axis.
+struct WindowItem {
+  int vector, at[3], group;
+};
+
+template <class Args>
+__device__ __forceinline__ WindowItem item_of(const Args& args, int thread, const int (&items)[3],
+                                              int vectors) {
+  WindowItem item;
+  int rest = divide(thread, args.by_vectors);
+  item.vector = thread - rest * vectors;
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = divide(rest, args.by_items[axis]);
+    item.at[axis] = rest - outer * items[axis];
+    rest = outer;
+  }
+  item.group = static_cast<int>(blockIdx.y) * args.chunk + rest;
+  return item;
+}
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return fma(a, b, c);
+}
+
+// sum / by, rounded as a division, from the rounded reciprocal (Markstein); infinities and NaNs pass.
+template <class S>
+__device__ __forceinline__ S divided(S sum, S by, S reciprocal) {
+  const S near = sum * reciprocal;
+  if (!(near - near == S(0))) return near;
+  return multiply_add(multiply_add(-near, by, sum), reciprocal, near);
+}
+
+// The divisor of a window of y, and its reciprocal.
+template <class S>
+struct DividedBy {
+  S by, reciprocal;
+  __device__ __forceinline__ DividedBy(const WindowArgs& args, int o0, int o1, int o2) {
+    if (args.by_outputs) {
+      by = static_cast<S>(args.counted[0].size(o0)) * static_cast<S>(args.counted[1].size(o1)) *
+           static_cast<S>(args.counted[2].size(o2));
+      reciprocal = S(1) / by;
+    } else {
+      by = static_cast<S>(args.divisor);
+      reciprocal = static_cast<S>(args.reciprocal);
+    }
+  }
+  __device__ __forceinline__ S operator()(S sum) const { return divided(sum, by, reciprocal); }
+};
+
+}  // namespace convgrad
