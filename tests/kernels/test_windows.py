@@ -73,6 +73,18 @@ def test_nans_and_ties_of_adaptive_maxima(backend: Backend, seed: int, name: str
         check(answers(backend, case, tensors, layout), wanted, "exact", f"{case.id} {layout}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [*CASES, *UNEVEN], ids=lambda case: case.id)
+def test_nans_and_infinities_stay_in_their_windows(
+    backend: Backend, seed: int, case: Case, dtype: str
+) -> None:
+    tensors = draw(case, rng_for(seed, case.id), DTYPES[dtype], with_nans)
+    wanted = expected(case.operation, tensors, case.params)
+    for layout in with_layouts(case.ndim, grouped=False)[-2:]:
+        found = answers(backend, case, tensors, layout)
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {dtype} {layout}")
+
+
 @pytest.mark.parametrize("width", [np.int32, np.int64])
 def test_adaptive_gradient_from_indices(backend: Backend, seed: int, width: type) -> None:
     forward = adaptive_pool("max", "uneven", (2, 8), (7, 10), [4, 7], "fwd")

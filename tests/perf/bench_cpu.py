@@ -125,6 +125,9 @@ LAYERS = (
     _layer("64 3x3x3 @8x28x28", "dense", (8, 28, 28), (64, 64), 3, batch=1),
     _layer("256 k3 @2048", "dense", (2048,), (256, 256), 3),
     _layer("64 pool 3x3 s2 @112", "pool", (112, 112), (64, 64), 3, stride=2),
+    _layer("192 average 3x3 @35", "average", (35, 35), (192, 192), 3),
+    _layer("128 average 2x2 s2 @56", "average", (56, 56), (128, 128), 2, stride=2, padding=0),
+    _layer("2048 average 7x7 @7", "average", (7, 7), (2048, 2048), 7, stride=7, padding=0),
 )
 
 
@@ -141,7 +144,7 @@ class Pair:
 
 def pairs(backend: CpuBackend, layer: Layer) -> Iterator[Pair]:
     """Every operation of a layer in both layouts."""
-    make = pool_pairs if layer.kind == "pool" else convolution_pairs
+    make = {"pool": pool_pairs, "average": average_pairs}.get(layer.kind, convolution_pairs)
     for last in (False, True):
         yield from make(backend, layer, last)
 
@@ -215,6 +218,37 @@ def pool_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
             {**params, "layout": layout, "input_size": layer.size},
         ),
         lambda: torch.ops.aten.max_pool2d_with_indices_backward(their_y, their_x, *window, indices),
+    )
+
+
+def average_pairs(backend: CpuBackend, layer: Layer, last: bool) -> Iterator[Pair]:
+    """PyTorch's gradient in channels last is timed though it is wrong: see `gpu_poolings`."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((layer.batch, layer.in_channels, *layer.size), np.float32)
+    y = rng.standard_normal((layer.batch, layer.in_channels, *layer.output_size), np.float32)
+    layout = (LAST if last else FIRST)[layer.ndim]
+    window = [*layer.kernel], [*layer.stride], [*layer.padding], False, True, None
+    their_x, their_y = _tensor(x, last), _tensor(y, last)
+    params = {
+        "kernel_size": layer.kernel,
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "layout": layout,
+    }
+    given = {"grad_output": _laid(y, last)}
+    yield Pair(
+        layer,
+        "avg_pool_fwd",
+        layout,
+        _ours(backend, "avg_pool_fwd", {"input": _laid(x, last)}, params),
+        lambda: torch.ops.aten.avg_pool2d(their_x, *window),
+    )
+    yield Pair(
+        layer,
+        "avg_pool_bwd",
+        layout,
+        _ours(backend, "avg_pool_bwd", given, {**params, "input_size": layer.size}),
+        lambda: torch.ops.aten.avg_pool2d_backward(their_y, their_x, *window),
     )
 
 

@@ -89,4 +89,73 @@ POOL_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         POOL_BWD | {"input": ones(8, 31, 30, 30)},
         "input has shape (8, 31, 30, 30); expected (8, 32, 30, 30) from grad_output's N and C",
     ),
+    (
+        "avg_pool_fwd",
+        {"input": X, "kernel_size": 3, "divisor_override": 0},
+        "divisor_override is 0; expected any other integer",
+    ),
+    (
+        "avg_pool_fwd",
+        {"input": X, "kernel_size": 3, "padding": 3},
+        "padding is [3, 3] in spatial dimension 0; expected less than the effective kernel, 3 "
+        "(size 3, dilation 1)",
+    ),
+    (
+        "avg_pool_fwd",
+        {"input": X, "kernel_size": 3, "layout": "NHWGC"},
+        "input has shape (8, 32, 30, 30); expected 5 dimensions (NHWGC) in layout NHWGC",
+    ),
+    (
+        "avg_pool_bwd",
+        {"grad_output": ones(2, 3, 4, 5), "kernel_size": 2, "input_size": [8, 8]},
+        "grad_output has shape (2, 3, 4, 5); expected (2, 3, 4, 4) from input size (8, 8), kernel "
+        "2x2, stride 2, padding 0, ceil_mode False",
+    ),
+    (
+        "avg_pool_bwd",
+        {"grad_output": ones(2, 3, 4, 5), "kernel_size": 2, "input_size": [2, 4, 8, 10]},
+        "input_size is (2, 4, 8, 10); expected (2, 3, 8, 10) (N, C, H, W) from the other tensors",
+    ),
+    (
+        "adaptive_avg_pool_fwd",
+        {"input": X, "output_size": [7, None, 7]},
+        "output_size has 3 values; expected one integer, or 2 (one per spatial dimension, null for "
+        "the input's own)",
+    ),
+    (
+        "adaptive_max_pool_fwd",
+        {"input": X, "output_size": [0, 7]},
+        "output_size[0] is 0; expected at least 1",
+    ),
+    (
+        "adaptive_max_pool_bwd",
+        {"grad_output": ones(1, 1, 2, 2), "indices": ones(1, 1, 2, 2, dtype="int64")},
+        "there are indices but no input_size; expected it, since indices are flat in the planes of "
+        "an input of that size",
+    ),
+    (
+        "max_unpool_fwd",
+        {
+            "input": ones(1, 1, 2, 2),
+            "indices": ones(1, 1, 2, 2, dtype="int64"),
+            "kernel_size": 2,
+            "output_size": [4, 6],
+        },
+        "output_size is 6 in spatial dimension 1; expected more than 2 and less than 6, which "
+        "kernel_size, stride and padding lead to",
+    ),
+    (
+        "max_unpool_fwd",
+        {
+            "input": ones(1, 1, 2, 2),
+            "indices": ones(1, 1, 2, 3, dtype="int64"),
+            "kernel_size": 2,
+        },
+        "indices has shape (1, 1, 2, 3); expected (1, 1, 2, 2) (input's shape)",
+    ),
+    (
+        "max_unpool_bwd",
+        {"grad_output": ones(1, 2, 4, 4), "indices": ones(1, 1, 2, 2, dtype="int32")},
+        "indices has shape (1, 1, 2, 2); expected (1, 2, 2, 2) from grad_output's N and C",
+    ),
 ]

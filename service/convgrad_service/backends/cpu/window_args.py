@@ -101,9 +101,10 @@ def task_count(args: WindowArgs) -> int:
 
 
 def scratch_bytes(args: WindowArgs, dtype: DType) -> int:
-    """For window_sums: a line of x and a line of y in sums."""
+    """For window_sums: a line of x and a line of y in sums, and a line's windows."""
     width = max(1, args.lanes)
-    return int((args.x_size[2] + args.y_size[2]) * width + 32) * sum_bytes(dtype)
+    elements = (args.x_size[2] + args.y_size[2]) * width + 32 + max(args.x_size[2], args.y_size[2])
+    return int(elements * sum_bytes(dtype) + 16 * args.y_size[2])
 
 
 def planes(array: Array, layout: Layout) -> PlaneView | None:

@@ -68,7 +68,11 @@ from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSepar
 from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
 from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
-from convgrad_service.backends.cuda.kernels.pool.window_reduce import WindowMaxima, WindowReduce
+from convgrad_service.backends.cuda.kernels.pool.window_maxima import WindowMaxima
+from convgrad_service.backends.cuda.kernels.pool.window_reduce import (
+    WindowReduce,
+    WindowReduceMaxima,
+)
 from convgrad_service.backends.cuda.kernels.pool.window_routes import WindowRoutes
 from convgrad_service.backends.cuda.kernels.pool.window_sums import WindowSums
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import WindowTiles
@@ -193,7 +197,14 @@ FAMILIES = Families(
         PoolThroughChannelsLast(PoolSeparable(), COPIES),
         MaxPoolBackward(),
     ),
-    windows=(WindowReduce(), WindowTiles(), WindowSums(), WindowMaxima(), WindowRoutes()),
+    windows=(
+        WindowReduce(),
+        WindowTiles(),
+        WindowSums(),
+        WindowMaxima(),
+        WindowReduceMaxima(),
+        WindowRoutes(),
+    ),
     unpool=(MaxUnpool(),),
     copy=COPIES,
 )

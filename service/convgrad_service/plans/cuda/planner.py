@@ -221,6 +221,8 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
 
 
 def _plan_pool_fwd(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> CudaPlan:
+    if problem.pool.ndim == 1 and problem.pool.dilation == (1,):
+        return put_together([windows.max_forward(problem, device, families)])
     operands = {
         name: activation_operand(name, spec.dtype, problem.layout, spec.shape, 1)
         for name, spec in (*problem.inputs.items(), *problem.outputs.items())

@@ -16,9 +16,11 @@ from convgrad_service.problems import (
     AvgPoolBwd,
     AvgPoolFwd,
     MaxPoolBwd,
+    MaxPoolFwd,
     MaxUnpoolBwd,
     MaxUnpoolFwd,
 )
+from convgrad_service.problems.geometry import PoolShape
 from convgrad_service.problems.planes import PlaneProblem
 from convgrad_service.problems.sizes import Size
 from convgrad_service.problems.windows import WindowAxis
@@ -29,6 +31,7 @@ __all__ = [
     "average_backward",
     "average_forward",
     "max_backward_from_indices",
+    "max_forward",
     "unpool_backward",
     "unpool_forward",
 ]
@@ -118,14 +121,37 @@ def adaptive_max_backward(
     return chosen, workspace
 
 
+def max_forward(problem: MaxPoolFwd, device: CudaDevice, families: Families) -> Chosen:
+    """maxpool1d_fwd to maxpool3d_fwd of windows that are not dilated."""
+    pool = problem.pool
+    work = WindowWork(
+        kind="maxima",
+        batch=pool.batch,
+        channels=pool.channels,
+        channels_last=problem.layout.channels_last,
+        dtype=problem.dtype,
+        windows=_sliding(pool),
+        x="input",
+        y="output",
+        indices="indices" if problem.return_indices else None,
+        index_dtype=problem.index_dtype,
+    )
+    return choose(families.windows, work, device)
+
+
+def _sliding(pool: PoolShape) -> tuple[WindowAxis, ...]:
+    """The windows of a max pooling that are not dilated."""
+    befores = [before for before, _ in pool.padding]
+    sides = pool.input_size, pool.output_size, pool.kernel_size, pool.stride, befores
+    return tuple(map(WindowAxis.sliding, *sides))
+
+
 def max_backward_from_indices(
     problem: MaxPoolBwd, device: CudaDevice, families: Families
 ) -> Chosen:
-    """maxpool1d_bwd to maxpool3d_bwd of windows without gaps, from indices."""
+    """maxpool1d_bwd to maxpool3d_bwd of windows that are not dilated, from indices."""
     pool = problem.pool
-    befores = [before for before, _ in pool.padding]
-    sides = pool.input_size, pool.output_size, pool.kernel_size, pool.stride, befores
-    windows = tuple(map(WindowAxis.sliding, *sides))
+    windows = _sliding(pool)
     work = WindowWork(
         kind="routes",
         batch=pool.batch,

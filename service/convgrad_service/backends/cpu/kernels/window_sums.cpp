@@ -7,7 +7,8 @@
 // Lines are of positions (channels first) or of positions by channels (channels last); either way
 // neighbours lie side by side and are added as vectors.
 //
-// Relies on: WindowArgs; scratch for a line of x and a line of y in sums (float, double for F64).
+// Relies on: WindowArgs; scratch for a line of x and a line of y in sums (float, double for F64), and
+// the windows along a line.
 // Deterministic: an element's order of additions follows from its window alone.
 #include "windows.hpp"
 
@@ -60,19 +61,41 @@ CONVGRAD_INLINE void store_divided(typename E::Storage* to, const typename E::Ac
   for (; i < count; ++i) store_one<E>(to + i, from[i] / divisor);
 }
 
-// The sums of one row of y in `sums`, from the line of x's sums.
+// The windows along a line, which are the same for all lines: divisions are worth a table.
 template <class T>
-void windows_of_line(const WindowArgs& args, T* line, T* sums, i64 width) {
+struct LineWindows {
+  i64* start;   // of each position of y
+  i64* stop;
+  T* size;      // that counts, of each window of y (kByOutputs) or x (kByInputs)
+
+  LineWindows(const WindowArgs& args, void* scratch) {
+    start = static_cast<i64*>(scratch);
+    stop = start + args.y_size[2];
+    size = reinterpret_cast<T*>(stop + args.y_size[2]);
+    for (i64 o = 0; o < args.y_size[2]; ++o) {
+      start[o] = args.window[2].start(o);
+      stop[o] = args.window[2].stop(o);
+    }
+    const i64 sizes = args.divide == kByOne ? 0 : args.divide == kByInputs ? args.x_size[2]
+                                                                         : args.y_size[2];
+    for (i64 i = 0; i < sizes; ++i) size[i] = static_cast<T>(args.counted[2].size(i));
+  }
+};
+
+// The sums of one row of y in `sums`, from the line of x's sums; each in the order of x.
+template <class T>
+void windows_of_line(const WindowArgs& args, const LineWindows<T>& windows, T* line, T* sums,
+                     i64 width) {
   const WindowRange& window = args.window[2];
   const i64 extent = args.y_size[2];
   if (args.divide == kByInputs) {
     for (i64 i = 0; i < args.x_size[2]; ++i) {
-      const T factor = T(1) / static_cast<T>(args.counted[2].size(i));
+      const T factor = T(1) / windows.size[i];
       for (i64 lane = 0; lane < width; ++lane) line[i * width + lane] *= factor;
     }
   }
   clear(sums, extent * width);
-  if (width == 1 && window.step == 1 && window.unit == 1) {
+  if (width == 1 && window.unit == 1 && window.step == 1) {
     // Windows a position apart: their taps of one number lie side by side.
     for (i64 tap = window.first; tap < window.last; ++tap) {
       const i64 from = most(0, window.low - tap), to = least(extent, window.high - tap);
@@ -80,9 +103,24 @@ void windows_of_line(const WindowArgs& args, T* line, T* sums, i64 width) {
     }
     return;
   }
+  if (width == 1 && window.unit > 1 && window.step == 1) {
+    // The gradient of windows `unit` apart: each position of x adds to what its window has.
+    for (i64 i = 0; i < args.x_size[2]; ++i) {
+      const i64 first = i * window.unit - (window.last - window.unit);
+      const i64 to = least(extent, first + window.last - window.first);
+      for (i64 o = most(0, first); o < to; ++o) sums[o] += line[i];
+    }
+    return;
+  }
   for (i64 o = 0; o < extent; ++o) {
-    const i64 stop = window.stop(o);
-    for (i64 i = window.start(o); i < stop; ++i) {
+    const i64 stop = windows.stop[o];
+    if (width == 1) {
+      T sum = T(0);
+      for (i64 i = windows.start[o]; i < stop; ++i) sum += line[i];
+      sums[o] = sum;
+      continue;
+    }
+    for (i64 i = windows.start[o]; i < stop; ++i) {
       add_sums(sums + o * width, line + i * width, width);
     }
   }
@@ -95,6 +133,7 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
   T* const line = static_cast<T*>(scratch);
   const i64 most_lanes = args.lanes ? args.lanes : 1;
   T* const sums = line + (args.x_size[2] * most_lanes + 15) / 16 * 16;
+  const LineWindows<T> windows(args, sums + (args.y_size[2] * most_lanes + 15) / 16 * 16);
   each_row(args, control, [&](const OutputRow& row) {
     const i64 width = row.count, extent = args.x_size[2];
     // Whole rows lie together where a block has all channels of a position.
@@ -123,7 +162,7 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
         }
       }
     }
-    windows_of_line(args, line, sums, width);
+    windows_of_line(args, windows, line, sums, width);
     const i64 position = (row.o0 * args.y_size[1] + row.o1) * args.y_size[2];
     Storage* to = at<Storage>(args.y, row.n, row.c, position);
     if (args.divide != kByOutputs && args.y.step == width) {
@@ -134,7 +173,7 @@ void window_sums(const WindowArgs& args, Control* control, void* scratch) {
     for (i64 o = 0; o < args.y_size[2]; ++o) {
       T divisor = T(1);
       if (args.divide == kByOne) divisor = static_cast<T>(args.divisor);
-      if (args.divide == kByOutputs) divisor = static_cast<T>(outer * args.counted[2].size(o));
+      if (args.divide == kByOutputs) divisor = static_cast<T>(outer) * windows.size[o];
       store_divided<E>(to + o * args.y.step, sums + o * width, width, divisor);
     }
   });

@@ -58,7 +58,7 @@ class WindowArgs(ctypes.Structure):
         ("by_vectors", Divider),
         ("by_items", Divider * 3),
         ("by_outputs", ctypes.c_int32),
-        ("lanes_x", ctypes.c_int32),
+        ("lanes_log", ctypes.c_int32),
         ("divisor", ctypes.c_double),
         ("reciprocal", ctypes.c_double),
     )
@@ -178,11 +178,9 @@ def _all_of(input: int, output: int) -> WindowAxis:
     )
 
 
-def most_positions(axis: WindowAxis, run: int = 1) -> int:
-    """What no ``run`` of neighbouring windows exceeds along an axis, together."""
-    found = ceil_div(axis.last - axis.first + (run - 1) * axis.step, axis.unit)
-    if run == 1:
-        found = axis.uniform_size or found
+def most_positions(axis: WindowAxis) -> int:
+    """What no window exceeds along an axis."""
+    found = axis.uniform_size or ceil_div(axis.last - axis.first, axis.unit)
     return max(1, min(axis.input, found))
 
 

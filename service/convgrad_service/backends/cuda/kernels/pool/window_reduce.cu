@@ -5,8 +5,8 @@
 // Maxima: y[o] = the maximum, indices[o] = its flat position in the plane; the first maximum wins a
 // tie, a NaN wins over any number, of several NaNs the last. Two parts of a window meet by the same
 // rule, told by their positions, so that the order of meeting does not matter.
-// A window's lanes take its positions in turn, in a grid of lanes_x along the last axis by the rest
-// along the axis before. Channels first (INNER 0): lanes are neighbouring threads, since positions
+// A window's lanes take its positions in turn, in a grid of 2^lanes_log along the last axis by the
+// rest along the axis before. Channels first (INNER 0): lanes are neighbouring threads, since positions
 // lie side by side. Channels last (INNER 1): neighbouring threads have WIDTH channels each, and lanes
 // are 256/LANES threads apart. Each lane keeps a few parts, and loads a few elements side by side.
 // Channels first, WIDTH above 1 is positions along the last axis, which are added up at the end:
@@ -90,7 +90,7 @@ struct Part {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, MAXIMA ? 2 : WIDTH == 8 ? 3 : 4)
     window_reduce(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = INNER ? thread / kItems : thread % LANES;
@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(256)
     start[axis] = args.window[axis].start(item.at[axis]);
     stop[axis] = args.window[axis].stop(item.at[axis]);
   }
-  const int lanes_y = LANES / args.lanes_x;
-  const int lane_y = lane / args.lanes_x, lane_x = lane - lane_y * args.lanes_x;
+  const int lanes_x = 1 << args.lanes_log, lanes_y = LANES >> args.lanes_log;
+  const int lane_y = lane >> args.lanes_log, lane_x = lane & (lanes_x - 1);
   Part parts[kParts];
 #pragma unroll
   for (int u = 0; u < kParts; ++u) parts[u].clear();
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(256)
         positions[u] = (i0 * args.x_size[1] + i1) * args.x_size[2] + i2;
         values[u] = there[u] ? Values::load(x + static_cast<i64>(positions[u]) * args.inner)
                              : Values::zero();
-        i2 += args.lanes_x * kStep;
+        i2 += lanes_x * kStep;
         if (i2 >= stop[2]) {
           i2 = start[2] + lane_x * kStep;
           i1 += lanes_y;

@@ -18,7 +18,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["WindowMaxima", "WindowReduce"]
+__all__ = ["WindowReduce", "WindowReduceMaxima"]
 
 BLOCK = 256
 # Below so many positions a thread of its own is quicker; above so many overlaps, sums of lines are.
@@ -61,10 +61,10 @@ class WindowReduce:
         ]
 
 
-class WindowMaxima:
+class WindowReduceMaxima:
     """Maxima of windows of any size, with their indices or without."""
 
-    name = "window_maxima"
+    name = "window_reduce_maxima"
 
     def why_not(self, work: WindowWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -99,9 +99,9 @@ def _variants(dtype: DType, *, smallest: bool) -> list[tuple[bool, int, int]]:
 
 
 def _lanes(form: WindowForm, width: int = 1) -> int:
-    """Threads of a window, eight positions each or more, or eight vectors of them."""
+    """Threads of a window, four positions each or more, or eight vectors of them."""
     choices = LANES_LAST if form.last else LANES
-    each = 8 if form.last else 8 * width
+    each = 4 if form.last else 8 * width
     return max([lanes for lanes in choices if each * lanes <= form.most_window] or choices[:1])
 
 
@@ -122,7 +122,7 @@ def _launch(work: WindowWork, form: WindowForm, lanes: int, along: int = 1) -> L
     args = window_args(form, width, form.y_size)
     across = ceil_div(most_positions(form.windows[2]), along)
     width = max(width, along)
-    args.lanes_x = min(lanes, 1 << (across - 1).bit_length())
+    args.lanes_log = min(lanes.bit_length() - 1, (across - 1).bit_length())
     return Launch(
         _instance(
             work.dtype, work.index_dtype, width, form.last, lanes, maxima=work.kind == "maxima"

@@ -102,14 +102,8 @@ struct Route {
   }
 };
 
-// Of the windows whose first position this is.
 __device__ __forceinline__ void check(const WindowArgs& args, const Found& found,
-                                      const int (&window)[3], const int (&at)[3]) {
-  if (args.bad == nullptr) return;
-  bool own = true;
-#pragma unroll
-  for (int axis = 0; axis < 3; ++axis) own &= args.counted[axis].start(window[axis]) == at[axis];
-  if (!own) return;
+                                      const int (&window)[3]) {
 #pragma unroll
   for (int v = 0; v < WIDTH; ++v) {
     // All threads that write write the same.
@@ -144,7 +138,19 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) route[p].clear();
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
+  // Whose index this thread checks: those of the windows that begin here.
+  const auto begins = [&](int axis, int window) {
+    return args.counted[axis].start(window) == item.at[axis];
+  };
+#if ROWS
+  bool own_row[ROWS], own_column[COLUMNS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) own_row[r] = args.bad != nullptr && begins(1, start[1] + r);
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) own_column[c] = args.bad != nullptr && begins(2, start[2] + c);
+#endif
   for (int o0 = start[0]; o0 < stop[0]; ++o0) {
+    const bool own = args.bad != nullptr && begins(0, o0);
     const i64 from = (static_cast<i64>(o0) * args.x_size[1] + start[1]) * row +
                      static_cast<i64>(start[2]) * args.inner;
 #if ROWS
@@ -171,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
           if (p >= planes) break;
           const T* const value = x + from + r * row + c * args.inner + p * x_plane;
           route[p].take(found[r][c][p], value, position);
-          check(args, found[r][c][p], window, item.at);
+          if (own && own_row[r] && own_column[c]) check(args, found[r][c][p], window);
         }
       }
     }
@@ -180,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
       i64 at = from + (o1 - start[1]) * row;
       for (int o2 = start[2]; o2 < stop[2]; ++o2, at += args.inner) {
         const int window[3] = {o0, o1, o2};
+        const bool own_window = own && begins(1, o1) && begins(2, o2);
         Found found[PLANES];
 #pragma unroll
         for (int p = 0; p < PLANES; ++p) found[p].load(indices + at + p * x_plane, p < planes);
@@ -187,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
         for (int p = 0; p < PLANES; ++p) {
           if (p >= planes) break;
           route[p].take(found[p], x + at + p * x_plane, position);
-          check(args, found[p], window, item.at);
+          if (own_window) check(args, found[p], window);
         }
       }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -23,11 +24,13 @@ __all__ = ["WindowRoutes", "routes", "routes_instances"]
 
 BLOCK = 128
 # Planes of a thread where neighbouring threads have neighbouring positions.
-PLANES = 2
+PLANES = 4
 # Windows of a position along the last two axes that are loaded side by side, the first that holds
 # them; or one by one.
 NEAR = ((1, 2), (2, 2))
 ONE_BY_ONE = (0, 0)
+# Registers of their indices; with more, others are spilled.
+MOST_WORDS = 32
 
 
 class WindowRoutes:
@@ -61,7 +64,12 @@ def routes(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
     planes = 1 if form.last else PLANES
     args = window_args(form, width, form.y_size, planes)
     rows, columns = map(most_positions, form.windows[1:])
-    fitting = (near for near in NEAR if rows <= near[0] and columns <= near[1])
+    words = width * work.index_dtype.itemsize // 4
+    fitting = (
+        near
+        for near in NEAR
+        if rows <= near[0] and columns <= near[1] and prod(near) * words <= MOST_WORDS
+    )
     near = next(fitting, ONE_BY_ONE)
     return Launch(
         _instance(work.dtype, work.index_dtype, width, planes, near, moves),

@@ -7,9 +7,9 @@
 // neighbouring positions of y along AXIS, in PLANES planes. It goes through the lines of x that its
 // windows have along AXIS: each line's part of the windows is added up once and goes into every
 // window that has the line. AXIS is 2 (columns) with channels last and 1 (rows) with channels first,
-// where lanes run along axis 2; the other of the two is the line's own. With LINES and TAPS a run has
-// at most so many lines of so many positions, and all of them are loaded before any is added: what
-// takes the time is the wait for memory.
+// where lanes run along axis 2; the other of the two is the line's own. With TAPS a line has at most so
+// many of those positions, and LINES lines are loaded before any is added: what takes the time is
+// the wait for memory.
 // Block: 128 threads; shared memory: none. Deterministic: an element's order of additions follows
 // from its window. Relies on its launcher for the grid (chunks of the batch along y), and WIDTH
 // elements being aligned.
@@ -78,9 +78,8 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   const i64 x_plane = step[0] * args.x_size[0];
   const T* const x = static_cast<const T*>(args.x) + plane * x_plane + item.vector * WIDTH +
                      start * step[kOther];
-  const T* const first = x + line_start[0] * step[AXIS];
   S sum[PLANES][RUN][WIDTH] = {};
-#if LINES
+#if TAPS
   S weight[TAPS];
 #pragma unroll
   for (int t = 0; t < TAPS; ++t) {
@@ -89,42 +88,43 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     if (start + t < stop) weight[t] = S(1) / static_cast<S>(args.counted[kOther].size(start + t));
 #endif
   }
-  const int lines = line_stop[RUN - 1] - line_start[0];
-  for (int i0 = start0; i0 < stop0; ++i0) {
-    Values values[LINES][PLANES][TAPS];
+#pragma unroll 1
+  for (int line = line_start[0]; line < line_stop[RUN - 1]; line += LINES) {
+    for (int i0 = start0; i0 < stop0; ++i0) {
+      Values values[LINES][PLANES][TAPS];
 #pragma unroll
-    for (int l = 0; l < LINES; ++l) {
-#pragma unroll
-      for (int p = 0; p < PLANES; ++p) {
-        const T* const from = first + i0 * step[0] + l * step[AXIS] + p * x_plane;
-#pragma unroll
-        for (int t = 0; t < TAPS; ++t) {
-          const bool there = l < lines && p < planes && start + t < stop;
-          values[l][p][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
-        }
-      }
-    }
-    S outer = S(1);
-#if WEIGHTED
-    outer = S(1) / static_cast<S>(args.counted[0].size(i0));
-#endif
-#pragma unroll
-    for (int l = 0; l < LINES; ++l) {
-      const int line = line_start[0] + l;
-      S part[PLANES][WIDTH] = {};
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) {
+      for (int l = 0; l < LINES; ++l) {
 #pragma unroll
         for (int p = 0; p < PLANES; ++p) {
+          const T* const from = x + i0 * step[0] + (line + l) * step[AXIS] + p * x_plane;
 #pragma unroll
-          for (int v = 0; v < WIDTH; ++v) {
-            const S value = widen(values[l][p][t].at[v]);
-            part[p][v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[p][v])
-                                  : part[p][v] + value;
+          for (int t = 0; t < TAPS; ++t) {
+            const bool there = line + l < line_stop[RUN - 1] && p < planes && start + t < stop;
+            values[l][p][t] = there ? Values::load(from + t * step[kOther]) : Values::zero();
           }
         }
       }
-      add_line(args, part, line, line_start, line_stop, sum);
+      S outer = S(1);
+#if WEIGHTED
+      outer = S(1) / static_cast<S>(args.counted[0].size(i0));
+#endif
+#pragma unroll
+      for (int l = 0; l < LINES; ++l) {
+        S part[PLANES][WIDTH] = {};
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) {
+#pragma unroll
+          for (int p = 0; p < PLANES; ++p) {
+#pragma unroll
+            for (int v = 0; v < WIDTH; ++v) {
+              const S value = widen(values[l][p][t].at[v]);
+              part[p][v] = WEIGHTED ? multiply_add(value, weight[t] * outer, part[p][v])
+                                    : part[p][v] + value;
+            }
+          }
+        }
+        add_line(args, part, line + l, line_start, line_stop, sum);
+      }
     }
   }
 #else

@@ -25,11 +25,11 @@ __all__ = ["WindowSums"]
 BLOCK = 128
 # Windows that share so many of their positions along an axis go through a thread as a run.
 SHARED = 1.25
-# (RUN, LINES, TAPS) of windows that are loaded whole, the first that holds a run; and of those that
-# are not.
+# (RUN, LINES, TAPS) of windows that are loaded whole, the first that holds them; of runs that are
+# loaded line by line; and of either with lines of any length.
 WHOLE = ((1, 1, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (1, 3, 3))
-WHOLE_SHARED = ((2, 4, 3),)
-LINE_BY_LINE, LINE_BY_LINE_SHARED = (1, 0, 0), (4, 0, 0)
+LINES_SHARED = ((4, 1, 3),)
+ANY, ANY_SHARED = (1, 0, 0), (4, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,15 @@ class _Shape:
         axis = 2 if form.last else 1
         along, across = form.windows[axis], form.windows[3 - axis]
         shared = along.valid_taps >= SHARED * along.input
-        taps = most_positions(across)
-        run, lines, _ = LINE_BY_LINE_SHARED if shared else LINE_BY_LINE
-        for choice in WHOLE_SHARED if shared else WHOLE:
-            if most_positions(along, choice[0]) <= choice[1] and taps <= choice[2]:
-                run, lines, taps = choice
-                break
+        lines, taps = most_positions(along), most_positions(across)
+        if shared:
+            fitting = (choice for choice in LINES_SHARED if taps <= choice[2])
+            chosen = next(fitting, ANY_SHARED)
         else:
-            taps = 0
+            whole = (choice for choice in WHOLE if lines <= choice[1] and taps <= choice[2])
+            chosen = next(whole, ANY)
         weighted = form.varying == "inputs"
-        return cls(form.width(dtype), axis, run, lines, taps, _planes(axis, run), weighted)
+        return cls(form.width(dtype), axis, *chosen, _planes(axis, chosen[0]), weighted)
 
     def instance(self, dtype: DType) -> Instance:
         return Instance.of(
@@ -104,7 +103,7 @@ class WindowSums:
 
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
-        runs = (*WHOLE, *WHOLE_SHARED, LINE_BY_LINE, LINE_BY_LINE_SHARED)
+        runs = (*WHOLE, *LINES_SHARED, ANY, ANY_SHARED)
         return [
             _Shape(width, axis, *run, _planes(axis, run[0]), weighted).instance(dtype)
             for dtype in FLOATING

@@ -49,7 +49,7 @@ struct WindowArgs {
   int threads;  // of a chunk
   Divider by_vectors, by_items[3];  // of threads: along inner and y's axes
   int by_outputs;                   // whether y's sums are divided by `counted`, else by `divisor`
-  int lanes_x;                      // of the lanes of a window, those along its last axis
+  int lanes_log;                    // of the lanes of a window, those along its last axis
   double divisor, reciprocal;
 };
 

@@ -1,0 +1,108 @@
+// Max pooling over small windows of any kind: maxima, and where they are. The host's side is
+// window_maxima.py.
+//
+// y[o] = the maximum of x over the window of o, indices[o] = its flat position in the plane; the first
+// maximum wins a tie, a NaN wins over any number, of several NaNs the last.
+// A thread has WIDTH neighbouring elements of `inner` (channels last; 1 with channels first) at one
+// position of y, in PLANES planes. A window has at most ROWS by COLUMNS positions along its last two
+// axes, all of which are loaded before any is compared. Block: 128 threads; shared memory: none.
+// Deterministic. Relies on its launcher for the grid (chunks of the batch along y), aligned vectors,
+// and every window having a position.
+// Index limits: planes and a chunk's threads below 2^31; offsets in 64 bits.
+#include "pool/windows.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using S = Sum<T>;
+using Values = Vector<T, WIDTH>;
+
+// The most of WIDTH windows so far.
+struct Most {
+  Values stored;  // the element itself and not its value widened and rounded: a NaN keeps its bits
+  int where[WIDTH];
+
+  __device__ __forceinline__ void take(const Values& values, int position, bool first) {
+#pragma unroll
+    for (int v = 0; v < WIDTH; ++v) {
+      const S found = widen(values.at[v]);
+      if (first || found > widen(stored.at[v]) || found != found) {
+        stored.at[v] = values.at[v];
+        where[v] = position;
+      }
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128, 4)
+    window_maxima(const __grid_constant__ WindowArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  if (thread >= args.threads) return;
+  const WindowItem item = item_of(args, thread, args.y_size, args.inner / WIDTH);
+  const int plane = item.group * PLANES;
+  if (plane >= args.batch) return;
+  const int planes = min(PLANES, args.batch - plane);
+  int start[3], stop[3];
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) {
+    start[axis] = args.window[axis].start(item.at[axis]);
+    stop[axis] = args.window[axis].stop(item.at[axis]);
+  }
+  const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
+  const i64 x_plane = row * args.x_size[1] * args.x_size[0];
+  const T* const x = static_cast<const T*>(args.x) + plane * x_plane + item.vector * WIDTH;
+  Most most[PLANES];
+  for (int i0 = start[0]; i0 < stop[0]; ++i0) {
+    const int corner = (i0 * args.x_size[1] + start[1]) * args.x_size[2] + start[2];
+    const T* const from = x + static_cast<i64>(corner) * args.inner;
+    Values values[PLANES][ROWS][COLUMNS];
+#pragma unroll
+    for (int p = 0; p < PLANES; ++p) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          const bool there = p < planes && start[1] + r < stop[1] && start[2] + c < stop[2];
+          values[p][r][c] = there ? Values::load(from + p * x_plane + r * row + c * args.inner)
+                                  : Values::zero();
+        }
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < PLANES; ++p) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+          if (start[1] + r >= stop[1] || start[2] + c >= stop[2]) continue;
+          const bool first = r == 0 && c == 0 && i0 == start[0];
+          most[p].take(values[p][r][c], corner + r * args.x_size[2] + c, first);
+        }
+      }
+    }
+  }
+  const i64 outputs = static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
+  const i64 position =
+      (static_cast<i64>(item.at[0]) * args.y_size[1] + item.at[1]) * args.y_size[2] + item.at[2];
+  const i64 to = (plane * outputs + position) * args.inner + item.vector * WIDTH;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) {
+    if (p >= planes) break;
+    const i64 at = to + p * outputs * args.inner;
+    if (args.y != nullptr) most[p].stored.store(static_cast<T*>(args.y) + at);
+    if (args.indices == nullptr) continue;
+    INDEX* const indices = static_cast<INDEX*>(args.indices) + at;
+    constexpr int kAtOnce = WIDTH * sizeof(INDEX) >= 16 ? 16 / sizeof(INDEX) : WIDTH;
+#pragma unroll
+    for (int v = 0; v < WIDTH; v += kAtOnce) {
+      Vector<INDEX, kAtOnce> some;
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) some.at[e] = most[p].where[v + e];
+      some.store(indices + v);
+    }
+  }
+}
