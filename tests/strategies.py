@@ -208,7 +208,8 @@ def refused_cases(draw: Draw) -> Case:
 
 def zeros(case: Case, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:
     """Tensors of a case's shapes, for requests whose values do not matter."""
-    return {name: np.zeros(shape, dtype) for name, shape in case.shapes.items()}
+    types = {"indices": np.int64}
+    return {name: np.zeros(shape, types.get(name, dtype)) for name, shape in case.shapes.items()}
 
 
 __all__ = [

@@ -61,6 +61,8 @@ from tests.kernels.gpu_check import RESULTS, ROOT, compile_all, driver, git_sha,
 from tests.kernels.harness import answers, with_layouts
 from tests.kernels.sanitizer import DONE, Found, Sanitizer, mark, shown
 from tests.perf.cleared import Cleared, key_of
+from tests.window_cases import OPERATIONS as WINDOWS
+from tests.window_cases import window_cases
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Few and small: a tool makes every access many times slower.
@@ -82,6 +84,7 @@ CASES: list[Case] = [
     *(next(iter(conv_cases(op))) for op in FROM_CONV3D),
     *(case for n in (1, 2, 3) for way in ("fwd", "bwd")
       for case in list(pool_cases(f"maxpool{n}d_{way}"))[:3]),
+    *(case for op in WINDOWS for case in window_cases(op)[:3]),
     *FUSED[:2],
     *EPILOGUES[:2],
 ]  # fmt: skip
@@ -96,7 +99,7 @@ SETS: Mapping[str, Families] = {
 # element written.
 BULK_STORES = re.compile(r"\btma_store\b")
 # Of shared memory, that kernels have besides what a launch gives them: at most so much.
-STATIC_BYTES = 8192
+STATIC_BYTES = 16384
 # Cases of one process: few enough that what is cleared is not lost with the time it ran out.
 PART = 40
 CLEARED = RESULTS.with_name("sanitized.jsonl")

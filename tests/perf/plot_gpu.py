@@ -27,8 +27,15 @@ OPERATIONS = {
     "conv_bwd_data": "backward data",
     "grouped_conv_bwd_weight": "backward weight",
     "conv_backward": "both gradients",
+    **{f"maxpool{ndim}d_fwd": "forward" for ndim in (1, 2, 3)},
+    "maxpool1d_bwd": "backward",
     "maxpool2d_bwd": "max-pool backward",
     "maxpool3d_bwd": "max-pool backward",
+    **{
+        f"{name}_{way}": text
+        for name in ("avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool")
+        for way, text in (("fwd", "forward"), ("bwd", "backward"))
+    },
     "grouped_conv_conv_fwd": "fused forward",
 }
 

@@ -42,7 +42,8 @@ def wire_table() -> str:
 
 _MALLOC = {"default": "as shipped by glibc", "served": "as the server sets it"}
 
-_BACKWARD = ("conv_bwd_data", "maxpool2d_bwd")
+_BACKWARD = ("conv_bwd_data", "maxpool2d_bwd", "avg_pool_bwd")
+_POOLS = ("pool", "average")
 _COLUMNS = [(ops, last) for ops in (_BACKWARD, ("grouped_conv_bwd_weight",)) for last in (0, 1)]
 
 
@@ -96,7 +97,7 @@ def _cpu_means(rows: list[Record], *, bold: bool) -> list[str]:
                     for row in rows
                     if row["malloc"] == malloc
                     and row["op"] in ops
-                    and (row["class"] == "pool") == pools
+                    and (row["class"] in _POOLS) == pools
                 ]
                 cells.append(_ratio(some[last::2]))
             lines.append(f"| {title}{kind}, malloc {_MALLOC[malloc]} | {' | '.join(cells)} |")

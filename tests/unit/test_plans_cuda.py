@@ -51,6 +51,9 @@ from tests.cases import (
 from tests.emulator.maps import encode
 from tests.kernels.cuda_backends import general
 from tests.kernels.harness import with_layouts
+from tests.strategies import zeros
+from tests.window_cases import OPERATIONS as WINDOWS
+from tests.window_cases import window_cases
 
 A100 = CudaDevice("A100", (8, 0), 108, 166912, 167936, 40 * 2**20, 80 * 10**9)
 CASES = [
@@ -61,6 +64,7 @@ CASES = [
         for way in ("fwd", "bwd")
         for case in pool_cases(f"maxpool{n}d_{way}")
     ),
+    *(case for op in WINDOWS for case in window_cases(op)),
     *FUSED,
     *EPILOGUES,
     *PASSES,
@@ -68,7 +72,7 @@ CASES = [
 
 
 def problem_of(case: Case, dtype: str = "float32", layout: str | None = None) -> Problem:
-    tensors = {name: np.zeros(shape, DTYPES[dtype]) for name, shape in case.shapes.items()}
+    tensors = zeros(case, DTYPES[dtype])
     params = dict(case.params) if layout is None else {**case.params, "layout": layout}
     arrays = request_arrays(case, tensors, layout)
     request = validate(OPERATIONS[case.operation].request, {**arrays, **params})
