@@ -8,7 +8,7 @@
     loss.backward()                              # models unchanged
 
 `use` routes the backward passes of every convolution and max pooling, and convolutions' double
-backward passes, through a backend, for good or, as a context manager, inside a ``with`` block. There
+backward passes, through a backend: for good or, as a context manager, in a ``with`` block. There
 are two backends of one protocol:
 
 `Local`

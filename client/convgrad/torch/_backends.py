@@ -31,6 +31,16 @@ class Geometry:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, values: Sequence[Any], ndim: int) -> Geometry:
+        """From its fields as ATen passes them: with a value for each dimension, or one for all."""
+        stride, padding, dilation, groups, transposed, output_padding = values
+        stride, padding, dilation, output_padding = (
+            each * ndim if len(each) == 1 else each
+            for each in (stride, padding, dilation, output_padding)
+        )
+        return cls(stride, padding, dilation, groups, transposed, output_padding)
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The geometry's fields of a request."""

@@ -58,12 +58,14 @@ def computable(*tensors: torch.Tensor) -> str | None:
 class _Pass(NamedTuple):
     """What one pass of one layer runs; kept, so that a later call only looks it up.
 
-    ``inputs`` and ``outputs`` are the places of its tensors and results among the pass's.
+    ``inputs`` and ``outputs`` are the places of its tensors and results among the pass's;
+    ``scattered`` are those of its tensors that have to be brought into the memory format first.
     """
 
     channels_last: bool
     runner: Runner
     inputs: tuple[int, ...]
+    scattered: tuple[int, ...]
     outputs: tuple[int, ...]
     counter: Counter
 
@@ -76,13 +78,10 @@ _MOST_PASSES = 65_536
 
 def _key(backend: Backend, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     first = tensors[0]
-    return (
-        backend,
-        uses_tf32(first),
-        first.device,
-        *[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors],
-        *rest,
-    )
+    key = [backend, uses_tf32(first), first.device, rest]
+    for tensor in tensors:
+        key += tensor.shape, tensor.stride(), tensor.dtype
+    return tuple(key)
 
 
 def _prepared(key: Any, prepare: Callable[[], _Pass]) -> _Pass:
@@ -129,16 +128,23 @@ def _bind(
     inputs = tuple(names.index(ours) for ours in operation.inputs.values())
     outputs = tuple(results.index(ours) for ours in operation.outputs.values())
     given = [dense(tensors[index], channels_last) for index in inputs]
+    # The key holds strides: what lies as it should now always does.
+    scattered = tuple(
+        place for place, index in enumerate(inputs) if given[place] is not tensors[index]
+    )
     runner = backend.prepare(operation, given, channels_last=channels_last)
     counter = Counter(operation.name, layer, backend.name, runner)
-    return _Pass(channels_last, runner, inputs, outputs, counter)
+    return _Pass(channels_last, runner, inputs, scattered, outputs, counter)
 
 
 def _run(
     pass_: _Pass, tensors: Sequence[torch.Tensor], found: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    last, runner, inputs, outputs, counter = pass_
-    results = runner([dense(tensors[index], last) for index in inputs])
+    last, runner, inputs, scattered, outputs, counter = pass_
+    given = [tensors[index] for index in inputs]
+    for place in scattered:
+        given[place] = dense(given[place], last)
+    results = runner(given)
     for index, result in zip(outputs, results, strict=True):
         found[index] = result
     counter.calls += 1
@@ -182,12 +188,12 @@ def conv_backward(
 ) -> Gradients:
     """grad_input, grad_weight and grad_bias of a convolution; None for what ``mask`` leaves out.
 
-    ``geometry`` holds the fields of a `Geometry`.
+    ``geometry`` holds the fields of a `Geometry`, as `Geometry.of` takes them.
     """
     tensors = grad_output, input, weight
 
     def prepare() -> _Pass:
-        own = Geometry(*geometry)
+        own = Geometry.of(geometry, input.dim() - 2)
         wanted = tuple(name for name, asked in zip(_GRADIENTS, mask, strict=True) if asked)
         return _bind(
             backend,
@@ -215,7 +221,7 @@ def conv_double_backward(
 
     None also stands for what is zero, because it is made of what was not given. ``second`` are the
     gradients of that pass's results, ``tensors`` its grad_output, input and weight, ``geometry``
-    the fields of a `Geometry`.
+    what `Geometry.of` takes.
     """
     of_input, of_weight, _ = (each is not None for each in second)
     there = (any(each is not None for each in second), of_weight, of_input)
@@ -228,8 +234,8 @@ def conv_double_backward(
     every = (*tensors, *(each for each in second if each is not None))
 
     def prepare() -> _Pass:
-        own = Geometry(*geometry)
         _, input, weight = tensors
+        own = Geometry.of(geometry, input.dim() - 2)
         return _bind(
             backend,
             convolution_double_backward(own, given, wanted),

@@ -129,9 +129,7 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
     ) -> Any:
         backend = _CHOICE.backend
         if backend is not None and any(output_mask):
-            geometry = _geometry(
-                input, stride, padding, dilation, transposed, output_padding, groups
-            )
+            geometry = _geometry(stride, padding, dilation, transposed, output_padding, groups)
             try:
                 return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
             except ServiceError as error:
@@ -165,9 +163,7 @@ def _convolution_double_backward(own: Any) -> Callable[..., Any]:
         if backend is not None and not torch.is_grad_enabled():
             tensors = grad_output, input, weight
             try:
-                return conv_double_backward(
-                    backend, second, tensors, _geometry(input, *rest), tuple(mask)
-                )
+                return conv_double_backward(backend, second, tensors, _geometry(*rest), tuple(mask))
             except ServiceError as error:
                 if not _left_to_pytorch(error, input):
                     raise
@@ -236,7 +232,6 @@ _COMPOSITIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def _geometry(
-    input: torch.Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -245,14 +240,13 @@ def _geometry(
     groups: int,
 ) -> tuple[Any, ...]:
     """The fields of a `Geometry`, from ATen's arguments."""
-    ndim = input.dim() - 2
     return (
-        _per_dimension(stride, ndim),
-        _per_dimension(padding, ndim),
-        _per_dimension(dilation, ndim),
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
         groups,
         transposed,
-        _per_dimension(output_padding, ndim),
+        tuple(output_padding),
     )
 
 
