@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("convgrad", "verifying kernels by convgrad")
     group.addoption(
         "--convgrad-url",
-        default=os.environ.get("CONVGRAD_VERIFY_URL"),
         help="a convgrad server that judges; without one this process does",
     )
     group.addoption(
