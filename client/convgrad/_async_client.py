@@ -18,6 +18,7 @@ from convgrad._call import Answer, Call, Stored, as_tensor, check_call
 from convgrad._client import check_open, shared_memory
 from convgrad._direct import AsyncDirectTransport, is_direct
 from convgrad._events import EventHooks
+from convgrad._examinations import AsyncExaminations
 from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import async_method
 from convgrad._options import OptionChanges, Options
@@ -34,7 +35,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class AsyncClient:
+class AsyncClient(AsyncExaminations):
     """`Client` for asynchronous programs, with the same parameters and methods.
 
     Tensors are copied to shared memory, and with ``wire="json"`` become text, on the event loop;

@@ -16,6 +16,7 @@ from convgrad import _calls
 from convgrad._call import Answer, Call, Stored, as_tensor, check_call
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._events import EventHooks
+from convgrad._examinations import Examinations
 from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import method
 from convgrad._options import OptionChanges, Options
@@ -35,7 +36,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Client:
+class Client(Examinations):
     """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
 
     Threads may share a client.
