@@ -11,7 +11,8 @@
 // multiply, BM / CONSUMERS rows each.
 //
 // REDUCE 0: blocks keep their columns and take row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT
-// b is copied once, all of it. A warp rounds its sums and stores 16 rows at a time by the copy engine,
+// b is copied once, all of it. SHARE_B blocks of a cluster have the same columns and neighbouring row
+// tiles, and each copies a part of b to all; or SHARE_A the same rows, of a. A warp rounds its sums and stores 16 rows at a time by the copy engine,
 // through one of BUFFERS buffers, so that the next tile's copies and products go on.
 // REDUCE 1: one tile; its reduction is split among the blocks of a cluster, which add up through
 // distributed shared memory in the order of ranks, and (parts > 1) among clusters, which leave their
@@ -19,8 +20,8 @@
 //
 // Dynamic shared memory, from a multiple of 1,024: the ring; b where RESIDENT; buffers of results, or
 // what SplitKReduce needs; barriers.
-// Relies on its launcher for the grid: (row tiles or fewer, column tiles) or (cluster x parts, column
-// tiles, row tiles); for counters that are zero. Needs sm_90a.
+// Relies on its launcher for the grid: (row tiles or fewer, column tiles), with SHARE_A the other way
+// round, or with REDUCE (cluster x parts, column tiles, row tiles); for counters that are zero. Needs sm_90a.
 // Deterministic: one order of additions, which the launch decides.
 // Index limits: rows, columns and the reduction below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm.cuh"
@@ -32,8 +33,11 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using SideA = GemmSide<T, A_MN != 0, A_BYTES, A_EXTENT, DEPTH, A_WHOLE != 0>;
-using SideB = GemmSide<T, B_MN != 0, B_BYTES, BN, DEPTH, B_WHOLE != 0>;
+using SideA = GemmSide<T, A_MN != 0, A_BYTES, A_EXTENT, DEPTH, SHARE_A>;
+using SideB = GemmSide<T, B_MN != 0, B_BYTES, BN, DEPTH, SHARE_B>;
+constexpr int kSharing = SHARE_A * SHARE_B;
+static_assert(SHARE_A == 1 || SHARE_B == 1, "one of them");
+static_assert(kSharing == 1 || (!REDUCE && !RESIDENT), "a cluster does one thing");
 constexpr int kRowsOf = BM / CONSUMERS, kParts = kRowsOf / 64, kColumns = BN / 8;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
@@ -67,17 +71,22 @@ struct Place {
   __device__ __forceinline__ u32 joined() const { return barriers + 3 * STAGES * 8; }
 };
 
-// What this block has to do: row tiles from `row` on, and of the reduction `steps` from `begin` on.
+// What this block has to do: row tiles from `row` on, below `row_end`, one tile of columns, and of the
+// reduction `steps` from `begin` on. Blocks that share an operand do as many tiles, perhaps empty ones.
 struct Share {
-  int row, row_step, begin, steps;
+  int row, row_step, row_end, column, begin, steps;
 
   __device__ __forceinline__ explicit Share(const PointwiseGemmArgs& args) {
     if constexpr (REDUCE) {
-      row = blockIdx.z, row_step = args.row_tiles;
+      row = blockIdx.z, row_step = row_end = args.row_tiles, column = blockIdx.y * BN;
       begin = blockIdx.x * args.steps_each;
       steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
-      row = blockIdx.x, row_step = gridDim.x;
+      constexpr bool kColumnsFirst = SHARE_A > 1;
+      row = kColumnsFirst ? blockIdx.y : blockIdx.x;
+      row_step = kColumnsFirst ? gridDim.y : gridDim.x;
+      row_end = args.row_tiles + row % SHARE_B;
+      column = (kColumnsFirst ? blockIdx.x : blockIdx.y) * BN;
       begin = 0, steps = args.steps;
     }
   }
@@ -88,53 +97,63 @@ template <class Side, bool kRows>
 struct Loads {
   const TensorMap& map;
   const Share& share;
-  const int row_tiles;
+  const int rank, whole;
   int row, step = 0;
   RingPlace<STAGES> ring{1};
 
-  __device__ __forceinline__ Loads(const TensorMap& map, const Share& share, int row_tiles)
-      : map(map), share(share), row_tiles(row_tiles), row(share.row) {}
-  __device__ __forceinline__ bool left() const { return row < row_tiles && share.steps > 0; }
+  __device__ __forceinline__ Loads(const TensorMap& map, const Share& share, int whole)
+      : map(map),
+        share(share),
+        rank(Side::kShared ? static_cast<int>(blockIdx.x) % kSharing : 0),
+        whole(whole),
+        row(share.row) {}
+  __device__ __forceinline__ bool left() const { return row < share.row_end && share.steps > 0; }
   __device__ __forceinline__ void next(u32 to, u32 barrier) {
     arrive_expecting(barrier, Side::kBytes);
-    Side::load(to, map, barrier, kRows ? row * BM : static_cast<int>(blockIdx.y) * BN,
-               share.begin + step);
+    Side::load(to, map, barrier, kRows ? row * BM : share.column, share.begin + step, rank, whole);
     if (++step == share.steps) step = 0, row += share.row_step;
     ring.step();
   }
 };
 
-// A producer warp: `first` are the stages that need not be waited for. All of it comes to the block's
-// barrier between those and the others.
+// After this thread's barriers are made, all threads: before others use them.
+__device__ __forceinline__ void meet() {
+  if constexpr (kSharing > 1) {
+    wait_at_cluster();
+  } else {
+    __syncthreads();
+    if (REDUCE) arrive_at_cluster();
+  }
+}
+
+// A producer warp. The first copies, which need not wait for a stage to be free, start before the block
+// meets, or where they go to other blocks too, right after it.
 template <class Side, bool kRows>
 __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Place& place,
                                         const Share& share) {
   const TensorMap& map = kRows ? args.a_map : args.b_map;
   auto at = [&](int stage) { return kRows ? place.a(stage) : place.b(stage); };
   auto filled = [&](int stage) { return kRows ? place.filled_a(stage) : place.filled_b(stage); };
-  Loads<Side, kRows> loads(map, share, args.row_tiles);
+  Loads<Side, kRows> loads(map, share, kRows ? args.a_whole : args.b_whole);
   const bool chosen = elected();
+  auto first = [&] {
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < STAGES && loads.left(); ++i) loads.next(at(i), filled(i));
+  };
   if (chosen) {
-    constexpr bool kOnce = RESIDENT && !kRows;
-    for (int i = 0; i < (kOnce ? 1 : STAGES); ++i) make_barrier(filled(i), 1);
+    for (int i = 0; i < STAGES; ++i) make_barrier(filled(i), 1);
     publish_barriers();
     publish_shared();
-    wait_for_previous();
-    if constexpr (kOnce) {
-      arrive_expecting(filled(0), args.steps * Side::kBytes);
-      for (int i = 0; i < args.steps; ++i) {
-        Side::load(place.resident + i * Side::kBytes, map, filled(0),
-                   static_cast<int>(blockIdx.y) * BN, i);
-      }
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < STAGES && loads.left(); ++i) loads.next(at(i), filled(i));
-    }
+    if (Side::kShared) prefetch_map(map);
   }
   __syncwarp();
-  __syncthreads();
-  if (REDUCE) arrive_at_cluster();
-  if (chosen && !(RESIDENT && !kRows)) {
+  if (kSharing > 1) arrive_at_cluster();
+  if (chosen && !Side::kShared) first();
+  __syncwarp();
+  meet();
+  if (chosen) {
+    if (Side::kShared) first();
 #pragma unroll 1
     while (loads.left()) {
       const int stage = loads.ring.at;
@@ -146,10 +165,20 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
   if (REDUCE) wait_at_cluster();
 }
 
+// A warp's products have read a stage.
+__device__ __forceinline__ void release(const Place& place, int stage) {
+  const int lane = threadIdx.x & 31;
+  if constexpr (kSharing > 1) {
+    if (lane < kSharing) arrive_at(place.read(stage), lane);
+  } else {
+    if (lane == 0) arrive(place.read(stage));
+  }
+}
+
 // A warpgroup's sums of one tile.
 __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STAGES>& ring,
                                                int steps, Sums& sums) {
-  const int lane = threadIdx.x & 31, first_row = static_cast<int>(threadIdx.x / 128) * kRowsOf;
+  const int first_row = static_cast<int>(threadIdx.x / 128) * kRowsOf;
   int before = -1;  // the stage whose products are under way
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -168,14 +197,14 @@ __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STA
     }
     commit_products();
     wait_products<1>();
-    if (before >= 0 && lane == 0) arrive(place.read(before));
+    if (before >= 0) release(place, before);
     before = ring.at;
     ring.step();
   }
   wait_products<0>();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) hold_sums(sums[part]);
-  if (before >= 0 && lane == 0) arrive(place.read(before));
+  if (before >= 0) release(place, before);
 }
 
 // Where 16 bytes of a warp's results lie: columns 8 * chunk and on.
@@ -191,7 +220,7 @@ __device__ __forceinline__ u32 staged(u32 slab, int row, int chunk) {
 
 // A warp's 16 rows of a part, rounded, by the copy engine. Its buffer is free.
 __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 slab, int row,
-                                           const float (&sums)[kColumns][4]) {
+                                           int column, const float (&sums)[kColumns][4]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j + 1 < kColumns; j += 2) {
@@ -210,7 +239,6 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 sl
   publish_shared();
   __syncwarp();
   if (lane == 0) {
-    const int column = static_cast<int>(blockIdx.y) * BN;
 #pragma unroll
     for (int block = 0; block < BN / kBlockColumns; ++block) {
       store_tile<2>(args.d_map, slab + block * kBlockBytes, {column + block * kBlockColumns, row});
@@ -225,9 +253,16 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
   const u32 slabs = place.results + warp * (BUFFERS * kParts * kSlabBytes);
   RingPlace<STAGES> ring(0);
   int buffer = 0;
-  if (RESIDENT) wait_for(place.filled_b(0), 0);
+  if constexpr (RESIDENT) {
+    SideB::load_all(place.resident, static_cast<const T*>(args.b), args.b_pitch, share.column,
+                    args.columns, args.depth, args.steps, threadIdx.x, kConsumers);
+    commit_copies();
+    wait_copies<0>();
+    publish_shared();
+    wait_at(1, kConsumers);
+  }
 #pragma unroll 1
-  for (int tile = share.row; tile < args.row_tiles; tile += share.row_step) {
+  for (int tile = share.row; tile < share.row_end; tile += share.row_step) {
     Sums sums;
     multiply_steps(place, ring, share.steps, sums);
     if (lane == 0) wait_stores_read<(BUFFERS - 1) * kParts>();
@@ -235,7 +270,7 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       store_rows(args, slabs + (buffer * kParts + part) * kSlabBytes,
-                 tile * BM + warp / 4 * kRowsOf + part * 64 + warp % 4 * 16, sums[part]);
+                 tile * BM + warp / 4 * kRowsOf + part * 64 + warp % 4 * 16, share.column, sums[part]);
     }
     if (++buffer == BUFFERS) buffer = 0;
   }
@@ -296,17 +331,18 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
         own[i * 4 + q] = {four[0], four[1], four[2], four[3]};
       }
     });
-    __threadfence();
     wait_at(1, kConsumers);
     u32* const said = reinterpret_cast<u32*>(place.pointer(place.joined() + 8));
     if (threadIdx.x == 0) {
+      // For all threads, before and after: they met it at the barrier.
+      __threadfence();
       *said = atomicInc(args.counters + tile * args.cluster + rank, args.parts - 1);
+      __threadfence();
     }
     wait_at(1, kConsumers);
     if (*said != static_cast<u32>(args.parts) - 1) return;
-    __threadfence();
   }
-  const int row = share.row * BM, column = static_cast<int>(blockIdx.y) * BN;
+  const int row = share.row * BM, column = share.column;
   for_each_pair(reduce, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];
     if (partials == nullptr) {
@@ -316,12 +352,15 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
     }
     const int left = args.columns - column - c;
     if (left <= 0) return;
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int at = row + r + half * 8;
       if (at >= args.rows) continue;
+      float own[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) own[e] = half == 0 ? found[0][e] : found[1][e];
       finish_run<T, 8>(args, at * args.row_stride + (column + c) * args.column_stride,
-                       args.column_stride, left, column + c, found[half]);
+                       args.column_stride, left, column + c, own);
     }
   });
 }
@@ -347,24 +386,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp == kProducerA) {
     produce<SideA, true>(args, place, share);
   } else if (warp == kProducerB) {
-    produce<SideB, false>(args, place, share);
+    if constexpr (RESIDENT) {
+      meet();
+    } else {
+      produce<SideB, false>(args, place, share);
+    }
   } else {
     const Reduce reduce(place.pointer(place.results), place.joined(), rank, REDUCE ? args.cluster : 1, args.owned);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES; ++i) make_barrier(place.read(i), CONSUMERS * 4);
+      for (int i = 0; i < STAGES; ++i) make_barrier(place.read(i), kSharing * CONSUMERS * 4);
       publish_barriers();
       if (REDUCE) reduce.prepare();
       if (!REDUCE) prefetch_map(args.d_map);
     }
-    __syncthreads();
+    if constexpr (kSharing > 1) {
+      __syncwarp();
+      arrive_at_cluster();
+    }
+    meet();
     start_next();
     if constexpr (REDUCE) {
-      arrive_at_cluster();
       wait_for_previous();
       consume_share(args, place, share, reduce, rank);
     } else {
       wait_for_previous();
       consume_tiles(args, place, share);
     }
+  }
+  // A block's barriers stay until others have been at them for the last time.
+  if constexpr (kSharing > 1) {
+    __syncwarp();
+    arrive_at_cluster();
+    wait_at_cluster();
   }
 }

@@ -7,49 +7,60 @@
 
 namespace convgrad {
 
-// result = a * b: `rows` x `columns`, from a reduction of `steps` times DEPTH.
+// result = a * b: `rows` x `columns`, from a reduction of `depth`, in `steps` of DEPTH. Ordered so that what
+// is read last lies in lines of the constant cache that are read first.
 struct PointwiseGemmArgs {
-  TensorMap a_map, b_map;  // boxes of a stage, see PointwiseGemm::Side
+  TensorMap a_map, b_map;  // boxes of a stage, see GemmSide
   TensorMap d_map;         // of the result: boxes of 16 rows (REDUCE 0)
-  void* result;            // REDUCE 1, and all that follows up to `row_tiles`
+  void* result;            // REDUCE 1, as accumulate, bias and strides
   const void* accumulate;
   const void* bias;
+  i64 row_stride, column_stride;  // of the result, in elements
+  int rows, columns, plain, result_in_vectors;
+  int row_tiles, steps;
   float* partials;
   u32* counters;
-  i64 row_stride, column_stride;  // of the result, in elements
+  const void* b;  // RESIDENT, as pitch
+  i64 b_pitch;    // from a step of the reduction (MN major) or a column to the next, in elements
   float alpha, beta;
-  int rows, columns, plain, result_in_vectors, wide_result, activation;
+  int wide_result, activation;
   int cluster, parts;  // blocks of a cluster, and clusters, among which a tile's reduction is split
   int steps_each;      // of one of these blocks
   int owned;           // see SplitKReduce
-  int row_tiles, steps;
+  int depth;
+  int a_whole, b_whole;  // see GemmSide
 };
 
 // One of the two operands of a step, in shared memory as boxes side by side of rows of kBytes, swizzled
 // by as many: along the reduction, a row of the operand a row (K major); or else a step of the
 // reduction a row, and as many boxes as hold `kExtent` of the operand's rows (MN major).
-template <class T, bool kMn, int kBytes_, int kExtent, int kDepth, bool kWhole>
+// kShare blocks of a cluster have the same operand: each copies a part to all.
+template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth, int kShare>
 struct GemmSide {
-  static constexpr int kRowBytes = kBytes_, kWide = kBytes_ / static_cast<int>(sizeof(T));
+  static constexpr int kWide = kRowBytes / static_cast<int>(sizeof(T));
   static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : 1;
-  static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kBytes_;
+  static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
   static constexpr Major kMajor = kMn ? kAlongMn : kAlongK;
+  static constexpr bool kShared = kShare > 1;
   static_assert(kMn || kWide == kDepth, "a step is a row");
-  static_assert(kBytes % (8 * kBytes_) == 0, "swizzled patterns repeat");
+  static_assert(kBytes / kShare % (8 * kRowBytes) == 0, "swizzled patterns repeat");
+  static_assert(!kMn || kBoxes % kShare == 0, "whole boxes");
 
-  // One thread: `step` of the reduction, of the operand's rows from `first` on. Where whole boxes make
-  // up all of the operand's rows, one copy brings all of a tile's.
+  // One thread: `step` of the reduction, of the operand's rows from `first` on. One copy brings all
+  // boxes where these make up all of the operand's rows (`whole`). `rank` of those that share it.
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
-                                              int step) {
+                                              int step, int rank, int whole) {
+    to += rank * (kBytes / kShare);
     if constexpr (!kMn) {
-      load_tile<2>(to, map, barrier, {step * kDepth, first});
-    } else if constexpr (kWhole) {
-      load_tile<3>(to, map, barrier, {0, step * kDepth, first / kWide});
+      copy<2>(to, map, barrier, {step * kDepth, first + rank * (kExtent / kShare)});
+    } else if (whole) {
+      copy<3>(to, map, barrier, {0, step * kDepth, first / kWide + rank * (kBoxes / kShare)});
     } else {
-#pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        load_tile<3>(to + i * kBoxBytes, map, barrier, {first + i * kWide, step * kDepth, 0});
+#pragma unroll 1
+      for (int i = 0; i < kBoxes / kShare; ++i) {
+        const int box = rank * (kBoxes / kShare) + i;
+        copy<3>(to + i * kBoxBytes, map, barrier, {first + box * kWide, step * kDepth, 0});
       }
     }
   }
@@ -58,10 +69,40 @@ struct GemmSide {
   __device__ __forceinline__ static u64 operand(u32 stage, int first, int i) {
     if constexpr (kMn) {
       constexpr u32 kNext = kBoxes > 1 ? kBoxBytes : 0;
-      return advance(operand_along_mn<kBytes_>(stage + first / kWide * kBoxBytes, kNext),
-                     i * 16 * kBytes_);
+      return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kNext),
+                     i * 16 * kRowBytes);
     } else {
-      return advance(operand_along_k<kBytes_>(stage + first * kBytes_), i * 32);
+      return advance(operand_along_k<kRowBytes>(stage + first * kRowBytes), i * 32);
+    }
+  }
+  // So many threads: all steps from the first on, of the rows from `first` on, without the copy engine,
+  // which takes two clocks for each row of a box, however short. Zeros beyond `rows` and `depth`.
+  __device__ __forceinline__ static void load_all(u32 to, const T* from, i64 pitch, int first, int rows,
+                                                  int depth, int steps, int thread, int threads) {
+    constexpr int kChunk = 16 / sizeof(T), kAcross = kMn ? kBoxes * kWide / kChunk : kDepth / kChunk;
+    constexpr int kDown = kMn ? kDepth : kExtent;
+    for (int i = thread; i < steps * kDown * kAcross; i += threads) {
+      const int chunk = i % kAcross, row = i / kAcross % kDown, step = i / (kAcross * kDown);
+      const int k = step * kDepth + (kMn ? row : chunk * kChunk);
+      const int mn = first + (kMn ? chunk * kChunk : row);
+      const int left = kMn ? rows - mn : depth - k;
+      const bool there = k < depth && mn < rows;
+      const T* const at = there ? from + (kMn ? k * pitch + mn : mn * pitch + k) : from;
+      const int box = kMn ? chunk * kChunk / kWide : 0, in = kMn ? chunk % (kWide / kChunk) : chunk;
+      const u32 start = to + step * kBytes + box * kBoxBytes + row * kRowBytes;
+      const u32 swapped = in ^ (start >> 7 & (kRowBytes / 16 - 1));
+      copy_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
+    }
+  }
+
+ private:
+  template <int kDims>
+  __device__ __forceinline__ static void copy(u32 to, const TensorMap& map, u32 barrier,
+                                              const int (&at)[kDims]) {
+    if constexpr (kShared) {
+      load_tile_to<kDims>((1 << kShare) - 1, to, map, barrier, at);
+    } else {
+      load_tile<kDims>(to, map, barrier, at);
     }
   }
 };

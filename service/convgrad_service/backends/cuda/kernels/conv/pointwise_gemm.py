@@ -41,27 +41,27 @@ class PointwiseGemmArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, MapField) for name in ("a_map", "b_map", "d_map")),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("result", "accumulate", "bias", "partials", "counters")
-        ),
+        *((name, ctypes.c_uint64) for name in ("result", "accumulate", "bias")),
         *((name, ctypes.c_int64) for name in ("row_stride", "column_stride")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("rows", "columns", "plain", "result_in_vectors", "row_tiles", "steps")
+        ),
+        *((name, ctypes.c_uint64) for name in ("partials", "counters", "b")),
+        ("b_pitch", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("alpha", "beta")),
         *(
             (name, ctypes.c_int32)
             for name in (
-                "rows",
-                "columns",
-                "plain",
-                "result_in_vectors",
                 "wide_result",
                 "activation",
                 "cluster",
                 "parts",
                 "steps_each",
                 "owned",
-                "row_tiles",
-                "steps",
+                "depth",
+                "a_whole",
+                "b_whole",
             )
         ),
     )
@@ -96,13 +96,13 @@ class PointwiseGemm:
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
-        product = product_of(work)
-        assert product is not None
         config = self._config
         assert config is not None
+        product = product_of(work, config.swap)
+        assert product is not None
         config = replace(config, stages=config.stages or config.most_stages(product, device))
         result = result_of(work)
-        a, b = operands_of(work)
+        a, b = operands_of(work, config.swap)
         args = PointwiseGemmArgs()
         args.rows, args.columns = product.rows, product.columns
         args.row_stride, args.column_stride = product.row_stride, product.column_stride
@@ -116,6 +116,10 @@ class PointwiseGemm:
         args.activation = ACTIVATIONS[work.activation]
         args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
         args.steps, args.steps_each = config.steps(product), config.steps_each(product)
+        args.depth, args.b_pitch = product.depth, product.b.pitch
+        size = product.itemsize
+        args.a_whole = is_whole(product.a, config.a_extent(product), config.a_bytes // size)
+        args.b_whole = is_whole(product.b, config.n, config.b_bytes // size)
         args.row_tiles = rows = config.row_tiles(product)
         columns = config.column_tiles(product)
         workspace: tuple[Workspace, ...] = ()
@@ -126,7 +130,7 @@ class PointwiseGemm:
                 size = rows * columns * config.parts * config.m * config.n * 4
                 workspace = (Workspace(partials, size),)
         else:
-            grid = min(rows, max(1, device.multiprocessors // columns)), columns, 1
+            grid = config.grid(product, device)
         split = config.parts > 1
         launch = Launch(
             _instance(work.dtype, config, product),
@@ -135,10 +139,15 @@ class PointwiseGemm:
             pack_maps(
                 args,
                 {
-                    "a_map": (a, _map(work.dtype, product.a, product, config.a_bytes, config.depth, config.a_extent(product))),
-                    "b_map": (b, _map(work.dtype, product.b, product, config.b_bytes, config.depth, config.n)),
-                    "d_map": (result, _result_map(work.dtype, product, config)) if not config.cluster else (a, _map(work.dtype, product.a, product, config.a_bytes, config.depth, config.a_extent(product))),
+                    "a_map": (a, _map(work.dtype, product.a, product, config, a=True)),
+                    "b_map": (b, _map(work.dtype, product.b, product, config, a=False)),
+                    "d_map": (
+                        (a, _map(work.dtype, product.a, product, config, a=True))
+                        if config.cluster
+                        else (result, _result_map(work.dtype, product, config))
+                    ),
                 },
+                b=b,
                 result=result,
                 accumulate=work.accumulate,
                 bias=work.bias,
@@ -147,7 +156,7 @@ class PointwiseGemm:
             ),
             config.shared_bytes(product),
             overlaps=work.follows,
-            cluster=max(config.cluster, 1),
+            cluster=max(config.cluster, config.share_a, config.share_b),
         )
         return Fragment(
             f"{self.name}_{work.direction}_{config}",
@@ -171,24 +180,18 @@ def _instance(dtype: DType, config: Config, product: Product) -> Instance:
     )
 
 
-def operands_of(work: ConvWork) -> tuple[Operand, Operand]:
+def operands_of(work: ConvWork, swap: bool) -> tuple[Operand, Operand]:
     """a and b."""
     if work.direction == "fwd":
         return work.x, work.w
     if work.direction == "bwd_data":
         return work.y, work.w
-    return (work.x, work.y) if swapped(work) else (work.y, work.x)
+    return (work.x, work.y) if swap else (work.y, work.x)
 
 
-def swapped(work: ConvWork) -> bool:
-    """Whether wgrad's rows are input channels: where that leaves less of the tiles empty."""
-    def waste(rows: int, columns: int) -> float:
-        return -(-rows // 64) * 64 * (-(-columns // 8) * 8)
-    return waste(work.in_channels, work.out_channels) < waste(work.out_channels, work.in_channels)
-
-
-def product_of(work: ConvWork) -> Product | None:
-    """The work as a product, where it is one of matrices that lie in whole chunks."""
+def product_of(work: ConvWork, swap: bool = False) -> Product | None:
+    """The work as a product, where it is one of matrices that lie in whole chunks. With ``swap`` the
+    rows of bwd_weight are the input's channels."""
     pixels = work.batch * prod(work.output)
     _, k, c, *_ = work.w.strides
     size = work.dtype.itemsize
@@ -202,7 +205,7 @@ def product_of(work: ConvWork) -> Product | None:
         row = Matrix(outputs, y, True)
         column = Matrix(inputs, x, True)
         strides = k, 1
-        if swapped(work):
+        if swap:
             row, column, strides = column, row, (1, k)
     elif work.direction == "bwd_data":
         read, depth = (y, k), outputs
@@ -239,23 +242,23 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
     return pitch if pitch is not None else strides[5] or strides[0]
 
 
-def _map(
-    dtype: DType, matrix: Matrix, product: Product, row_bytes: int, depth: int, extent: int
-) -> TileMap:
+def _map(dtype: DType, matrix: Matrix, product: Product, config: Config, a: bool) -> TileMap:
     """Of an operand: `GemmSide` copies by it."""
-    size = product.itemsize
+    size, depth = product.itemsize, config.depth
+    row_bytes = config.a_bytes if a else config.b_bytes
+    extent = config.a_extent(product) if a else config.n
+    share = config.share_a if a else config.share_b
     wide, pitch = row_bytes // size, matrix.pitch * size
     if not matrix.mn:
-        return TileMap(
-            dtype, (product.depth, matrix.rows), (pitch,), swizzle=row_bytes, box=(wide, extent)
-        )
-    whole = is_whole(matrix, wide)
+        box = wide, extent // share
+        return TileMap(dtype, (product.depth, matrix.rows), (pitch,), swizzle=row_bytes, box=box)
+    whole = is_whole(matrix, extent, wide)
     return TileMap(
         dtype,
         (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
         (pitch, row_bytes if whole else pitch),
         swizzle=row_bytes,
-        box=(wide, depth, extent // wide if whole else 1),
+        box=(wide, depth, extent // wide // share if whole else 1),
     )
 
 

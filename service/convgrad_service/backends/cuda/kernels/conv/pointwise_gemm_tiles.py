@@ -15,6 +15,10 @@ ROW_BYTES = (32, 64, 128)
 """What a row of shared memory may be, and is swizzled by."""
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
+# What the system has of a multiprocessor's shared memory for each block.
+RESERVED_BYTES = 1024
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
 
 
@@ -67,7 +71,8 @@ class Config:
 
     With ``cluster`` 0 blocks take one row tile after another and the copy engine stores (REDUCE 0),
     with ``resident`` b is copied once. Else a tile's reduction is split among the blocks of a cluster and
-    ``parts`` clusters.
+    ``parts`` clusters. A multiprocessor has so many ``blocks`` at a time. ``share_a`` (``share_b``) blocks of a
+    cluster share a (b). ``swap`` is whether wgrad's rows are input channels.
     """
 
     m: int
@@ -81,6 +86,10 @@ class Config:
     parts: int = 1
     resident: bool = False
     buffers: int = 1
+    blocks: int = 1
+    share_a: int = 1
+    share_b: int = 1
+    swap: bool = False
 
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}" + (f"w{self.consumers}" if self.consumers != self.m // 64 else "")
@@ -88,6 +97,12 @@ class Config:
             name += f"d{self.depth}"
         if self.resident:
             name += "r"
+        if self.blocks > 1:
+            name += f"x{self.blocks}"
+        if self.share_a > 1 or self.share_b > 1:
+            name += f"a{self.share_a}" if self.share_a > 1 else f"b{self.share_b}"
+        if self.swap:
+            name += "t"
         if self.cluster:
             name += f"_k{self.cluster}" + (f"/{self.parts}" if self.parts > 1 else "")
         return name
@@ -153,15 +168,25 @@ class Config:
         ring = self.stages * (self.stage_bytes(product) + 3 * BARRIER_BYTES)
         return ring + self.beside_bytes(product)
 
-    def most_stages(self, product: Product, device: CudaDevice, blocks: int = 1) -> int:
-        """As many as fit where a multiprocessor has so many blocks, and as there are copies."""
-        room = min(
-            device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor // blocks - 1024
-        )
+    def most_stages(self, product: Product, device: CudaDevice) -> int:
+        """As many as fit where a multiprocessor has ``blocks``, and as there are copies."""
+        each = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
+        room = min(device.shared_bytes_per_block, each)
         room -= self.beside_bytes(product)
         fitting = room // (self.stage_bytes(product) + 3 * BARRIER_BYTES)
         tiles = 1 if self.cluster else 4
         return max(min(fitting, MOST_STAGES, max(self.steps_each(product) * tiles, 2)), 0)
+
+    def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
+        """Of blocks that take one row tile after another."""
+        rows, columns = self.row_tiles(product), self.column_tiles(product)
+        share = self.share_a * self.share_b
+        clusters = CLUSTERS[share] * device.multiprocessors * self.blocks // CLUSTERS[1]
+        if self.share_a > 1:
+            columns = ceil_div(columns, self.share_a)
+            return columns * self.share_a, min(rows, max(1, clusters // columns)), 1
+        rows = min(ceil_div(rows, share), max(1, clusters // columns))
+        return rows * share, columns, 1
 
     @property
     def d_bytes(self) -> int:
@@ -170,15 +195,13 @@ class Config:
 
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
         """What pointwise_gemm.cu expects."""
-        a, b, size = product.a, product.b, product.itemsize
+        a, b = product.a, product.b
         return {
             "ELEMENT": CUDA_TYPES[dtype],
             "A_MN": int(a.mn),
             "B_MN": int(b.mn),
             "A_BYTES": self.a_bytes,
             "B_BYTES": self.b_bytes,
-            "A_WHOLE": int(a.mn and is_whole(a, self.a_bytes // size)),
-            "B_WHOLE": int(b.mn and is_whole(b, self.b_bytes // size)),
             "A_EXTENT": self.a_extent(product),
             "BM": self.m,
             "BN": self.n,
@@ -189,12 +212,14 @@ class Config:
             "RESIDENT": int(self.resident),
             "BUFFERS": self.buffers,
             "D_BYTES": self.d_bytes,
+            "SHARE_A": self.share_a,
+            "SHARE_B": self.share_b,
         }
 
 
-def is_whole(matrix: Matrix, wide: int) -> bool:
-    """Whether boxes of so many rows make up all of them."""
-    return matrix.rows % wide == 0
+def is_whole(matrix: Matrix, extent: int, wide: int) -> bool:
+    """Whether boxes ``wide`` rows make up all of them, and a tile's."""
+    return matrix.rows % wide == 0 and extent % wide == 0
 
 
 def row_bytes_of(matrix: Matrix, elements: int, itemsize: int) -> int:
