@@ -16,16 +16,16 @@ from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad.errors import DeviceOutOfMemory, UnsupportedProblem
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.tensor_maps import Mapped
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import Mapped
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.backends.cuda.memory import arena_of
-from convgrad_service.plans.cuda import PLANNERS, plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_families import choose
-from convgrad_service.plans.cuda_pieces import parts_for
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.families import choose
+from convgrad_service.plans.cuda.pieces import parts_for
+from convgrad_service.plans.cuda.planner import PLANNERS, plan_for
+from convgrad_service.plans.cuda.program import (
     ALIGNMENT,
     ZEROS,
     Arguments,
@@ -34,7 +34,7 @@ from convgrad_service.plans.cuda_program import (
     Fragment,
     Instance,
 )
-from convgrad_service.plans.cuda_works import activation_operand, weight_operand
+from convgrad_service.plans.cuda.works import activation_operand, weight_operand
 from convgrad_service.problems import PROBLEMS, Problem, problem_from
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
 from tests.arrays import DTYPES, request_arrays

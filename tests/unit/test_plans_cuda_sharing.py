@@ -5,9 +5,9 @@ from __future__ import annotations
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import Packed
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import (
     Clear,
     CudaPlan,
     Fragment,
@@ -16,7 +16,7 @@ from convgrad_service.plans.cuda_program import (
     Step,
     Workspace,
 )
-from convgrad_service.plans.cuda_sharing import taken_out
+from convgrad_service.plans.cuda.sharing import taken_out
 from convgrad_service.problems import ConvBackward
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS

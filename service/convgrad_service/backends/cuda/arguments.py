@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from convgrad_service.plans.cuda_works import Operand
+from convgrad_service.plans.cuda.works import Operand
 
 __all__ = ["Packed", "pack"]
 
