@@ -109,7 +109,7 @@ struct Loads {
         row(share.row) {}
   __device__ __forceinline__ bool left() const { return row < share.row_end && share.steps > 0; }
   __device__ __forceinline__ void next(u32 to, u32 barrier) {
-    arrive_expecting(barrier, Side::kBytes);
+    arrive_and_expect_tx(barrier, Side::kBytes);
     Side::load(to, map, barrier, kRows ? row * BM : share.column, share.begin + step, rank, whole);
     if (++step == share.steps) step = 0, row += share.row_step;
     ring.step();
@@ -119,10 +119,10 @@ struct Loads {
 // After this thread's barriers are made, all threads: before others use them.
 __device__ __forceinline__ void meet() {
   if constexpr (kSharing > 1) {
-    wait_at_cluster();
+    cluster_wait();
   } else {
     __syncthreads();
-    if (REDUCE) arrive_at_cluster();
+    if (REDUCE) cluster_arrive();
   }
 }
 
@@ -135,20 +135,20 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
   auto at = [&](int stage) { return kRows ? place.a(stage) : place.b(stage); };
   auto filled = [&](int stage) { return kRows ? place.filled_a(stage) : place.filled_b(stage); };
   Loads<Side, kRows> loads(map, share, kRows ? args.a_whole : args.b_whole);
-  const bool chosen = elected();
+  const bool chosen = elect_one();
   auto first = [&] {
-    wait_for_previous();
+    wait_on_dependent_grids();
 #pragma unroll 1
     for (int i = 0; i < STAGES && loads.left(); ++i) loads.next(at(i), filled(i));
   };
   if (chosen) {
-    for (int i = 0; i < STAGES; ++i) make_barrier(filled(i), 1);
-    publish_barriers();
+    for (int i = 0; i < STAGES; ++i) init_barrier(filled(i), 1);
+    fence_barrier_init();
     publish_shared();
-    if (Side::kShared) prefetch_map(map);
+    if (Side::kShared) prefetch_tensor_map(map);
   }
   __syncwarp();
-  if (kSharing > 1) arrive_at_cluster();
+  if (kSharing > 1) cluster_arrive();
   if (chosen && !Side::kShared) first();
   __syncwarp();
   meet();
@@ -157,12 +157,12 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
 #pragma unroll 1
     while (loads.left()) {
       const int stage = loads.ring.at;
-      wait_for(place.read(stage), loads.ring.parity);
+      wait_barrier(place.read(stage), loads.ring.parity);
       loads.next(at(stage), filled(stage));
     }
   }
   __syncwarp();
-  if (REDUCE) wait_at_cluster();
+  if (REDUCE) cluster_wait();
 }
 
 // A warp's products have read a stage.
@@ -182,8 +182,8 @@ __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STA
   int before = -1;  // the stage whose products are under way
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_for(place.filled_a(ring.at), ring.parity);
-    if (!RESIDENT) wait_for(place.filled_b(ring.at), ring.parity);
+    wait_barrier(place.filled_a(ring.at), ring.parity);
+    if (!RESIDENT) wait_barrier(place.filled_b(ring.at), ring.parity);
     const u32 b_from = RESIDENT ? place.resident + step * SideB::kBytes : place.b(ring.at);
     begin_products();
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 sl
                           narrow_two<T>(sums[j][2], sums[j][3]),
                           narrow_two<T>(sums[j + 1][0], sums[j + 1][1]),
                           narrow_two<T>(sums[j + 1][2], sums[j + 1][3])};
-    store_matrices(staged(slab, lane % 16, j + lane / 16), words);
+    stmatrix(staged(slab, lane % 16, j + lane / 16), words);
   }
   if constexpr (kColumns % 2) {
     constexpr int j = kColumns - 1;
@@ -241,9 +241,9 @@ __device__ __forceinline__ void store_rows(const PointwiseGemmArgs& args, u32 sl
   if (lane == 0) {
 #pragma unroll
     for (int block = 0; block < BN / kBlockColumns; ++block) {
-      store_tile<2>(args.d_map, slab + block * kBlockBytes, {column + block * kBlockColumns, row});
+      tma_store<2>(args.d_map, slab + block * kBlockBytes, {column + block * kBlockColumns, row});
     }
-    commit_stores();
+    tma_store_commit();
   }
 }
 
@@ -265,7 +265,7 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
   for (int tile = share.row; tile < share.row_end; tile += share.row_step) {
     Sums sums;
     multiply_steps(place, ring, share.steps, sums);
-    if (lane == 0) wait_stores_read<(BUFFERS - 1) * kParts>();
+    if (lane == 0) tma_store_wait_read<(BUFFERS - 1) * kParts>();
     __syncwarp();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
     }
     if (++buffer == BUFFERS) buffer = 0;
   }
-  if (lane == 0) wait_stores_read<0>();
+  if (lane == 0) tma_store_wait_read<0>();
 }
 
 // This thread's results: eight neighbouring columns of two rows of an owned fragment, rows `row` and
@@ -312,7 +312,7 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
   Sums sums = {};
   RingPlace<STAGES> ring(0);
   multiply_steps(place, ring, share.steps, sums);
-  wait_at_cluster();
+  cluster_wait();
   reduce.exchange(sums);
   // Partial sums of clusters: the last block of each rank adds up its part of the tile.
   float4* partials = nullptr;
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   place.resident = in_whole_patterns(place.ring + STAGES * kStageBytes);
   place.results =
       in_whole_patterns(place.resident + (RESIDENT ? args.steps * SideB::kBytes : 0));
-  const u32 rank = REDUCE ? block_of_cluster() : 0;
+  const u32 rank = REDUCE ? cluster_rank() : 0;
   constexpr u32 kStaging = CONSUMERS * 4 * BUFFERS * kParts * kSlabBytes;
   place.barriers =
       place.results + (REDUCE ? args.cluster * args.owned * CONSUMERS * 4 * 512 : kStaging);
@@ -394,29 +394,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     const Reduce reduce(place.pointer(place.results), place.joined(), rank, REDUCE ? args.cluster : 1, args.owned);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES; ++i) make_barrier(place.read(i), kSharing * CONSUMERS * 4);
-      publish_barriers();
+      for (int i = 0; i < STAGES; ++i) init_barrier(place.read(i), kSharing * CONSUMERS * 4);
+      fence_barrier_init();
       if (REDUCE) reduce.prepare();
-      if (!REDUCE) prefetch_map(args.d_map);
+      if (!REDUCE) prefetch_tensor_map(args.d_map);
     }
     if constexpr (kSharing > 1) {
       __syncwarp();
-      arrive_at_cluster();
+      cluster_arrive();
     }
     meet();
-    start_next();
+    launch_dependent_grids();
     if constexpr (REDUCE) {
-      wait_for_previous();
+      wait_on_dependent_grids();
       consume_share(args, place, share, reduce, rank);
     } else {
-      wait_for_previous();
+      wait_on_dependent_grids();
       consume_tiles(args, place, share);
     }
   }
   // A block's barriers stay until others have been at them for the last time.
   if constexpr (kSharing > 1) {
     __syncwarp();
-    arrive_at_cluster();
-    wait_at_cluster();
+    cluster_arrive();
+    cluster_wait();
   }
 }

@@ -1,9 +1,9 @@
 // What pointwise_gemm.cu is made of: its argument, its places in shared memory, its loads.
 #pragma once
 
-#include "hopper.cuh"
-#include "overlap.cuh"
-#include "warpgroup.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/warpgroup.cuh"
 
 namespace convgrad {
 
@@ -100,9 +100,9 @@ struct GemmSide {
   __device__ __forceinline__ static void copy(u32 to, const TensorMap& map, u32 barrier,
                                               const int (&at)[kDims]) {
     if constexpr (kShared) {
-      load_tile_to<kDims>((1 << kShare) - 1, to, map, barrier, at);
+      tma_load_multicast<kDims>((1 << kShare) - 1, to, map, barrier, at);
     } else {
-      load_tile<kDims>(to, map, barrier, at);
+      tma_load<kDims>(to, map, barrier, at);
     }
   }
 };

@@ -15,10 +15,10 @@ from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
     Product,
     is_whole,
 )
-from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
-from convgrad_service.plans.cuda_device import HOPPER, CudaDevice
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
     Fragment,
@@ -26,7 +26,7 @@ from convgrad_service.plans.cuda_program import (
     Launch,
     Workspace,
 )
-from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = ["PointwiseGemm", "product_of"]
 

@@ -1,8 +1,8 @@
 // Runs of neighbouring results: activation(alpha * sum + beta * accumulate + bias), rounded once.
 #pragma once
 
-#include "epilogue.cuh"
-#include "vectors.cuh"
+#include "core/epilogue.cuh"
+#include "core/vectors.cuh"
 
 namespace convgrad {
 

@@ -30,9 +30,9 @@ class SplitKReduce {
 
   // One thread, before others may send: then all threads of the cluster arrive.
   __device__ __forceinline__ void prepare() const {
-    make_barrier(barrier_, 1);
-    publish_barriers();
-    arrive_expecting(barrier_, (blocks_ - 1) * count_ * kWarps * kFragmentBytes);
+    init_barrier(barrier_, 1);
+    fence_barrier_init();
+    arrive_and_expect_tx(barrier_, (blocks_ - 1) * count_ * kWarps * kFragmentBytes);
   }
 
   // All threads of the warps that have sums, once all of the cluster arrived. Afterwards `rows_of`
@@ -56,7 +56,7 @@ class SplitKReduce {
       if (++fragment == owned_) fragment = 0, ++owner;
     }
     __syncwarp();
-    if (blocks_ > 1) wait_for(barrier_, 0);
+    if (blocks_ > 1) wait_barrier(barrier_, 0);
   }
 
   // Eight neighbouring sums of row `row` (of 8), and of the eighth below, of one of this warp's owned
