@@ -61,14 +61,9 @@ struct Place {
 
   __device__ __forceinline__ u32 a(int stage) const { return ring + stage * kStageBytes; }
   __device__ __forceinline__ u32 b(int stage) const { return a(stage) + SideA::kBytes; }
-  __device__ __forceinline__ u32 filled_a(int stage) const { return barriers + stage * 8; }
-  __device__ __forceinline__ u32 filled_b(int stage) const {
-    return barriers + (STAGES + stage) * 8;
-  }
-  __device__ __forceinline__ u32 read(int stage) const {
-    return barriers + (2 * STAGES + stage) * 8;
-  }
-  __device__ __forceinline__ u32 joined() const { return barriers + 3 * STAGES * 8; }
+  __device__ __forceinline__ u32 filled(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ u32 read(int stage) const { return barriers + (STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 joined() const { return barriers + 2 * STAGES * 8; }
 };
 
 // What this block has to do: row tiles from `row` on, below `row_end`, one tile of columns, and of the
@@ -116,9 +111,11 @@ struct Loads {
   }
 };
 
-// After this thread's barriers are made, all threads: before others use them.
+// All threads, once the barriers are made: before others use them.
 __device__ __forceinline__ void meet() {
+  __syncwarp();
   if constexpr (kSharing > 1) {
+    cluster_arrive();
     cluster_wait();
   } else {
     __syncthreads();
@@ -126,39 +123,38 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// A producer warp. The first copies, which need not wait for a stage to be free, start before the block
-// meets, or where they go to other blocks too, right after it.
+// A producer warp. The one of a makes the ring's barriers, and starts its first copy right after,
+// before the block meets, unless it goes to other blocks too.
 template <class Side, bool kRows>
 __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Place& place,
                                         const Share& share) {
-  const TensorMap& map = kRows ? args.a_map : args.b_map;
-  auto at = [&](int stage) { return kRows ? place.a(stage) : place.b(stage); };
-  auto filled = [&](int stage) { return kRows ? place.filled_a(stage) : place.filled_b(stage); };
-  Loads<Side, kRows> loads(map, share, kRows ? args.a_whole : args.b_whole);
-  const bool chosen = elect_one();
-  auto first = [&] {
-    wait_on_dependent_grids();
-#pragma unroll 1
-    for (int i = 0; i < STAGES && loads.left(); ++i) loads.next(at(i), filled(i));
+  Loads<Side, kRows> loads(kRows ? args.a_map : args.b_map, share,
+                           kRows ? args.a_whole : args.b_whole);
+  auto next = [&] {
+    const int stage = loads.ring.at;
+    loads.next(kRows ? place.a(stage) : place.b(stage), place.filled(stage));
   };
+  const bool chosen = elect_one();
   if (chosen) {
-    for (int i = 0; i < STAGES; ++i) init_barrier(filled(i), 1);
-    fence_barrier_init();
-    publish_shared();
-    if (Side::kShared) prefetch_tensor_map(map);
+    if constexpr (kRows) {
+      for (int i = 0; i < STAGES; ++i) {
+        init_barrier(place.filled(i), RESIDENT ? 1 : 2);
+        init_barrier(place.read(i), kSharing * CONSUMERS * 4);
+      }
+      fence_barrier_init();
+      publish_shared();
+    } else {
+      prefetch_tensor_map(args.b_map);
+    }
+    wait_on_dependent_grids();
+    if (kRows && !Side::kShared && loads.left()) next();
   }
-  __syncwarp();
-  if (kSharing > 1) cluster_arrive();
-  if (chosen && !Side::kShared) first();
-  __syncwarp();
   meet();
   if (chosen) {
-    if (Side::kShared) first();
 #pragma unroll 1
     while (loads.left()) {
-      const int stage = loads.ring.at;
-      wait_barrier(place.read(stage), loads.ring.parity);
-      loads.next(at(stage), filled(stage));
+      wait_barrier(place.read(loads.ring.at), loads.ring.parity);
+      next();
     }
   }
   __syncwarp();
@@ -182,8 +178,7 @@ __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STA
   int before = -1;  // the stage whose products are under way
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_barrier(place.filled_a(ring.at), ring.parity);
-    if (!RESIDENT) wait_barrier(place.filled_b(ring.at), ring.parity);
+    wait_barrier(place.filled(ring.at), ring.parity);
     const u32 b_from = RESIDENT ? place.resident + step * SideB::kBytes : place.b(ring.at);
     begin_products();
 #pragma unroll
@@ -343,6 +338,8 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
     if (*said != static_cast<u32>(args.parts) - 1) return;
   }
   const int row = share.row * BM, column = share.column;
+  const bool fast = args.plain && args.result_in_vectors && !args.wide_result;
+  const ResultMemory<T> result{static_cast<char*>(args.result), false};
   for_each_pair(reduce, [&](int i, int fragment, int in, int r, int c) {
     float found[2][8];
     if (partials == nullptr) {
@@ -352,15 +349,22 @@ __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, con
     }
     const int left = args.columns - column - c;
     if (left <= 0) return;
+    i64 to = (row + r) * args.row_stride + (column + c) * args.column_stride;
+    if (fast && left >= 8) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row + r + half * 8 < args.rows) result.store_vector(to, found[half]);
+        to += 8 * args.row_stride;
+      }
+      return;
+    }
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int at = row + r + half * 8;
-      if (at >= args.rows) continue;
+    for (int half = 0; half < 2; ++half, to += 8 * args.row_stride) {
+      if (row + r + half * 8 >= args.rows) continue;
       float own[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) own[e] = half == 0 ? found[0][e] : found[1][e];
-      finish_run<T, 8>(args, at * args.row_stride + (column + c) * args.column_stride,
-                       args.column_stride, left, column + c, own);
+      finish_run<T, 8>(args, to, args.column_stride, left, column + c, own);
     }
   });
 }
@@ -394,14 +398,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     const Reduce reduce(place.pointer(place.results), place.joined(), rank, REDUCE ? args.cluster : 1, args.owned);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES; ++i) init_barrier(place.read(i), kSharing * CONSUMERS * 4);
-      fence_barrier_init();
       if (REDUCE) reduce.prepare();
       if (!REDUCE) prefetch_tensor_map(args.d_map);
-    }
-    if constexpr (kSharing > 1) {
-      __syncwarp();
-      cluster_arrive();
     }
     meet();
     launch_dependent_grids();

@@ -38,28 +38,36 @@ struct PointwiseGemmArgs {
 template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth, int kShare>
 struct GemmSide {
   static constexpr int kWide = kRowBytes / static_cast<int>(sizeof(T));
-  static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : 1;
+  static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : kDepth / kWide;
   static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
   static constexpr Major kMajor = kMn ? kAlongMn : kAlongK;
   static constexpr bool kShared = kShare > 1;
-  static_assert(kMn || kWide == kDepth, "a step is a row");
-  static_assert(kBytes / kShare % (8 * kRowBytes) == 0, "swizzled patterns repeat");
+  static_assert(kMn || kDepth % kWide == 0, "whole rows");
+  static_assert(kBoxBytes / (kMn ? 1 : kShare) % (8 * kRowBytes) == 0, "swizzled patterns repeat");
   static_assert(!kMn || kBoxes % kShare == 0, "whole boxes");
 
   // One thread: `step` of the reduction, of the operand's rows from `first` on. One copy brings all
   // boxes where these make up all of the operand's rows (`whole`). `rank` of those that share it.
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
                                               int step, int rank, int whole) {
-    to += rank * (kBytes / kShare);
     if constexpr (!kMn) {
-      copy<2>(to, map, barrier, {step * kDepth, first + rank * (kExtent / kShare)});
-    } else if (whole) {
-      copy<3>(to, map, barrier, {0, step * kDepth, first / kWide + rank * (kBoxes / kShare)});
+      constexpr int kRows = kExtent / kShare;
+      to += rank * kRows * kRowBytes;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        copy<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kWide, first + rank * kRows});
+      }
     } else {
+      constexpr int kOwn = kBoxes / kShare;
+      to += rank * kOwn * kBoxBytes;
+      if (whole) {
+        copy<3>(to, map, barrier, {0, step * kDepth, first / kWide + rank * kOwn});
+        return;
+      }
 #pragma unroll 1
-      for (int i = 0; i < kBoxes / kShare; ++i) {
-        const int box = rank * (kBoxes / kShare) + i;
+      for (int i = 0; i < kOwn; ++i) {
+        const int box = rank * kOwn + i;
         copy<3>(to + i * kBoxBytes, map, barrier, {first + box * kWide, step * kDepth, 0});
       }
     }
@@ -72,7 +80,9 @@ struct GemmSide {
       return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kNext),
                      i * 16 * kRowBytes);
     } else {
-      return advance(operand_along_k<kRowBytes>(stage + first * kRowBytes), i * 32);
+      constexpr int kOf = kRowBytes / 32;  // a row's products
+      return advance(operand_along_k<kRowBytes>(stage + first * kRowBytes),
+                     i / kOf * kBoxBytes + i % kOf * 32);
     }
   }
   // So many threads: all steps from the first on, of the rows from `first` on, without the copy engine,
@@ -88,7 +98,7 @@ struct GemmSide {
       const int left = kMn ? rows - mn : depth - k;
       const bool there = k < depth && mn < rows;
       const T* const at = there ? from + (kMn ? k * pitch + mn : mn * pitch + k) : from;
-      const int box = kMn ? chunk * kChunk / kWide : 0, in = kMn ? chunk % (kWide / kChunk) : chunk;
+      const int box = chunk * kChunk / kWide, in = chunk % (kWide / kChunk);
       const u32 start = to + step * kBytes + box * kBoxBytes + row * kRowBytes;
       const u32 swapped = in ^ (start >> 7 & (kRowBytes / 16 - 1));
       copy_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);

@@ -165,7 +165,7 @@ class Config:
         return self.a_stage_bytes(product) + b
 
     def shared_bytes(self, product: Product) -> int:
-        ring = self.stages * (self.stage_bytes(product) + 3 * BARRIER_BYTES)
+        ring = self.stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
         return ring + self.beside_bytes(product)
 
     def most_stages(self, product: Product, device: CudaDevice) -> int:
@@ -173,7 +173,7 @@ class Config:
         each = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
         room = min(device.shared_bytes_per_block, each)
         room -= self.beside_bytes(product)
-        fitting = room // (self.stage_bytes(product) + 3 * BARRIER_BYTES)
+        fitting = room // (self.stage_bytes(product) + 2 * BARRIER_BYTES)
         tiles = 1 if self.cluster else 4
         return max(min(fitting, MOST_STAGES, max(self.steps_each(product) * tiles, 2)), 0)
 
@@ -229,5 +229,5 @@ def row_bytes_of(matrix: Matrix, elements: int, itemsize: int) -> int:
 
 def _side_bytes(matrix: Matrix, extent: int, row_bytes: int, depth: int, product: Product) -> int:
     if not matrix.mn:
-        return extent * row_bytes
+        return extent * depth * product.itemsize
     return ceil_div(extent * product.itemsize, row_bytes) * depth * row_bytes
