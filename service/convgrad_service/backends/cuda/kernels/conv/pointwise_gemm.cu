@@ -7,12 +7,11 @@
 //   wgrad      output channels   input channels     pixels             M, N (or rows and columns swapped)
 //
 // Block: a tile of BM x BN. A thread starts the copies of a's boxes, another one those of b, into a ring
-// of STAGES steps of DEPTH; the first of them before anything else happens. CONSUMERS warpgroups
+// of steps of DEPTH; the first before anything else happens. CONSUMERS warpgroups
 // multiply, BM / CONSUMERS rows each.
 //
 // REDUCE 0: blocks keep their columns and take row tiles blockIdx.x, + gridDim.x, ...; with RESIDENT
-// b is copied once, all of it. SHARE_B blocks of a cluster have the same columns and neighbouring row
-// tiles, and each copies a part of b to all; or SHARE_A the same rows, of a. A warp rounds its sums and stores 16 rows at a time by the copy engine,
+// b is copied once, all of it. A warp rounds its sums and stores 16 rows at a time by the copy engine,
 // through one of BUFFERS buffers, so that the next tile's copies and products go on.
 // REDUCE 1: one tile; its reduction is split among the blocks of a cluster, which add up through
 // distributed shared memory in the order of ranks, and (parts > 1) among clusters, which leave their
@@ -20,8 +19,7 @@
 //
 // Dynamic shared memory, from a multiple of 1,024: the ring; b where RESIDENT; buffers of results, or
 // what SplitKReduce needs; barriers.
-// Relies on its launcher for the grid: (row tiles or fewer, column tiles), with SHARE_A the other way
-// round, or with REDUCE (cluster x parts, column tiles, row tiles); for counters that are zero. Needs sm_90a.
+// Relies on its launcher for the grid: (row tiles or fewer, column tiles), or with REDUCE (cluster x parts, column tiles, row tiles); for counters that are zero. Needs sm_90a.
 // Deterministic: one order of additions, which the launch decides.
 // Index limits: rows, columns and the reduction below 2^31; 64-bit offsets.
 #include "conv/pointwise_gemm.cuh"
@@ -33,11 +31,8 @@ using namespace convgrad;
 namespace {
 
 using T = ELEMENT;
-using SideA = GemmSide<T, A_MN != 0, A_BYTES, A_EXTENT, DEPTH, SHARE_A>;
-using SideB = GemmSide<T, B_MN != 0, B_BYTES, BN, DEPTH, SHARE_B>;
-constexpr int kSharing = SHARE_A * SHARE_B;
-static_assert(SHARE_A == 1 || SHARE_B == 1, "one of them");
-static_assert(kSharing == 1 || (!REDUCE && !RESIDENT), "a cluster does one thing");
+using SideA = GemmSide<T, A_MN != 0, A_BYTES, BM, DEPTH>;
+using SideB = GemmSide<T, B_MN != 0, B_BYTES, BN, DEPTH>;
 constexpr int kRowsOf = BM / CONSUMERS, kParts = kRowsOf / 64, kColumns = BN / 8;
 constexpr int kConsumers = CONSUMERS * 128, kThreads = kConsumers + 64;
 constexpr int kProducerA = CONSUMERS * 4, kProducerB = kProducerA + 1;
@@ -56,32 +51,30 @@ __device__ __forceinline__ u32 in_whole_patterns(u32 address) { return (address 
 struct Place {
   u32 ring, resident, results, barriers;
   char* shared;  // `ring` as a pointer
+  int stages;
 
   __device__ __forceinline__ char* pointer(u32 address) const { return shared + (address - ring); }
 
   __device__ __forceinline__ u32 a(int stage) const { return ring + stage * kStageBytes; }
   __device__ __forceinline__ u32 b(int stage) const { return a(stage) + SideA::kBytes; }
   __device__ __forceinline__ u32 filled(int stage) const { return barriers + stage * 8; }
-  __device__ __forceinline__ u32 read(int stage) const { return barriers + (STAGES + stage) * 8; }
-  __device__ __forceinline__ u32 joined() const { return barriers + 2 * STAGES * 8; }
+  __device__ __forceinline__ u32 read(int stage) const { return barriers + (stages + stage) * 8; }
+  __device__ __forceinline__ u32 joined() const { return barriers + 2 * stages * 8; }
 };
 
-// What this block has to do: row tiles from `row` on, below `row_end`, one tile of columns, and of the
-// reduction `steps` from `begin` on. Blocks that share an operand do as many tiles, perhaps empty ones.
+// What this block has to do: row tiles from `row` on, one tile of columns, and of the reduction `steps`
+// from `begin` on.
 struct Share {
-  int row, row_step, row_end, column, begin, steps;
+  int row, row_step, column, begin, steps;
 
   __device__ __forceinline__ explicit Share(const PointwiseGemmArgs& args) {
+    column = blockIdx.y * BN;
     if constexpr (REDUCE) {
-      row = blockIdx.z, row_step = row_end = args.row_tiles, column = blockIdx.y * BN;
+      row = blockIdx.z, row_step = args.row_tiles;
       begin = blockIdx.x * args.steps_each;
       steps = max(min(args.steps_each, args.steps - begin), 0);
     } else {
-      constexpr bool kColumnsFirst = SHARE_A > 1;
-      row = kColumnsFirst ? blockIdx.y : blockIdx.x;
-      row_step = kColumnsFirst ? gridDim.y : gridDim.x;
-      row_end = args.row_tiles + row % SHARE_B;
-      column = (kColumnsFirst ? blockIdx.x : blockIdx.y) * BN;
+      row = blockIdx.x, row_step = gridDim.x;
       begin = 0, steps = args.steps;
     }
   }
@@ -92,54 +85,45 @@ template <class Side, bool kRows>
 struct Loads {
   const TensorMap& map;
   const Share& share;
-  const int rank, whole;
+  const int row_tiles, whole;
   int row, step = 0;
-  RingPlace<STAGES> ring{1};
+  RingPlace ring{1};
 
-  __device__ __forceinline__ Loads(const TensorMap& map, const Share& share, int whole)
-      : map(map),
+  __device__ __forceinline__ Loads(const PointwiseGemmArgs& args, const Share& share)
+      : map(kRows ? args.a_map : args.b_map),
         share(share),
-        rank(Side::kShared ? static_cast<int>(blockIdx.x) % kSharing : 0),
-        whole(whole),
+        row_tiles(args.row_tiles),
+        whole(kRows ? args.a_whole : args.b_whole),
         row(share.row) {}
-  __device__ __forceinline__ bool left() const { return row < share.row_end && share.steps > 0; }
-  __device__ __forceinline__ void next(u32 to, u32 barrier) {
+  __device__ __forceinline__ bool left() const { return row < row_tiles && share.steps > 0; }
+  __device__ __forceinline__ void next(const Place& place) {
+    const u32 to = kRows ? place.a(ring.at) : place.b(ring.at), barrier = place.filled(ring.at);
     arrive_and_expect_tx(barrier, Side::kBytes);
-    Side::load(to, map, barrier, kRows ? row * BM : share.column, share.begin + step, rank, whole);
+    Side::load(to, map, barrier, kRows ? row * BM : share.column, share.begin + step, whole);
     if (++step == share.steps) step = 0, row += share.row_step;
-    ring.step();
+    ring.step(place.stages);
   }
 };
 
 // All threads, once the barriers are made: before others use them.
 __device__ __forceinline__ void meet() {
   __syncwarp();
-  if constexpr (kSharing > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-    if (REDUCE) cluster_arrive();
-  }
+  __syncthreads();
+  if (REDUCE) cluster_arrive();
 }
 
 // A producer warp. The one of a makes the ring's barriers, and starts its first copy right after,
-// before the block meets, unless it goes to other blocks too.
+// before the block meets.
 template <class Side, bool kRows>
 __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Place& place,
                                         const Share& share) {
-  Loads<Side, kRows> loads(kRows ? args.a_map : args.b_map, share,
-                           kRows ? args.a_whole : args.b_whole);
-  auto next = [&] {
-    const int stage = loads.ring.at;
-    loads.next(kRows ? place.a(stage) : place.b(stage), place.filled(stage));
-  };
+  Loads<Side, kRows> loads(args, share);
   const bool chosen = elect_one();
   if (chosen) {
     if constexpr (kRows) {
-      for (int i = 0; i < STAGES; ++i) {
+      for (int i = 0; i < place.stages; ++i) {
         init_barrier(place.filled(i), RESIDENT ? 1 : 2);
-        init_barrier(place.read(i), kSharing * CONSUMERS * 4);
+        init_barrier(place.read(i), CONSUMERS * 4);
       }
       fence_barrier_init();
       publish_shared();
@@ -147,34 +131,36 @@ __device__ __forceinline__ void produce(const PointwiseGemmArgs& args, const Pla
       prefetch_tensor_map(args.b_map);
     }
     wait_on_dependent_grids();
-    if (kRows && !Side::kShared && loads.left()) next();
+    if (kRows && loads.left()) loads.next(place);
   }
   meet();
   if (chosen) {
 #pragma unroll 1
     while (loads.left()) {
       wait_barrier(place.read(loads.ring.at), loads.ring.parity);
-      next();
+      loads.next(place);
     }
   }
   __syncwarp();
   if (REDUCE) cluster_wait();
 }
 
-// A warp's products have read a stage.
-__device__ __forceinline__ void release(const Place& place, int stage) {
-  const int lane = threadIdx.x & 31;
-  if constexpr (kSharing > 1) {
-    if (lane < kSharing) arrive_at(place.read(stage), lane);
-  } else {
-    if (lane == 0) arrive(place.read(stage));
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[part][j][e] = 0.0f;
+    }
   }
 }
 
 // A warpgroup's sums of one tile.
-__device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STAGES>& ring,
+__device__ __forceinline__ void multiply_steps(const Place& place, RingPlace& ring,
                                                int steps, Sums& sums) {
-  const int first_row = static_cast<int>(threadIdx.x / 128) * kRowsOf;
+  const int first_row = CONSUMERS == 1 ? 0 : static_cast<int>(threadIdx.x / 128) * kRowsOf;
+  const int lane = threadIdx.x & 31;
   int before = -1;  // the stage whose products are under way
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -192,14 +178,14 @@ __device__ __forceinline__ void multiply_steps(const Place& place, RingPlace<STA
     }
     commit_products();
     wait_products<1>();
-    if (before >= 0) release(place, before);
+    if (before >= 0 && lane == 0) arrive(place.read(before));
     before = ring.at;
-    ring.step();
+    ring.step(place.stages);
   }
   wait_products<0>();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) hold_sums(sums[part]);
-  if (before >= 0) release(place, before);
+  if (before >= 0 && lane == 0) arrive(place.read(before));
 }
 
 // Where 16 bytes of a warp's results lie: columns 8 * chunk and on.
@@ -210,6 +196,25 @@ __device__ __forceinline__ u32 staged(u32 slab, int row, int chunk) {
     return slab + chunk / 4 * kBlockBytes + row * 64 + ((chunk % 4) ^ (row >> 1 & 3)) * 16;
   } else {
     return slab + row * (BN * static_cast<int>(sizeof(T))) + chunk * 16;
+  }
+}
+
+// alpha * sum + bias, of a warp's rows.
+__device__ __forceinline__ void finish_sums(const PointwiseGemmArgs& args, int column, Sums& sums) {
+  const T* const bias = static_cast<const T*>(args.bias);
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int at = column + j * 8 + lane % 4 * 2 + e;
+      const float add = bias != nullptr && at < args.columns ? widen(bias[at]) : 0.0f;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        sums[part][j][e] = sums[part][j][e] * args.alpha + add;
+        sums[part][j][e + 2] = sums[part][j][e + 2] * args.alpha + add;
+      }
+    }
   }
 }
 
@@ -246,7 +251,7 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
                                               const Share& share) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const u32 slabs = place.results + warp * (BUFFERS * kParts * kSlabBytes);
-  RingPlace<STAGES> ring(0);
+  RingPlace ring(0);
   int buffer = 0;
   if constexpr (RESIDENT) {
     SideB::load_all(place.resident, static_cast<const T*>(args.b), args.b_pitch, share.column,
@@ -257,9 +262,10 @@ __device__ __forceinline__ void consume_tiles(const PointwiseGemmArgs& args, con
     wait_at(1, kConsumers);
   }
 #pragma unroll 1
-  for (int tile = share.row; tile < share.row_end; tile += share.row_step) {
+  for (int tile = share.row; tile < args.row_tiles; tile += share.row_step) {
     Sums sums;
     multiply_steps(place, ring, share.steps, sums);
+    if (!args.plain) finish_sums(args, share.column, sums);
     if (lane == 0) tma_store_wait_read<(BUFFERS - 1) * kParts>();
     __syncwarp();
 #pragma unroll
@@ -304,9 +310,11 @@ __device__ __forceinline__ void add_up(const float4* from, int count, float (&su
 
 __device__ __forceinline__ void consume_share(const PointwiseGemmArgs& args, const Place& place,
                                               const Share& share, const Reduce& reduce, int rank) {
-  Sums sums = {};
-  RingPlace<STAGES> ring(0);
+  Sums sums;
+  RingPlace ring(0);
   multiply_steps(place, ring, share.steps, sums);
+  // Not before the products: zeros among their registers would have each wait for the one before.
+  if (share.steps == 0) clear(sums);
   cluster_wait();
   reduce.exchange(sums);
   // Partial sums of clusters: the last block of each rank adds up its part of the tile.
@@ -378,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Place place;
   place.ring = base + padding;
   place.shared = reinterpret_cast<char*>(shared) + padding;
-  place.resident = in_whole_patterns(place.ring + STAGES * kStageBytes);
+  place.stages = args.stages;
+  place.resident = in_whole_patterns(place.ring + args.stages * kStageBytes);
   place.results =
       in_whole_patterns(place.resident + (RESIDENT ? args.steps * SideB::kBytes : 0));
   const u32 rank = REDUCE ? cluster_rank() : 0;
@@ -410,11 +419,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wait_on_dependent_grids();
       consume_tiles(args, place, share);
     }
-  }
-  // A block's barriers stay until others have been at them for the last time.
-  if constexpr (kSharing > 1) {
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
   }
 }

@@ -17,7 +17,7 @@ struct PointwiseGemmArgs {
   const void* bias;
   i64 row_stride, column_stride;  // of the result, in elements
   int rows, columns, plain, result_in_vectors;
-  int row_tiles, steps;
+  int row_tiles, steps, stages;
   float* partials;
   u32* counters;
   const void* b;  // RESIDENT, as pitch
@@ -31,53 +31,42 @@ struct PointwiseGemmArgs {
   int a_whole, b_whole;  // see GemmSide
 };
 
-// One of the two operands of a step, in shared memory as boxes side by side of rows of kBytes, swizzled
-// by as many: along the reduction, a row of the operand a row (K major); or else a step of the
-// reduction a row, and as many boxes as hold `kExtent` of the operand's rows (MN major).
-// kShare blocks of a cluster have the same operand: each copies a part to all.
-template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth, int kShare>
+// One of the two operands of a step, in shared memory as boxes of rows of kRowBytes, swizzled by as many.
+// K major: rows lie along the reduction, a row of the operand each, and as many boxes make up kDepth. MN
+// major: a row is a step of the reduction, and as many boxes hold the tile's `kExtent` rows.
+template <class T, bool kMn, int kRowBytes, int kExtent, int kDepth>
 struct GemmSide {
   static constexpr int kWide = kRowBytes / static_cast<int>(sizeof(T));
   static constexpr int kBoxes = kMn ? (kExtent + kWide - 1) / kWide : kDepth / kWide;
   static constexpr u32 kBoxBytes = (kMn ? kDepth : kExtent) * kRowBytes;
   static constexpr u32 kBytes = kBoxes * kBoxBytes;
   static constexpr Major kMajor = kMn ? kAlongMn : kAlongK;
-  static constexpr bool kShared = kShare > 1;
   static_assert(kMn || kDepth % kWide == 0, "whole rows");
-  static_assert(kBoxBytes / (kMn ? 1 : kShare) % (8 * kRowBytes) == 0, "swizzled patterns repeat");
-  static_assert(!kMn || kBoxes % kShare == 0, "whole boxes");
+  static_assert(kBoxBytes % (8 * kRowBytes) == 0, "swizzled patterns repeat");
 
   // One thread: `step` of the reduction, of the operand's rows from `first` on. One copy brings all
-  // boxes where these make up all of the operand's rows (`whole`). `rank` of those that share it.
+  // boxes where these make up all of the operand's rows (`whole`).
   __device__ __forceinline__ static void load(u32 to, const TensorMap& map, u32 barrier, int first,
-                                              int step, int rank, int whole) {
+                                              int step, int whole) {
     if constexpr (!kMn) {
-      constexpr int kRows = kExtent / kShare;
-      to += rank * kRows * kRowBytes;
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        copy<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kWide, first + rank * kRows});
+        tma_load<2>(to + i * kBoxBytes, map, barrier, {step * kDepth + i * kWide, first});
       }
+    } else if (whole) {
+      tma_load<3>(to, map, barrier, {0, step * kDepth, first / kWide});
     } else {
-      constexpr int kOwn = kBoxes / kShare;
-      to += rank * kOwn * kBoxBytes;
-      if (whole) {
-        copy<3>(to, map, barrier, {0, step * kDepth, first / kWide + rank * kOwn});
-        return;
-      }
 #pragma unroll 1
-      for (int i = 0; i < kOwn; ++i) {
-        const int box = rank * kOwn + i;
-        copy<3>(to + i * kBoxBytes, map, barrier, {first + box * kWide, step * kDepth, 0});
+      for (int i = 0; i < kBoxes; ++i) {
+        tma_load<3>(to + i * kBoxBytes, map, barrier, {first + i * kWide, step * kDepth, 0});
       }
     }
   }
   // The operand of product `i` of a step, from row `first` of the tile on, a multiple of 64 for MN
-  // major. Rows that no box holds repeat others: nobody wants their results.
+  // major.
   __device__ __forceinline__ static u64 operand(u32 stage, int first, int i) {
     if constexpr (kMn) {
-      constexpr u32 kNext = kBoxes > 1 ? kBoxBytes : 0;
-      return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kNext),
+      return advance(operand_along_mn<kRowBytes>(stage + first / kWide * kBoxBytes, kBoxBytes),
                      i * 16 * kRowBytes);
     } else {
       constexpr int kOf = kRowBytes / 32;  // a row's products
@@ -104,28 +93,16 @@ struct GemmSide {
       copy_async<16>(start + swapped * 16, at, there ? min(left * static_cast<int>(sizeof(T)), 16) : 0);
     }
   }
-
- private:
-  template <int kDims>
-  __device__ __forceinline__ static void copy(u32 to, const TensorMap& map, u32 barrier,
-                                              const int (&at)[kDims]) {
-    if constexpr (kShared) {
-      tma_load_multicast<kDims>((1 << kShare) - 1, to, map, barrier, at);
-    } else {
-      tma_load<kDims>(to, map, barrier, at);
-    }
-  }
 };
 
-// A ring's place and the parity of its phase.
-template <int kStages>
+// A place in a ring of `stages`, and the parity of its phase.
 struct RingPlace {
-  int at = 0;
   u32 parity;
+  int at = 0;
 
   __device__ __forceinline__ explicit RingPlace(u32 parity) : parity(parity) {}
-  __device__ __forceinline__ void step() {
-    if (++at == kStages) at = 0, parity ^= 1;
+  __device__ __forceinline__ void step(int stages) {
+    if (++at == stages) at = 0, parity ^= 1;
   }
 };
 

@@ -9,24 +9,32 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 
-__all__ = ["Config", "Matrix", "Product"]
+__all__ = [
+    "BARRIER_BYTES",
+    "CLUSTERS",
+    "ITEM_BYTES",
+    "SLAB_ROWS",
+    "Config",
+    "Matrix",
+    "Product",
+]
 
 ROW_BYTES = (32, 64, 128)
 """What a row of shared memory may be, and is swizzled by."""
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
+ITEM_BYTES = 2
 WARPGROUP, PRODUCERS = 128, 64
 MOST_STAGES = 12
-CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
-"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
-# What the system has of a multiprocessor's shared memory for each block.
-RESERVED_BYTES = 1024
 PATTERN_BYTES, BARRIER_BYTES, SLAB_ROWS, FRAGMENT_BYTES = 1024, 8, 16, 512
+# Up to this many results a block has a second buffer for them.
+BUFFERED = 64 * 128
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """An operand of a product: so many rows of it along the result (M or N), ``pitch`` elements from
-    one to the next in memory of what lies apart, and whether its rows lie side by side (``mn``) or its
-    elements along the reduction."""
+    """An operand of a product: its ``rows`` along the result (M or N), and the elements from one line
+    in memory to the next. ``mn``: rows lie side by side, else the elements of a row."""
 
     rows: int
     pitch: int
@@ -35,19 +43,20 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """result[rows, columns] = a[rows, depth] * b[columns, depth].
+    """result[rows, columns] = a[rows, depth] * b[columns, depth], of 16-bit elements.
 
     ``row_stride`` and ``column_stride`` are the result's. ``stores`` is whether the copy engine can
-    store it, as plain results of the operands' type.
+    store it: results of the operands' type in chunks of 16 bytes, at most scaled and with a bias.
+    ``swapped``: of wgrad, the rows are input channels.
     """
 
     a: Matrix
     b: Matrix
     depth: int
-    itemsize: int
     row_stride: int
     column_stride: int
     stores: bool
+    swapped: bool = False
 
     @property
     def rows(self) -> int:
@@ -61,51 +70,36 @@ class Product:
     def bytes(self) -> int:
         """That must be read and written."""
         elements = (self.rows + self.columns) * self.depth + self.rows * self.columns
-        return elements * self.itemsize
+        return elements * ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A tile of ``m`` x ``n`` by so many warpgroups, in steps of ``depth``; a's and b's rows in shared
-    memory, in bytes; stages.
+    """A tile of ``m`` x ``n`` in steps of ``depth``, and who does what.
 
     With ``cluster`` 0 blocks take one row tile after another and the copy engine stores (REDUCE 0),
     with ``resident`` b is copied once. Else a tile's reduction is split among the blocks of a cluster and
-    ``parts`` clusters. A multiprocessor has so many ``blocks`` at a time. ``share_a`` (``share_b``) blocks of a
-    cluster share a (b). ``swap`` is whether wgrad's rows are input channels.
+    ``parts`` clusters.
     """
 
     m: int
     n: int
-    consumers: int
-    depth: int
-    a_bytes: int
-    b_bytes: int
-    stages: int
+    depth: int = 64
     cluster: int = 0
     parts: int = 1
     resident: bool = False
-    buffers: int = 1
-    blocks: int = 1
-    share_a: int = 1
-    share_b: int = 1
-    swap: bool = False
 
     def __str__(self) -> str:
-        name = f"{self.m}x{self.n}" + (f"w{self.consumers}" if self.consumers != self.m // 64 else "")
-        if self.depth != 64:
-            name += f"d{self.depth}"
-        if self.resident:
-            name += "r"
-        if self.blocks > 1:
-            name += f"x{self.blocks}"
-        if self.share_a > 1 or self.share_b > 1:
-            name += f"a{self.share_a}" if self.share_a > 1 else f"b{self.share_b}"
-        if self.swap:
-            name += "t"
+        name = f"{self.m}x{self.n}" + (f"d{self.depth}" if self.depth != 64 else "")
+        name += "r" * self.resident
         if self.cluster:
             name += f"_k{self.cluster}" + (f"/{self.parts}" if self.parts > 1 else "")
         return name
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return min(self.m // 64, 2)
 
     @property
     def threads(self) -> int:
@@ -115,25 +109,10 @@ class Config:
     def splits(self) -> int:
         return max(self.cluster, 1) * self.parts
 
-    def a_stage_bytes(self, product: Product) -> int:
-        return _side_bytes(product.a, self.a_extent(product), self.a_bytes, self.depth, product)
-
-    def b_stage_bytes(self, product: Product) -> int:
-        return _side_bytes(product.b, self.n, self.b_bytes, self.depth, product)
-
-    def a_extent(self, product: Product) -> int:
-        """Rows of a in a stage: fewer than the tile's where one box holds all there are."""
-        wide = self.a_bytes // product.itemsize
-        if product.a.mn and product.rows <= wide:
-            return wide
-        return self.m
-
-    def steps(self, product: Product) -> int:
-        return ceil_div(product.depth, self.depth)
-
-    def steps_each(self, product: Product) -> int:
-        """The most of one block."""
-        return ceil_div(self.steps(product), self.splits)
+    @property
+    def buffers(self) -> int:
+        """Of a warp's results."""
+        return 2 if self.m * self.n <= BUFFERED else 1
 
     @property
     def fragments(self) -> int:
@@ -144,90 +123,85 @@ class Config:
     def owned(self) -> int:
         return ceil_div(self.fragments, max(self.cluster, 1))
 
-    def row_tiles(self, product: Product) -> int:
-        return ceil_div(product.rows, self.m)
-
-    def column_tiles(self, product: Product) -> int:
-        return ceil_div(product.columns, self.n)
-
-    def beside_bytes(self, product: Product) -> int:
-        """Of shared memory, all but the ring and its barriers."""
-        if self.cluster:
-            results = self.cluster * self.owned * self.consumers * 4 * FRAGMENT_BYTES
-        else:
-            rows = self.consumers * 4 * SLAB_ROWS * (self.m // (64 * self.consumers))
-            results = self.buffers * rows * self.n * product.itemsize
-        resident = self.steps(product) * self.b_stage_bytes(product) if self.resident else 0
-        return 3 * PATTERN_BYTES + results + resident + 2 * BARRIER_BYTES
-
-    def stage_bytes(self, product: Product) -> int:
-        b = 0 if self.resident else self.b_stage_bytes(product)
-        return self.a_stage_bytes(product) + b
-
-    def shared_bytes(self, product: Product) -> int:
-        ring = self.stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
-        return ring + self.beside_bytes(product)
-
-    def most_stages(self, product: Product, device: CudaDevice) -> int:
-        """As many as fit where a multiprocessor has ``blocks``, and as there are copies."""
-        each = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
-        room = min(device.shared_bytes_per_block, each)
-        room -= self.beside_bytes(product)
-        fitting = room // (self.stage_bytes(product) + 2 * BARRIER_BYTES)
-        tiles = 1 if self.cluster else 4
-        return max(min(fitting, MOST_STAGES, max(self.steps_each(product) * tiles, 2)), 0)
-
-    def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
-        """Of blocks that take one row tile after another."""
-        rows, columns = self.row_tiles(product), self.column_tiles(product)
-        share = self.share_a * self.share_b
-        clusters = CLUSTERS[share] * device.multiprocessors * self.blocks // CLUSTERS[1]
-        if self.share_a > 1:
-            columns = ceil_div(columns, self.share_a)
-            return columns * self.share_a, min(rows, max(1, clusters // columns)), 1
-        rows = min(ceil_div(rows, share), max(1, clusters // columns))
-        return rows * share, columns, 1
-
     @property
     def d_bytes(self) -> int:
         """Of a block of results, swizzled; 0 for all columns in one, as they are."""
         return next((2 * wide for wide in (64, 32) if self.n % wide == 0), 0)
 
+    def row_bytes(self, matrix: Matrix, extent: int) -> int:
+        """Of an operand of which a tile has ``extent`` rows."""
+        elements = extent if matrix.mn else self.depth
+        return next((size for size in ROW_BYTES if elements * ITEM_BYTES <= size), ROW_BYTES[-1])
+
+    def boxes(self, matrix: Matrix, extent: int) -> int:
+        """Of a stage of an operand: how many rows there are beside each other."""
+        elements = extent if matrix.mn else self.depth
+        return ceil_div(elements * ITEM_BYTES, self.row_bytes(matrix, extent))
+
+    def lines(self, matrix: Matrix, extent: int) -> int:
+        """Of a stage of an operand: how many rows of shared memory."""
+        return (self.depth if matrix.mn else extent) * self.boxes(matrix, extent)
+
+    def side_bytes(self, matrix: Matrix, extent: int) -> int:
+        """Of a stage of an operand."""
+        return self.lines(matrix, extent) * self.row_bytes(matrix, extent)
+
+    def is_whole(self, matrix: Matrix, extent: int) -> bool:
+        """Whether boxes make up all of an operand's rows, and a tile's."""
+        wide = self.row_bytes(matrix, extent) // ITEM_BYTES
+        return matrix.mn and matrix.rows % wide == 0 and extent % wide == 0
+
+    def steps(self, product: Product) -> int:
+        return ceil_div(product.depth, self.depth)
+
+    def steps_each(self, product: Product) -> int:
+        """The most of one block, in a tile."""
+        return ceil_div(self.steps(product), self.splits)
+
+    def tiles(self, product: Product) -> tuple[int, int]:
+        """Of rows and of columns."""
+        return ceil_div(product.rows, self.m), ceil_div(product.columns, self.n)
+
+    def grid(self, product: Product, device: CudaDevice) -> tuple[int, int, int]:
+        rows, columns = self.tiles(product)
+        if self.cluster:
+            return self.splits, columns, rows
+        return min(rows, max(1, device.multiprocessors // columns)), columns, 1
+
+    def stage_bytes(self, product: Product) -> int:
+        a = self.side_bytes(product.a, self.m)
+        return a if self.resident else a + self.side_bytes(product.b, self.n)
+
+    def shared_bytes(self, product: Product, stages: int) -> int:
+        """Of a block: ring, what is resident, results on their way, barriers, and to align them."""
+        if self.cluster:
+            results = self.cluster * self.owned * self.consumers * 4 * FRAGMENT_BYTES
+        else:
+            results = self.buffers * self.m * self.n * ITEM_BYTES
+        if self.resident:
+            results += self.steps(product) * self.side_bytes(product.b, self.n)
+        ring = stages * (self.stage_bytes(product) + 2 * BARRIER_BYTES)
+        return 3 * PATTERN_BYTES + results + ring + 2 * BARRIER_BYTES
+
+    def stages(self, product: Product, device: CudaDevice) -> int:
+        """As many as fit."""
+        room = device.shared_bytes_per_block - self.shared_bytes(product, 0)
+        return min(MOST_STAGES, room // (self.stage_bytes(product) + 2 * BARRIER_BYTES))
+
     def defines(self, dtype: DType, product: Product) -> dict[str, object]:
         """What pointwise_gemm.cu expects."""
-        a, b = product.a, product.b
         return {
             "ELEMENT": CUDA_TYPES[dtype],
-            "A_MN": int(a.mn),
-            "B_MN": int(b.mn),
-            "A_BYTES": self.a_bytes,
-            "B_BYTES": self.b_bytes,
-            "A_EXTENT": self.a_extent(product),
+            "A_MN": int(product.a.mn),
+            "B_MN": int(product.b.mn),
+            "A_BYTES": self.row_bytes(product.a, self.m),
+            "B_BYTES": self.row_bytes(product.b, self.n),
             "BM": self.m,
             "BN": self.n,
             "CONSUMERS": self.consumers,
             "DEPTH": self.depth,
-            "STAGES": self.stages,
             "REDUCE": int(self.cluster > 0),
             "RESIDENT": int(self.resident),
             "BUFFERS": self.buffers,
             "D_BYTES": self.d_bytes,
-            "SHARE_A": self.share_a,
-            "SHARE_B": self.share_b,
         }
-
-
-def is_whole(matrix: Matrix, extent: int, wide: int) -> bool:
-    """Whether boxes ``wide`` rows make up all of them, and a tile's."""
-    return matrix.rows % wide == 0 and extent % wide == 0
-
-
-def row_bytes_of(matrix: Matrix, elements: int, itemsize: int) -> int:
-    """The least that holds so many elements, or the most there is."""
-    return next((size for size in ROW_BYTES if elements * itemsize <= size), ROW_BYTES[-1])
-
-
-def _side_bytes(matrix: Matrix, extent: int, row_bytes: int, depth: int, product: Product) -> int:
-    if not matrix.mn:
-        return extent * depth * product.itemsize
-    return ceil_div(extent * product.itemsize, row_bytes) * depth * row_bytes
