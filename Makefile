@@ -15,6 +15,7 @@ SITE   := build/site-tools
 GENERATORS := build/generators
 TYPESCRIPT := client/typescript
 LOAD   := build/load-tools
+ATTACK := build/attack-tools
 RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
 # distributions have.
@@ -22,6 +23,8 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
+# Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute.
+QUICK_ATTACK ?=
 TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
@@ -35,7 +38,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
+        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training attack
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +79,7 @@ test-units: kernels ## and the parts one by one
 
 test-servers: kernels ## and the servers, the client, the rest
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) \
-	    --ignore=tests/kernels --ignore=tests/unit
+	    --ignore=tests/kernels --ignore=tests/unit --ignore=tests/attack
 
 test-slow: kernels ## the larger random sweeps, each time over other inputs
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh
@@ -153,6 +156,9 @@ load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past 
 soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
 
+attack: kernels $(if $(QUICK_ATTACK),,$(ATTACK)/.ready) ## attacks on a server's processes: what others notice, what memory stays, what it says; QUICK_ATTACK=1 is CI's part
+	@$(PY) -m pytest -s $(if $(QUICK_ATTACK),-m "not slow",--fresh) tests/attack
+
 ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run $(if $(STORE),--store)
 
@@ -161,8 +167,9 @@ $(DIST)/.ready: deploy/locks/dist.txt
 $(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
+$(ATTACK)/.ready: deploy/locks/attack.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -262,6 +269,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
+	@$(PY) $(COMPILE) --group attack --output-file deploy/locks/attack.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt
 
