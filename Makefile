@@ -249,6 +249,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --extra cuda13 --extra otel --output-file deploy/locks/ray-cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
+	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
