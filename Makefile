@@ -21,6 +21,10 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
+# Of `make load-open`; URL= names a server that runs already.
+RATE ?= 50
+MIX ?= resnet50
+URL ?=
 TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
@@ -34,7 +38,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
+        dist docs check-clients check-deploy check-manifests check-load check-ray load load-open soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -139,6 +143,9 @@ check-deploy: check-manifests check-load check-ray ## those, and build the image
 
 load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust $(if $(STORE),--store)
+
+load-open: kernels ## requests at random times at RATE a second, of MIX: latencies from when each was due
+	@$(PY) -m tests.load.open_loop --rate $(RATE) --mix $(MIX) $(if $(URL),--url $(URL)) $(if $(STORE),--store)
 
 soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
