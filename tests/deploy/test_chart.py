@@ -208,9 +208,17 @@ def test_scales_on_work_that_waits() -> None:
 
 def test_the_operator_gets_the_alerts_as_they_are() -> None:
     manifests = rendered(VARIANTS["everything"])
-    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load(
-        (CHART / "alerts.yaml").read_text()
-    )
+    spec = manifests["PrometheusRule"]["spec"]
+    assert spec == yaml.safe_load((CHART / "alerts.yaml").read_text())
+    page = (CHART.parents[2] / "docs/guides/runbooks.md").read_text()
+    for rule in spec["groups"][0]["rules"]:
+        _, _, anchor = rule["annotations"]["runbook_url"].partition("docs/guides/runbooks.md#")
+        assert anchor == rule["alert"].lower()
+        assert f"\n## {rule['alert']}\n" in page
+    elsewhere = {"prometheusRule": {"enabled": True, "runbooks": "https://docs.example/"}}
+    rules = rendered(elsewhere)["PrometheusRule"]["spec"]["groups"][0]["rules"]
+    address = "https://docs.example/docs/guides/runbooks.md#convgraddown"
+    assert rules[0]["annotations"]["runbook_url"] == address
     # The job that the alert for silence asks for.
     label = manifests["ServiceMonitor"]["spec"]["jobLabel"]
     assert manifests["Service-management"]["metadata"]["labels"][label] == "convgrad"
