@@ -23,8 +23,7 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
-# Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute.
-QUICK_ATTACK ?=
+        # Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute. QUICK_ATTACK ?= load-open`; URL= names server runs already. RATE 50 MIX resnet50 URL
 TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
@@ -38,7 +37,7 @@ QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training attack
+        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training attack load-open
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,9 +100,9 @@ compile-all: $(READY) ## compile the GPU kernels that changed, for every archite
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
 	@rm -rf build/manifests && $(PY) -m tests.deploy.chart build/manifests
-	@# Prometheus' operator is not Kubernetes itself, and has no schemas there; nor has KServe, or compose.
+	@# What other projects define has its schemas in tests/deploy/schemas; so has compose.
 	@$(DEPLOY)/bin/kubernetes-validate --strict \
-	    $$(ls build/manifests/*.yaml | grep -v 'ServiceMonitor\|PrometheusRule')
+	    $$(grep -LE '^apiVersion: .*(coreos|keda|gateway)' build/manifests/*.yaml)
 	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
 	@$(DEPLOY)/bin/python tests/deploy/compare_helm.py build/manifests
 	@if command -v docker-compose >/dev/null; then \
@@ -152,6 +151,9 @@ check-deploy: check-manifests check-load check-ray ## those, and build the image
 
 load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust $(if $(STORE),--store)
+
+load-open: kernels ## requests at random times at RATE a second, of MIX: latencies from when each was due
+	@$(PY) -m tests.load.open_loop --rate $(RATE) --mix $(MIX) $(if $(URL),--url $(URL)) $(if $(STORE),--store)
 
 soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
@@ -266,6 +268,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --extra cuda13 --extra otel --output-file deploy/locks/ray-cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
+	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
