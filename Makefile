@@ -36,8 +36,7 @@ DRAWN := $(if $(FRESH),--fresh)
 QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training attack load-open
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*##.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
