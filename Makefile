@@ -12,6 +12,7 @@ PEER   := build/peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
+EXAMPLES := build/examples-tools
 GENERATORS := build/generators
 TYPESCRIPT := client/typescript
 LOAD   := build/load-tools
@@ -34,7 +35,7 @@ DRAWN := $(if $(FRESH),--fresh)
 QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
+.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch test-examples fuzz check lint type format \
         dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
 
 help: ## list the targets
@@ -87,6 +88,10 @@ test-faults: kernels ## twenty kills under load, ten thousand requests: nothing 
 test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, the documents' snippets that use it
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
 	    tests/contract/test_documentation.py tests/torch
+
+test-examples: kernels $(EXAMPLES)/.ready $(PEER) ## every program in examples/, PyTorch's, JAX's and the notebook too
+	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/contract/test_examples.py \
+	    --examples-python $(EXAMPLES)/bin/python
 
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
@@ -158,11 +163,12 @@ ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a loca
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(DIST)/.ready: deploy/locks/dist.txt
+$(EXAMPLES)/.ready: deploy/locks/examples.txt
 $(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(EXAMPLES)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -259,6 +265,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) pyproject.toml --group examples --output-file deploy/locks/examples.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
