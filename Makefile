@@ -259,9 +259,10 @@ COMPILE := -m uv pip compile --universal --python-version 3.11 --generate-hashes
 lock: $(READY) ## resolve the dependencies again, with hashes, for every supported Python
 	@$(PY) -m pip install --quiet --disable-pip-version-check uv
 	@$(PY) $(COMPILE) pyproject.toml --extra demo --group dev --output-file $(LOCK)
-	@$(PY) $(COMPILE) pyproject.toml --extra service --output-file deploy/locks/cpu.txt
-	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --output-file deploy/locks/cuda12.txt
-	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra service --extra otel --output-file deploy/locks/cpu.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda12 --extra otel --output-file deploy/locks/cuda12.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra cuda13 --extra otel --output-file deploy/locks/cuda13.txt
+	@$(PY) $(COMPILE) pyproject.toml --extra ray --extra cuda13 --extra otel --output-file deploy/locks/ray-cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt

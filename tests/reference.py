@@ -203,9 +203,15 @@ def conv_fwd(
     return out if bias is None else _with_bias(out, bias)
 
 
+def of_bias(bias: NDArray[Any], shape: Sequence[int]) -> Reference:
+    """The bias of each channel at every place of an activation of this shape."""
+    each = _float64(bias).reshape(-1, *(1,) * (len(shape) - 2))
+    value = np.broadcast_to(each, tuple(shape))
+    return Reference(value, np.abs(value), np.ones(tuple(shape), np.int64))
+
+
 def _with_bias(out: Reference, bias: NDArray[Any]) -> Reference:
-    each = _float64(bias).reshape(-1, *(1,) * (out.value.ndim - 2))
-    return Reference(out.value + each, out.magnitude + np.abs(each), out.terms + 1)
+    return total(out.value.shape, [out, of_bias(bias, out.value.shape)])
 
 
 @np.errstate(all="ignore")
@@ -271,6 +277,18 @@ def grad_bias(grad_output: NDArray[Any]) -> Reference:
 
 
 @np.errstate(all="ignore")
+def total(shape: Sequence[int], parts: Sequence[Reference]) -> Reference:
+    """The sum of references; of none, zero."""
+    value, terms = np.zeros(tuple(shape)), np.zeros(tuple(shape), np.int64)
+    made = Reference(value, value.copy(), terms)
+    for part in parts:
+        made = Reference(
+            made.value + part.value, made.magnitude + part.magnitude, made.terms + part.terms
+        )
+    return made
+
+
+@np.errstate(all="ignore")
 def epilogue(
     grad: Reference, alpha: float, beta: float, accumulate: NDArray[Any] | None
 ) -> Reference:
@@ -282,7 +300,7 @@ def epilogue(
     return Reference(value, magnitude, grad.terms + 3)
 
 
-def conv3d_transpose(
+def conv_transpose(
     input: NDArray[Any],
     weight: NDArray[Any],
     bias: NDArray[Any] | None = None,
@@ -293,7 +311,7 @@ def conv3d_transpose(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Reference:
-    """conv_bwd_data with input for grad_output, weight [C_in, C_out/groups, D, H, W]; plus bias."""
+    """conv_bwd_data with input for grad_output, weight [C_in, C_out/groups, *kernel]; plus bias."""
     size = smallest_input_size(
         input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding
     )

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     )
     from convgrad._parts import Part
     from convgrad._progress import progress_bars
-    from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad._results import (
+        ConvBackwardResult,
+        ConvDoubleBackwardResult,
+        ConvWeightResult,
+        MaxPoolResult,
+    )
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
         NotFound,
         Overloaded,
         PayloadTooLarge,
+        PermissionDenied,
         ProblemTooLarge,
         RequestTimeout,
         ServiceError,
@@ -71,6 +77,7 @@ __all__ = [
     "ClientTimeout",
     "ConnectionFailed",
     "ConvBackwardResult",
+    "ConvDoubleBackwardResult",
     "ConvWeightResult",
     "ConvgradError",
     "DType",
@@ -91,6 +98,7 @@ __all__ = [
     "Overloaded",
     "Part",
     "PayloadTooLarge",
+    "PermissionDenied",
     "ProblemTooLarge",
     "ProgressEvent",
     "Report",
@@ -115,6 +123,7 @@ _HOMES = {
     "Call": "convgrad._call",
     "Client": "convgrad._client",
     "ConvBackwardResult": "convgrad._results",
+    "ConvDoubleBackwardResult": "convgrad._results",
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "EventHooks": "convgrad._events",

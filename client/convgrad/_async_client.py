@@ -103,6 +103,10 @@ class AsyncClient:
     maxpool2d_fwd = async_method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = async_method(_calls.maxpool3d_fwd)
     conv_backward = async_method(_calls.conv_backward)
+    conv_transpose_fwd = async_method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = async_method(_calls.conv_transpose_backward)
+    conv_double_backward = async_method(_calls.conv_double_backward)
+    conv_transpose_double_backward = async_method(_calls.conv_transpose_double_backward)
 
     async def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs with the server's report; see `Client.call`."""

@@ -137,6 +137,10 @@ class Client:
     maxpool2d_fwd = method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = method(_calls.maxpool3d_fwd)
     conv_backward = method(_calls.conv_backward)
+    conv_transpose_fwd = method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = method(_calls.conv_transpose_backward)
+    conv_double_backward = method(_calls.conv_double_backward)
+    conv_transpose_double_backward = method(_calls.conv_transpose_double_backward)
 
     def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs together with the server's report and timings.

@@ -27,6 +27,7 @@ from convgrad._events import (
 from convgrad._http_errors import from_httpx
 from convgrad._options import Options
 from convgrad._reply import Receiver, Reply, error_of
+from convgrad._trace import trace_headers
 from convgrad.errors import ClientTimeout, ConnectionFailed, ConvgradError
 
 __all__ = ["Exchange", "Requests", "Target"]
@@ -227,7 +228,8 @@ class Exchange(Generic[R]):
             )
 
     def _headers(self, remaining_s: float | None, body_bytes: int) -> Mapping[str, str]:
-        headers = {**self._options.headers, **self._target.headers}  # names in small letters
+        # Names in small letters; a trace that the caller names wins over the current span's.
+        headers = {**trace_headers(), **self._options.headers, **self._target.headers}
         headers["accept-encoding"] = "identity"
         headers["x-request-id"] = self.request_id
         body = self._target.body

@@ -136,7 +136,6 @@ def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
             dealer.remove(ours)
             await connect(1)
             assert dealt(theirs) == 0
-            dealer.close()
         for each in (*held, theirs):
             each.close()
 

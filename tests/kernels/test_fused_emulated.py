@@ -9,10 +9,10 @@ from functools import lru_cache
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
-from convgrad_service.backends.cuda.kernels.fused_shapes import FusedShape
-from convgrad_service.plans.cuda_families import Family
-from convgrad_service.plans.cuda_works import FusedWork
+from convgrad_service.backends.cuda.kernels.fused.fused_separable import FusedSeparable
+from convgrad_service.backends.cuda.kernels.fused.fused_shapes import FusedShape
+from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.works import FusedWork
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.fused_cases import LAYOUT, SEPARABLE

@@ -8,39 +8,39 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
-from convgrad_service.backends.cuda.kernels.depthwise_pairs import (
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
     PAIR_TILES,
     DepthwisePairs,
     DepthwisePairsArgs,
     place_bytes,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_strips import (
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     STRIP_COLUMNS,
     TILE_STRIPS,
     Strips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows, plane_of
-from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import (
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows, plane_of
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DIRECT_TILES,
     DepthwiseWeightDirect,
     DirectTile,
     layouts,
 )
-from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import (
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HOPPER_STRIPS_TILES,
     HopperDepthwiseStrips,
     StripsTile,
 )
-from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import (
+from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
     HopperDepthwiseWeight,
     blocks_of_tiles,
 )
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Fragment, Launch
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Fragment, Launch
+from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import (
     ConvBwdData,
     ConvFwd,

@@ -9,11 +9,11 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
-from convgrad_service.backends.cuda.kernels.fused_shapes import FusedShape
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import CudaPlan, Launch
+from convgrad_service.backends.cuda.kernels.fused.fused_separable import FusedSeparable
+from convgrad_service.backends.cuda.kernels.fused.fused_shapes import FusedShape
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import GroupedConvConvFwd, Problem
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS

@@ -17,6 +17,7 @@ from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = [
     "Backend",
+    "Cancellation",
     "DeviceMemory",
     "DeviceTensor",
     "OnHost",
@@ -61,6 +62,16 @@ class Vitals:
     uuid: str = ""
 
 
+class Cancellation(threading.Event):
+    """Set once nobody wants the answer any more; a backend says through it that it gets on."""
+
+    progress = 0
+
+    def advanced(self) -> None:
+        """Some part of the computation is done: it does not hang."""
+        self.progress += 1
+
+
 class Backend(Protocol):
     """Computes problems. Safe to call from several threads at once."""
 
@@ -81,7 +92,8 @@ class Backend(Protocol):
         """Compute a problem; blocks, and leaves the interpreter to others meanwhile.
 
         ``tensors`` are the problem's inputs, in its layout. Once ``cancelled`` is set, the answer
-        is not wanted any more. ``out`` offers a place for each output; where a backend uses it,
+        is not wanted any more; where it is a `Cancellation`, each step that is done is reported to
+        it. ``out`` offers a place for each output; where a backend uses it,
         that very array is the outcome's.
 
         Raises:

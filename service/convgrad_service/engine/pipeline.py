@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from convgrad.contract import Operation, Request, validate
+from convgrad.errors import Overloaded
+from convgrad_service.engine.admission_gate import AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.execution import Execution, Prepared
 from convgrad_service.engine.hub import Engine
@@ -59,8 +61,13 @@ class Pipeline:
         self.stored = TensorStoreClient(engine.stored)
         self.limits = limits
         self.draining = False
+        self.gate = AdmissionGate(engine)
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
+
+    def require_live(self) -> None:
+        """Raise DeviceUnavailable once the server had better be started anew."""
+        self.engine.status.require_live()
 
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless a device works and the server is to go on."""
@@ -90,10 +97,34 @@ class Pipeline:
         ClientGone
             Nobody waits for the answer any more.
         """
+        may_be_refused = False
+        try:
+            if not self.gate.is_open:
+                may_be_refused = await self._wait_in_line(request, transport)
+            await self._run(request, transport)
+        except Overloaded:
+            if not may_be_refused:
+                await self.gate.refusal()
+            raise
+        except MemoryError:
+            raise out_of_memory() from None
+
+    async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> bool:
+        """See `AdmissionGate.turn`."""
+        with CancelScope(request.deadline) as scope:
+            transport.watch(lambda: scope.cancel(ClientGone()))
+            try:
+                return await self.gate.turn()
+            finally:
+                transport.watch(None)
+
+    async def _run(self, request: ComputeRequest, transport: Transport) -> None:
         self.admit()
         ticket = None
         if request.caller.limits != NO_LIMITS:
             ticket = await self.engine.enter(request.caller)
+        is_arriving = True
+        self.gate.arriving += 1
         try:
             with CancelScope() as scope:
                 if request.counts_receiving and not transport.keeps_deadline:
@@ -116,6 +147,8 @@ class Pipeline:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.move(request.deadline)
                     transport.watch(lambda: scope.cancel(ClientGone()))
+                    is_arriving = False
+                    self.gate.arrived()
                     try:
                         result = await execution.compute(streamed=transport.streams)
                     finally:
@@ -127,9 +160,9 @@ class Pipeline:
                         await result.progress.end()
                 finally:
                     await execution.end()
-        except MemoryError:
-            raise out_of_memory() from None
         finally:
+            if is_arriving:
+                self.gate.arrived()
             if ticket is not None:
                 ticket.leave()
 
@@ -282,7 +315,7 @@ class Pipeline:
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.hold(size_bytes)
+            await ticket.hold(size_bytes, prepared.layout.sizes.flops)
         if prepared.layout.sizes.parts == 1:
             lease = self.engine.take(size_bytes, prepared.parts)
             if lease is not None:

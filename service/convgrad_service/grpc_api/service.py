@@ -53,6 +53,10 @@ class DescribingMethods:
         }
 
     async def _server_live(self, _: Any, __: str) -> Any:
+        try:
+            self._pipeline.require_live()
+        except DeviceUnavailable:
+            return message("ServerLiveResponse")(live=False)
         return message("ServerLiveResponse")(live=True)
 
     async def _server_ready(self, _: Any, __: str) -> Any:

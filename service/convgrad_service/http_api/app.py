@@ -34,7 +34,7 @@ from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.composition import embedded_pipeline
 from convgrad_service.server.settings import Settings
 
-__all__ = ["app_on", "create_app"]
+__all__ = ["app_on", "create_app", "management_app"]
 
 
 def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
@@ -107,6 +107,16 @@ def app_on(
     app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints, wrapped=cors)
     if settings.cors_origins is not None:
         app.exchange = with_cors(app.exchange, settings.cors_origins)
+    return app
+
+
+def management_app(pipeline: Pipeline) -> FastAPI:
+    """Health and metrics alone, asked without a key: for a port that only the platform reaches."""
+    app = _App(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.pipeline = pipeline
+    app.include_router(health_router(pipeline))
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.exchange = ExchangeMiddleware(partial(FastAPI.__call__, app), pipeline)
     return app
 
 

@@ -28,6 +28,7 @@ def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
             },
             "problem_bytes": pipeline.limits.problem_bytes,
             "problem_flops": pipeline.limits.problem_flops,
+            "output_ratio": pipeline.limits.output_ratio,
             "inflight_bytes": pipeline.engine.limit_bytes,
             "queue": settings.max_queue,
             "timeout_s": settings.max_timeout_s,

@@ -21,8 +21,8 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from convgrad_service.inprocess.base import NotCompiled, problem_of
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import (
     ALIGNMENT,
     ZEROS,
     ZEROS_BYTES,

@@ -8,7 +8,7 @@ import ctypes
 from functools import lru_cache
 
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.plans.cuda_program import Launch
+from convgrad_service.plans.cuda.program import Launch
 
 __all__ = ["AttributedLaunch"]
 

@@ -48,11 +48,11 @@ from convgrad_service.backends.cuda.on_device import (
 )
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_pieces import parts_for
-from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.pieces import parts_for
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import run_in_pieces
 from convgrad_service.problems.base import Problem, TensorSpec
 

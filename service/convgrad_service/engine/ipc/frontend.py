@@ -15,6 +15,7 @@ from typing import Any
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import Channel
+from convgrad_service.engine.ipc.heartbeat import Heartbeat, Ping, Pong
 from convgrad_service.engine.ipc.messages import (
     KINDS,
     Ask,
@@ -56,6 +57,8 @@ class FrontEnd:
         self._tasks: dict[int, Task | TaskGroup[Task]] = {}
         self._arrangements: dict[int, TensorLayout | PackedTensorLayout] = {}
         self._tickets: dict[int, Entered] = {}
+        self._heartbeat = Heartbeat()
+        self._is_listening = False
 
     async def serve(self, channel_end: Any) -> None:
         """Welcome it, and return once its end of the channel has closed and it holds nothing."""
@@ -93,8 +96,19 @@ class FrontEnd:
         if self._channel is not None:
             self._channel.tell(Drain())
 
+    def is_silent(self) -> bool:
+        """Ask whether it is alive; whether it has missed too many such questions."""
+        if self._channel is None or not self._is_listening:
+            return False
+        self._channel.tell(Ping())
+        return self._heartbeat.missed()
+
     def _received(self, message: Any) -> None:
         self._HANDLERS[type(message)](self, message)
+
+    def _announced(self, message: Listens) -> None:
+        self._is_listening = True
+        self._listens(message)
 
     def _reserve(self, message: Reserve) -> None:
         try:
@@ -187,7 +201,7 @@ class FrontEnd:
 
     def _hold(self, message: Hold) -> None:
         try:
-            self._tickets[message.ticket].count(message.size_bytes)
+            self._tickets[message.ticket].count(message.size_bytes, message.flops)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
         else:
@@ -232,7 +246,8 @@ class FrontEnd:
         Leave: _left,
         Ask: _ask,
         Record: lambda self, record: self._hub.observe(record),
-        Listens: lambda self, message: self._listens(message),
+        Listens: _announced,
+        Pong: lambda self, _: self._heartbeat.heard(),
     }
 
 

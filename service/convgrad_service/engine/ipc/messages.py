@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Kinds
+from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import Named
 from convgrad_service.engine.scheduling.quotas import Caller
+from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 
 __all__ = [
@@ -91,11 +92,12 @@ class Enter(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Count so many bytes to a ticket."""
+    """Count so many bytes and FLOPs to a ticket."""
 
     number: int
     ticket: int
     size_bytes: int
+    flops: int
 
 
 class Leave(NamedTuple):
@@ -154,4 +156,6 @@ KINDS = Kinds(
     Hold,
     Leave,
     PartDone,
+    Ping,
+    Pong,
 )

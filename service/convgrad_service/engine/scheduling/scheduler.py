@@ -11,7 +11,8 @@ other processes spend, and as many such jobs as there are slots would keep all o
 Every job is a pure function of its inputs, which stay in the arena until it is done. So when a
 worker dies, what it held runs again. One of those jobs may have killed it: each is a suspect, and
 runs with nothing beside it, so that it can take no other along. One that is alone in two deaths is
-the cause (in one death alone it may have met someone else's kill) and is not tried again.
+the cause (in one death alone it may have met someone else's kill) and is not tried again. Where a
+worker was ended because a job in it hung, that one alone is the suspect, and counts as alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Task:
         self.device = job.device
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.wanted = True
-        self.suspect = False
+        self.suspect = self.hung = False
         self.deaths_alone = 0
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
@@ -79,7 +80,8 @@ def _cost(job: Job, part: int | None) -> float:
 class Worker(Protocol):
     """What computes, as the schedule sees it; it calls `Scheduler.finished` for each task.
 
-    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`.
+    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`. One
+    without ``slots`` gets no more tasks: it is about to end.
     """
 
     slots: int
@@ -132,13 +134,18 @@ class Scheduler:
     @property
     def workers(self) -> int:
         """Workers that take jobs now."""
-        return len(self._running)
+        return sum(worker.slots > 0 for worker in self._running)
+
+    @property
+    def room(self) -> int:
+        """How many more jobs may wait, at least."""
+        left = self.max_waiting - len(self._waiting) - len(self._compiling)
+        return left if left > 0 else self.max_waiting - self.waiting
 
     @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
-        tasks = len(self._waiting) + len(self._compiling)
-        return tasks >= self.max_waiting and self.waiting >= self.max_waiting
+        return self.room <= 0
 
     @property
     def overload(self) -> Overloaded | None:
@@ -251,10 +258,12 @@ class Scheduler:
             del self._compiling[task]
             self._waiting.appendleft(task)
         self.deaths += 1
+        known = any(task.hung for task in held)
         for task in reversed(held):
             task.worker = None
-            task.suspect = True
-            task.deaths_alone += len(held) == 1
+            task.suspect |= task.hung or not known
+            task.deaths_alone += task.hung or len(held) == 1
+            task.hung = False
             if not task.wanted:
                 task.done.cancel()
             elif task.deaths_alone >= _DEATHS_ALONE:
@@ -337,10 +346,10 @@ class Scheduler:
         held = self._running[worker]
         if task.device is not None and task.device != worker.device:
             return False
+        if len(held) >= worker.slots:
+            return False
         if not held:
             return True
-        if task.suspect:
-            return False
-        if len(held) >= worker.slots or any(other.suspect for other in held):
+        if task.suspect or any(other.suspect for other in held):
             return False
         return not task.large or sum(other.large for other in held) < max(1, worker.slots - 1)

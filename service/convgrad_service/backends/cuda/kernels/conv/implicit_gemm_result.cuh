@@ -2,8 +2,8 @@
 #pragma once
 
 #include "conv/implicit_gemm_loaders.cuh"
-#include "epilogue.cuh"
-#include "vectors.cuh"
+#include "core/epilogue.cuh"
+#include "core/vectors.cuh"
 
 namespace convgrad {
 

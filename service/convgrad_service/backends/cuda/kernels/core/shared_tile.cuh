@@ -9,7 +9,7 @@
 // that are set, so elsewhere in a row is an address with bits flipped: found once, outside the loop.
 #pragma once
 
-#include "tensor_core.cuh"
+#include "ptx/mma.cuh"
 
 namespace convgrad {
 
