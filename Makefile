@@ -129,6 +129,7 @@ $(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
 	@cd $(TYPESCRIPT) && npm ci --silent
 	@touch $@
 
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*

@@ -174,6 +174,11 @@ class Client:
         What is tried again is tried before the first part has come. Tensors go over HTTP, also
         with ``transport="shm"``. Whoever stops early ends the computation.
 
+        Parameters
+        ----------
+        call
+            What a function of `convgrad.calls` makes.
+
         Raises
         ------
         ConnectionFailed
@@ -206,6 +211,13 @@ class Client:
         """An array of any content to be filled and sent; with ``transport="shm"`` it lies in
         shared memory, from where it is sent without a copy. Results lie there too.
 
+        Parameters
+        ----------
+        shape
+            Its extents.
+        dtype
+            float16, bfloat16, float32, float64, int32 or int64.
+
         Raises
         ------
         MalformedRequest
@@ -224,10 +236,19 @@ class Client:
         return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
     def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
-        """Keep a tensor on the server under a name, which then stands for it in requests.
+        """Keep a tensor on the server under a name; what is returned stands for it in requests.
 
-        It stays for ``time_to_live_s`` since it was last used, at most as long as the server lets
-        it, and what had the name before goes. Outputs are kept by ``with_options(store=...)``.
+        What had the name before goes. Outputs are kept by ``with_options(store=...)``.
+
+        Parameters
+        ----------
+        name
+            1 to 128 letters, digits, dots, dashes and underscores.
+        tensor
+            What NumPy makes an array of.
+        time_to_live_s
+            Seconds since its last use after which it is forgotten; at most, and by default, as
+            long as the server allows.
 
         Raises
         ------
@@ -246,15 +267,50 @@ class Client:
         return self._complete(put_target(name, tensor, time_to_live_s))
 
     def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements; raises NotFound where there is none of that name."""
+        """A stored tensor's elements.
+
+        Parameters
+        ----------
+        name
+            What it is called on the server.
+
+        Raises
+        ------
+        NotFound
+            There is none of that name.
+
+        Examples
+        --------
+        >>> weight = client.fetch("layer1.weight")
+        """
         return self._complete(fetch_target(name))
 
     def drop(self, name: str) -> None:
-        """Have the server forget a tensor; raises NotFound where there is none of that name."""
+        """Have the server forget a tensor.
+
+        Parameters
+        ----------
+        name
+            What it is called on the server.
+
+        Raises
+        ------
+        NotFound
+            There is none of that name.
+
+        Examples
+        --------
+        >>> client.drop("layer1.weight")
+        """
         self._complete(drop_target(name))
 
     def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name."""
+        """The tensors that the server keeps, by name.
+
+        Examples
+        --------
+        >>> sum(kept.nbytes for kept in client.stored().values())
+        """
         return self._complete(list_target())
 
     def operations(self) -> OperationsInfo:
@@ -264,15 +320,30 @@ class Client:
         ------
         ConnectionFailed, ClientTimeout, InvalidAnswer
             From the way there and back.
+
+        Examples
+        --------
+        >>> client.operations()["conv_fwd"]["layouts"]
         """
         return self._complete(OPERATIONS_LIST)
 
     def is_live(self) -> bool:
-        """Whether a server runs there."""
+        """Whether a server runs there.
+
+        Examples
+        --------
+        >>> client.is_live()
+        """
         return self._succeeds(LIVE)
 
     def is_ready(self) -> bool:
-        """Whether the server takes work."""
+        """Whether the server takes work.
+
+        Examples
+        --------
+        >>> while not client.is_ready():
+        ...     time.sleep(1)
+        """
         return self._succeeds(READY)
 
     def with_options(self, **changes: Unpack[OptionChanges]) -> Client:
@@ -304,7 +375,12 @@ class Client:
         return other
 
     def close(self) -> None:
-        """Close the connections, unless they are an injected client's."""
+        """Close the connections, unless they are an injected client's.
+
+        Examples
+        --------
+        >>> client.close()  # or use the client as a context manager
+        """
         if self._owns_transport and not self._transport.closed:
             if self._shared is not None:
                 self._send_all(self._shared.close())

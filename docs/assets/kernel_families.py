@@ -22,6 +22,6 @@ def _table() -> str:
         module = source.with_suffix(".py")
         if module.exists():
             text = ast.get_docstring(ast.parse(module.read_text())) or ""
-            said = re.split(r":? ``\w+\.cu``|\n\n|(?<=\.)\s", text)[0].replace("\n", " ")
+            said = re.split(r":?\s``\w+\.cu``|\n\n|(?<=\.)\s", text)[0].replace("\n", " ")
             rows.append(f"| `{source.stem}` | {said.rstrip('.:')} |")
     return "\n".join(rows)
