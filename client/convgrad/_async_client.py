@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from convgrad import _calls
 from convgrad._call import Answer, Call, Stored, as_tensor, check_call
-from convgrad._client import check_open, shared_memory
 from convgrad._direct import AsyncDirectTransport, is_direct
 from convgrad._events import EventHooks
 from convgrad._exchange import Exchange, Requests, Target
@@ -24,7 +23,7 @@ from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
 from convgrad._stored import drop_target, fetch_target, list_target, put_target
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
-from convgrad._transport import AsyncHttpxTransport, AsyncTransport
+from convgrad._transport import AsyncHttpxTransport, AsyncTransport, check_open, shared_memory
 from convgrad.dtypes import DType
 from convgrad.errors import ConvgradError
 

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 import httpx
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from convgrad import _calls
-from convgrad._call import Answer, Call, Stored, as_tensor, check_call
+from convgrad._call import Answer, Call, as_tensor, check_call
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._events import EventHooks
 from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import method
 from convgrad._options import OptionChanges, Options
 from convgrad._parts import PARTS_WIRE, Part, PartReader
-from convgrad._stored import drop_target, fetch_target, list_target, put_target
+from convgrad._stored_methods import StoredTensors
 from convgrad._targets import LIVE, OPERATIONS_LIST, READY, OperationsInfo, call_target
-from convgrad._transport import HttpxTransport, Transport
+from convgrad._transport import HttpxTransport, Transport, check_open, shared_memory
 from convgrad.dtypes import DType
-from convgrad.errors import ClientError, ConvgradError
+from convgrad.errors import ConvgradError
 
 if TYPE_CHECKING:
-    from convgrad._shared_calls import SharedMemory
+    pass
 
-__all__ = ["Client", "check_open", "shared_memory"]
+__all__ = ["Client"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Client:
+class Client(StoredTensors):
     """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
 
     Threads may share a client.
@@ -235,84 +235,6 @@ class Client:
             return np.empty(tuple(shape), array.dtype)
         return self._send_all(self._shared.empty(tuple(shape), DType(array.dtype.name)))
 
-    def put(self, name: str, tensor: ArrayLike, *, time_to_live_s: float | None = None) -> Stored:
-        """Keep a tensor on the server under a name; what is returned stands for it in requests.
-
-        What had the name before goes. Outputs are kept by ``with_options(store=...)``.
-
-        Parameters
-        ----------
-        name
-            1 to 128 letters, digits, dots, dashes and underscores.
-        tensor
-            What NumPy makes an array of.
-        time_to_live_s
-            Seconds since its last use after which it is forgotten; at most, and by default, as
-            long as the server allows.
-
-        Raises
-        ------
-        MalformedRequest
-            The name is not 1 to 128 letters, digits, dots, dashes and underscores.
-        Overloaded
-            The server keeps as much as it may.
-        ConvgradError
-            As `conv_bwd_data`.
-
-        Examples
-        --------
-        >>> weight = client.put("layer1.weight", weight)
-        >>> output = client.conv_fwd(x, weight)
-        """
-        return self._complete(put_target(name, tensor, time_to_live_s))
-
-    def fetch(self, name: str) -> NDArray[Any]:
-        """A stored tensor's elements.
-
-        Parameters
-        ----------
-        name
-            What it is called on the server.
-
-        Raises
-        ------
-        NotFound
-            There is none of that name.
-
-        Examples
-        --------
-        >>> weight = client.fetch("layer1.weight")
-        """
-        return self._complete(fetch_target(name))
-
-    def drop(self, name: str) -> None:
-        """Have the server forget a tensor.
-
-        Parameters
-        ----------
-        name
-            What it is called on the server.
-
-        Raises
-        ------
-        NotFound
-            There is none of that name.
-
-        Examples
-        --------
-        >>> client.drop("layer1.weight")
-        """
-        self._complete(drop_target(name))
-
-    def stored(self) -> Mapping[str, Stored]:
-        """The tensors that the server keeps, by name.
-
-        Examples
-        --------
-        >>> sum(kept.nbytes for kept in client.stored().values())
-        """
-        return self._complete(list_target())
-
     def operations(self) -> OperationsInfo:
         """What the server says of its operations, by name: tensors, dtypes, layouts.
 
@@ -433,30 +355,3 @@ class Client:
         except StopIteration as done:
             returned: R = done.value
             return returned
-
-
-def check_open(closed: bool) -> None:
-    """Raise ClientError for a client that is closed."""
-    if closed:
-        raise ClientError("this client is closed; make another, or call it before its `with` ends")
-
-
-def shared_memory(transport: str) -> SharedMemory | None:
-    """What ``transport`` names.
-
-    Raises
-    ------
-    ValueError
-        It is neither "http" nor "shm".
-    ClientError
-        This system has no shared memory of that kind.
-    """
-    if transport == "http":
-        return None
-    if transport != "shm":
-        raise ValueError(f'transport: expected "http" or "shm", got {transport!r}')
-    try:  # not every system has what it needs, and few programs need it
-        from convgrad._shared_calls import SharedMemory
-    except ImportError as missing:
-        raise ClientError(f'transport="shm" works on Linux alone: {missing}') from missing
-    return SharedMemory()
