@@ -66,8 +66,9 @@ class Client(StoredTensors):
     headers
         Sent with every request.
     event_hooks
-        Functions to call at each request, response and retry: ``{"retry": [print]}``, see
-        `convgrad.EventHooks`. The same is logged to the logger ``convgrad``.
+        Functions to call at each request, response, retry and failure, and as an attempt makes
+        progress: ``{"retry": [print]}``, see `convgrad.EventHooks` and `convgrad.progress_bars`.
+        All but progress is also logged to the logger ``convgrad``.
     transport
         "http", or "shm" for a server on this machine that has CONVGRAD_SYSTEM_SHARED_MEMORY set:
         tensors then lie in shared memory, and requests only say where. Results stay there while
