@@ -12,6 +12,7 @@ PEER   := build/peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
+EXAMPLES := build/examples-tools
 GENERATORS := build/generators
 TYPESCRIPT := client/typescript
 LOAD   := build/load-tools
@@ -89,6 +90,10 @@ test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, t
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
 	    tests/contract/test_documentation.py tests/torch
 
+test-examples: kernels $(EXAMPLES)/.ready $(PEER) ## every program in examples/, PyTorch's, JAX's and the notebook too
+	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/contract/test_examples.py \
+	    --examples-python $(EXAMPLES)/bin/python
+
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
@@ -125,6 +130,7 @@ $(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
 	@cd $(TYPESCRIPT) && npm ci --silent
 	@touch $@
 
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
 	@$(PY) -m tests.deploy.build_dist build/dist
 	@$(DIST)/bin/twine check --strict build/dist/*
@@ -165,12 +171,13 @@ ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a loca
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(DIST)/.ready: deploy/locks/dist.txt
+$(EXAMPLES)/.ready: deploy/locks/examples.txt
 $(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
 $(ATTACK)/.ready: deploy/locks/attack.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(EXAMPLES)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -269,6 +276,7 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
 	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) pyproject.toml --group examples --output-file deploy/locks/examples.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
 	@$(PY) $(COMPILE) --group attack --output-file deploy/locks/attack.txt

@@ -172,9 +172,7 @@ class PointwiseGemm:
         return list(found)
 
 
-def _arguments(
-    work: ConvWork, product: Product, config: Config, stages: int
-) -> PointwiseGemmArgs:
+def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
     """All but the addresses and maps."""
     args = PointwiseGemmArgs()
     args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
@@ -183,7 +181,9 @@ def _arguments(
     args.activation = ACTIVATIONS[work.activation]
     args.plain, args.wide_result = work.epilogue_free, work.result_dtype is DType.FLOAT32
     args.result_in_vectors = (
-        product.column_stride == 1 and not product.row_stride % CHUNK and not product.columns % CHUNK
+        product.column_stride == 1
+        and not product.row_stride % CHUNK
+        and not product.columns % CHUNK
     )
     args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
     args.steps, args.steps_each = config.steps(product), config.steps_each(product)
@@ -262,9 +262,7 @@ def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
     return found or prod((spatial[2] or n,))
 
 
-def _map(
-    dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int
-) -> TileMap:
+def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TileMap:
     """Of an operand: `GemmSide` copies by it."""
     row_bytes = config.row_bytes(matrix, extent)
     wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES

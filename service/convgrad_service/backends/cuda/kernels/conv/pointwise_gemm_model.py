@@ -205,8 +205,7 @@ class _Table:
         results = self.m * self.n
         clocks = self.m / 64 * self.depth / 16 * np.maximum(self.n / 2, LEAST_CLOCKS)
         lines = column(
-            lambda one: one.lines(like.a, one.m)
-            + (0 if one.resident else one.lines(like.b, one.n))
+            lambda one: one.lines(like.a, one.m) + (0 if one.resident else one.lines(like.b, one.n))
         )
         self.products = rates.products * clocks * CLOCK + rates.issue
         self.alone = np.maximum.reduce(
@@ -264,9 +263,7 @@ class _Table:
         each_steps = np.ceil(steps / splits)
         room = self.room[:end] - np.where(resident, steps * self.b_bytes[:end], 0)
         stages = room // (self.stage[:end] + 2 * BARRIER_BYTES)
-        allowed &= stages >= np.minimum(
-            np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps
-        )
+        allowed &= stages >= np.minimum(np.where(deep, LEAST_DEEP_STAGES, LEAST_STAGES), each_steps)
 
         clusters = tiles * np.maximum(parts, 1)
         grid = np.minimum(rows, np.maximum(1, many // across))
