@@ -1,4 +1,4 @@
-"""Writes what the page at ``/ui`` shows of whole networks, from the stored results (`make readme`)."""
+"""Writes what the page at ``/ui`` shows of whole networks, from stored results (`make readme`)."""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ export function GroupedBars(props: { names: string[]; series: { label: string; v
       of={JSON.stringify(props)}
       draw={(c) => ({
         options: {
+          padding: [8, 60, 0, 0], // the last name reaches beyond its bars
           scales: { x: { time: false, range: [-0.8, xs.length - 1 + 0.3] }, y: { range: (_u, _min, max) => [0, max * 1.05] } },
           axes: [
             {

@@ -107,21 +107,29 @@ function Shown(props: { state: State }) {
           <thead>
             <tr>
               <th scope="col">device</th>
-              <th scope="col">what</th>
+              <th scope="col">memory in use</th>
+              <th scope="col">UUID</th>
             </tr>
           </thead>
           <tbody>
-            {labelled("convgrad_device_info").map((one) => (
-              <tr>
-                <th scope="row">{one.labels.device ?? "0"}</th>
-                <td>
-                  {Object.entries(one.labels)
-                    .filter(([name, value]) => name !== "device" && value)
-                    .map(([name, value]) => `${name} ${value}`)
-                    .join(", ")}
-                </td>
-              </tr>
-            ))}
+            {labelled("convgrad_device_info").map(({ labels }) => {
+              const memory = (name: string) =>
+                labelled(name).find((one) => one.labels.device === labels.device)?.value ?? 0;
+              const total = memory("convgrad_device_memory_total_bytes");
+              return (
+                <tr>
+                  <th scope="row">
+                    {labelled("convgrad_info")[0]?.labels.backend} {labels.device}
+                  </th>
+                  <td>
+                    {total
+                      ? `${format.bytes(memory("convgrad_device_memory_used_bytes"))} of ${format.bytes(total)}`
+                      : "the process's own"}
+                  </td>
+                  <td>{labels.uuid || "–"}</td>
+                </tr>
+              );
+            })}
           </tbody>
         </table>
         <table>
