@@ -149,6 +149,7 @@ def test_a_key_is_asked_for_and_forgotten(opened: Open, tmp_path: Path) -> None:
         ]
         page.reload()
         page.get_by_label("This server wants an API key").wait_for()
+        page.close()  # before the server that it still asks
 
 
 def test_by_keyboard_alone(opened: Open) -> None:
