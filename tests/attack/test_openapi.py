@@ -31,7 +31,7 @@ def test_whatever_the_document_allows_and_forbids_is_answered(tmp_path: Path) ->
                 "run",
                 f"{server.http}/openapi.json",
                 "--checks=not_a_server_error,response_schema_conformance,status_code_conformance",
-                "--max-examples=30",
+                "--max-examples=10",
                 "--workers=2",
                 "--seed=1",
                 "--generation-database=none",
