@@ -22,12 +22,12 @@ from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome, Vitals
 from convgrad_service.backends.cpu import compile as cpu_compile
 from convgrad_service.backends.cpu import library
-from convgrad_service.backends.cuda.kernels.tensor_maps import MAP_ALIGNMENT, Mapped
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MAP_ALIGNMENT, Mapped
 from convgrad_service.backends.cuda.sources import KERNELS, included
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
     Arguments,
@@ -47,7 +47,7 @@ INSTEAD = HERE / "kernels"
 BUILD = HERE.parents[1] / "build" / "emulator"
 UNWRITTEN = 0xFF
 
-# What elements.cuh says to a GPU, and what it means.
+# What core/elements.cuh says to a GPU, and what it means.
 ASSEMBLY = {
     r'asm\("cvt\.f32\.f16 [^;]*;"[^;]*;': "wide = emulator::half_to_float(value.bits);",
     r'asm\("cvt\.rn\.f16\.f32 [^;]*;"[^;]*;': "narrowed.bits = emulator::float_to_half(value);",

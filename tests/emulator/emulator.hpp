@@ -185,7 +185,7 @@ static inline To bits_as(From from) {
   return to;
 }
 
-// What the instructions of elements.cuh do.
+// What the instructions of core/elements.cuh do.
 static inline float half_to_float(unsigned short bits) {
   return static_cast<float>(bits_as<_Float16>(bits));
 }

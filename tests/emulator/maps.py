@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from convgrad_service.backends.cuda.kernels.tensor_maps import (
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     MAP_BYTES,
     PixelMap,
     TensorMap,

@@ -14,10 +14,10 @@ from random import Random
 
 from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import Instance, Launch
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.problems import problem_from
 from tests.arrays import DTYPES, request_arrays
 from tests.cases import FROM_CONV, Case

@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.program import Instance
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "perf" / "results" / "gpu_checks.jsonl"

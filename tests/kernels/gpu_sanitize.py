@@ -1,7 +1,7 @@
 """Every GPU kernel under compute-sanitizer, over small problems; the outcome is stored as data.
 
     python -m tests.kernels.gpu_sanitize [--tools memcheck racecheck initcheck] [--draws 1500]
-        [--sources depthwise pool_] [--cases 49 84] [--logs build/sanitize]
+        [--sources depthwise/ pool/] [--cases 49 84] [--logs build/sanitize]
 
 Named cases run on the general kernels and on those that plans choose; then, so that every fast
 kernel is met, as many random ones as it takes (see covering.py) of so many draws for each class
@@ -33,16 +33,16 @@ from typing import Any
 from convgrad_service.backends.cuda import CudaBackend, kernels
 from convgrad_service.backends.cuda.device import describe, import_cupy
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.memory import Lane
 from convgrad_service.backends.cuda.sources import source_hash
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import Instance, Launch, Step
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.program import Instance, Launch, Step
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import (
     EPILOGUES,
@@ -94,7 +94,7 @@ SETS: Mapping[str, Families] = {
 # What is stored by these initcheck does not take for written: of 84,558 errors at 5a95834 all that
 # were printed are in problems whose kernels call it, and tests from poisoned outputs find every
 # element written.
-BULK_STORES = re.compile(r"\bstore_tile\b")
+BULK_STORES = re.compile(r"\btma_store\b")
 # Of shared memory, that kernels have besides what a launch gives them: at most so much.
 STATIC_BYTES = 8192
 # Cases of one process: few enough that what is cleared is not lost with the time it ran out.
@@ -131,8 +131,8 @@ def stored_by_copies(launched: Mapping[int, Collection[Instance]]) -> set[int]:
     """The cases some of whose results the copy engine stores."""
     folder = Path(kernels.__file__).parent
     engine = {
-        path.name
-        for path in folder.glob("*.cu")
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.cu")
         if BULK_STORES.search(path.read_text(encoding="utf-8"))
     }
     return {

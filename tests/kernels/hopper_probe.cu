@@ -1,8 +1,8 @@
-// What hopper.cuh and warpgroup.cuh say that the hardware does, a kernel for each kind of thing;
+// What ptx/tma.cuh and ptx/warpgroup.cuh say that the hardware does, a kernel for each kind of thing;
 // test_hopper_instructions.py knows what must come out. One block of 128 threads, or CLUSTER of them.
 // Deterministic.
-#include "hopper.cuh"
-#include "warpgroup.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 
 using namespace convgrad;
 
@@ -34,44 +34,44 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(CLUSTER, 1, 1
     loads(const __grid_constant__ ProbeArgs args) {
   __shared__ u64 barriers[2];
   const u32 to = first_pattern(), full = shared_address(barriers), met = full + 8;
-  const u32 rank = CLUSTER > 1 ? block_of_cluster() : 0;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
-    prefetch_map(args.first);
-    make_barrier(full, 1);
-    make_barrier(met, 128 * CLUSTER);
-    publish_barriers();
+    prefetch_tensor_map(args.first);
+    init_barrier(full, 1);
+    init_barrier(met, 128 * CLUSTER);
+    fence_barrier_init();
   }
-  synchronize_cluster();
-  if (threadIdx.x < 32 && elected()) {
+  cluster_sync();
+  if (threadIdx.x < 32 && elect_one()) {
     Few<DIMS> at;
     for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
-    arrive_expecting(full, args.bytes);
+    arrive_and_expect_tx(full, args.bytes);
     const u32 share = to + rank * (args.bytes / CLUSTER);
 #if PIXELS
     Few<DIMS - 2> by;
     for (int d = 0; d < DIMS - 2; ++d) by.all[d] = args.by[d];
     at.all[DIMS - 1] += rank;
     if (CLUSTER > 1) {
-      load_pixels_to((1 << CLUSTER) - 1, share, args.first, full, at.all, by.all);
+      tma_load_im2col_multicast((1 << CLUSTER) - 1, share, args.first, full, at.all, by.all);
     } else {
-      load_pixels(share, args.first, full, at.all, by.all);
+      tma_load_im2col(share, args.first, full, at.all, by.all);
     }
 #else
     at.all[DIMS - 1] += rank * args.by[0];
     if (CLUSTER > 1) {
-      load_tile_to((1 << CLUSTER) - 1, share, args.first, full, at.all);
+      tma_load_multicast((1 << CLUSTER) - 1, share, args.first, full, at.all);
     } else {
-      load_tile(share, args.first, full, at.all);
+      tma_load(share, args.first, full, at.all);
     }
 #endif
   }
-  wait_for(full, 0);
+  wait_barrier(full, 0);
   u32* const out = static_cast<u32*>(args.out) + blockIdx.x * (args.bytes / 4);
   for (int i = threadIdx.x; i < args.bytes / 4; i += 128) out[i] = load_word(to + i * 4);
   // Everybody arrives everywhere: no block ends while another still uses its barriers.
   for (u32 block = 0; block < CLUSTER; ++block) arrive_at(met, block);
-  wait_for(met, 0);
-  synchronize_cluster();
+  wait_barrier(met, 0);
+  cluster_sync();
 }
 #endif
 
@@ -82,17 +82,17 @@ extern "C" __global__ void __launch_bounds__(128)
   __shared__ u64 barrier;
   const u32 from = first_pattern(), full = shared_address(&barrier);
   if (threadIdx.x == 0) {
-    make_barrier(full, 1);
-    publish_barriers();
-    arrive_expecting(full, args.bytes);
-    load_bytes(from, args.out, args.bytes, full);
-    wait_for(full, 0);
+    init_barrier(full, 1);
+    fence_barrier_init();
+    arrive_and_expect_tx(full, args.bytes);
+    bulk_load(from, args.out, args.bytes, full);
+    wait_barrier(full, 0);
     Few<DIMS> at;
     for (int d = 0; d < DIMS; ++d) at.all[d] = args.at[d];
-    store_tile(args.first, from, at.all);
-    commit_stores();
-    wait_stores_read<0>();
-    wait_stores<0>();
+    tma_store(args.first, from, at.all);
+    tma_store_commit();
+    tma_store_wait_read<0>();
+    tma_store_wait<0>();
   }
 }
 #endif
@@ -103,30 +103,30 @@ extern "C" __global__ void __launch_bounds__(128) __cluster_dims__(SENDS, 1, 1)
     sends(const __grid_constant__ ProbeArgs args) {
   __shared__ u64 barrier;
   const u32 own = first_pattern(), come = own + args.bytes, full = shared_address(&barrier);
-  const u32 rank = block_of_cluster(), part = args.bytes / SENDS;
+  const u32 rank = cluster_rank(), part = args.bytes / SENDS;
   u32* const out = static_cast<u32*>(args.out) + rank * (args.bytes / 4);
   if (threadIdx.x == 0) {
-    make_barrier(full, 1);
-    publish_barriers();
-    arrive_expecting(full, args.bytes - part);
+    init_barrier(full, 1);
+    fence_barrier_init();
+    arrive_and_expect_tx(full, args.bytes - part);
   }
   for (int i = threadIdx.x; i < args.bytes / 4; i += 128) store_word(own + i * 4, out[i]);
   publish_shared();
   __syncthreads();
-  arrive_at_cluster();
-  wait_at_cluster();
+  cluster_arrive();
+  cluster_wait();
   if (threadIdx.x == 0) {
     for (u32 to = 0; to < SENDS; ++to) {
-      if (to != rank) send_bytes(come + rank * part, own + to * part, part, full, to);
+      if (to != rank) bulk_copy_to_peer(come + rank * part, own + to * part, part, full, to);
     }
   }
-  wait_for(full, 0);
-  arrive_at_cluster();
+  wait_barrier(full, 0);
+  cluster_arrive();
   for (int i = threadIdx.x; i < args.bytes / 4; i += 128) {
     const u32 from = i / (part / 4) == rank ? own : come;
     out[i] = load_word(from + i * 4);
   }
-  wait_at_cluster();
+  cluster_wait();
 }
 #endif
 
@@ -155,20 +155,20 @@ extern "C" __global__ void __launch_bounds__(128)
   const u32 a_at = first_pattern(), full = shared_address(&barrier);
   const u32 b_at = a_at + args.boxes[0] * args.box_bytes[0];
   if (threadIdx.x == 0) {
-    make_barrier(full, 1);
-    publish_barriers();
-    arrive_expecting(full, b_at - a_at + args.boxes[1] * args.box_bytes[1]);
+    init_barrier(full, 1);
+    fence_barrier_init();
+    arrive_and_expect_tx(full, b_at - a_at + args.boxes[1] * args.box_bytes[1]);
     for (int i = 0; i < args.boxes[0]; ++i) {
       const int column = i * (SWIZZLE_A / static_cast<int>(sizeof(T)));
-      load_tile(a_at + i * args.box_bytes[0], args.first, full, {column, 0});
+      tma_load(a_at + i * args.box_bytes[0], args.first, full, {column, 0});
     }
     for (int i = 0; i < args.boxes[1]; ++i) {
       const int column = i * (SWIZZLE_B / static_cast<int>(sizeof(T)));
-      load_tile(b_at + i * args.box_bytes[1], args.second, full, {column, 0});
+      tma_load(b_at + i * args.box_bytes[1], args.second, full, {column, 0});
     }
   }
   __syncthreads();
-  wait_for(full, 0);
+  wait_barrier(full, 0);
   float c[FRAGMENTS][4];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const u32* const words = static_cast<const u32*>(args.out);

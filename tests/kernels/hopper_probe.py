@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import cuda_driver_major, import_cupy
-from convgrad_service.backends.cuda.kernels.tensor_maps import (
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     MapField,
     Mapped,
     TensorMap,
@@ -20,8 +20,8 @@ from convgrad_service.backends.cuda.kernels.tensor_maps import (
 )
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
-from convgrad_service.plans.cuda_device import HOPPER
-from convgrad_service.plans.cuda_program import Instance, Launch
+from convgrad_service.plans.cuda.device import HOPPER
+from convgrad_service.plans.cuda.program import Instance, Launch
 from tests.emulator import memory
 from tests.emulator.backend import Launching, filled_by, launch_of
 

@@ -11,15 +11,17 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
-from convgrad_service.backends.cuda.kernels.dense_channels_first import ResultThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
-from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
-from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
-from convgrad_service.plans.cuda_families import Families, Family
+from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
+    ResultThroughChannelsLast,
+)
+from convgrad_service.plans.cuda.families import Families, Family
 from tests.cases import Case, conv_backward, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

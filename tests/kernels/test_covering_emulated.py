@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda.device import H200
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.covering import covering

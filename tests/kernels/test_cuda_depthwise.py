@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
-from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
-from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
-from convgrad_service.plans.cuda_families import Families
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
+from convgrad_service.plans.cuda.families import Families
 from tests.arrays import DTYPES, draw, integers, rng_for
 from tests.cases import (
     EPILOGUES,
@@ -119,8 +119,8 @@ HOPPER = {
     "sharing": ("bfloat16", Schedule(HopperTile(128, 192, sharing=2), True, 2)),
     "split": ("bfloat16", Schedule(HopperTile(128, 64, split=2))),
     "split_in_5": ("bfloat16", Schedule(HopperTile(128, 128, split=5))),
-    "turns": ("bfloat16", Schedule(HopperTile(192, 128, alternate=True), True, 2)),
-    "turns_shared": ("float32", Schedule(HopperTile(128, 64, sharing=2, alternate=True))),
+    "turns": ("bfloat16", Schedule(HopperTile(192, 128, pingpong=True), True, 2)),
+    "turns_shared": ("float32", Schedule(HopperTile(128, 64, sharing=2, pingpong=True))),
 }
 
 

@@ -9,10 +9,13 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_pairs import PAIR_TILES, DepthwisePairs
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Fragment
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import (
+    PAIR_TILES,
+    DepthwisePairs,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.harness import answers, check, drawn

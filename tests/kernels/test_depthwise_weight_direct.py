@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
+)
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda import sources
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.program import Instance
 from tests.emulator import backend
 from tests.emulator.backend import Launching, launch_of, works_here
 from tests.emulator.memory import Buffers
@@ -82,7 +82,7 @@ MODES = """
   }
 """
 SOURCE = f"""
-#include "tensor_core.cuh"
+#include "ptx/mma.cuh"
 using namespace convgrad;
 struct ProbeArgs {{
   int mode;
@@ -108,8 +108,9 @@ Probe = Callable[[int], "tuple[str | None, NDArray[np.uint32]]"]
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probe:
     """Runs one mode: what the emulator says, and what the threads wrote."""
-    for header in ("tensor_core.cuh", "elements.cuh"):
-        shutil.copy(sources.KERNELS / header, tmp_path)
+    for header in ("ptx/mma.cuh", "core/elements.cuh"):
+        (tmp_path / header).parent.mkdir(exist_ok=True)
+        shutil.copy(sources.KERNELS / header, tmp_path / header)
     (tmp_path / "probe.cu").write_text(SOURCE, encoding="utf-8")
     monkeypatch.setattr(sources, "KERNELS", tmp_path)
     monkeypatch.setattr(backend, "KERNELS", tmp_path)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.tensor_maps import MapField, TileMap, pack_maps
-from convgrad_service.plans.cuda_program import Instance, Launch
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda.program import Instance, Launch
 from tests.emulator.backend import works_here
 from tests.kernels.hopper_probe import Emulated
 
@@ -18,40 +18,40 @@ pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is writte
 
 BOXES = 16
 SOURCE = """
-#include "hopper.cuh"
-#include "warpgroup.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 using namespace convgrad;
 struct ModeArgs { TensorMap map; u32* out; int mode; };
 extern "C" __global__ void modes(const __grid_constant__ ModeArgs args) {
   extern __shared__ uint4 shared[];
   const u32 to = (shared_address(shared) + 1023) / 1024 * 1024, barrier = to + 16384;
   if (threadIdx.x != 0) return;
-  if (args.mode != 3) make_barrier(barrier, 1);
+  if (args.mode != 3) init_barrier(barrier, 1);
   switch (args.mode) {
     case 0:  // boxes before they are waited for, and after
-      arrive_expecting(barrier, 16 * 1024);
-      for (int i = 0; i < 16; ++i) load_tile(to + i * 1024, args.map, barrier, {0, 0});
+      arrive_and_expect_tx(barrier, 16 * 1024);
+      for (int i = 0; i < 16; ++i) tma_load(to + i * 1024, args.map, barrier, {0, 0});
       for (int i = 0; i < 16; ++i) args.out[i] = load_word(to + i * 1024) == 7;
-      wait_for(barrier, 0);
+      wait_barrier(barrier, 0);
       for (int i = 0; i < 16; ++i) args.out[i] += 2 * (load_word(to + i * 1024) == 7);
       break;
-    case 1: wait_for(barrier, 0); break;
-    case 2: arrive_expecting(barrier, 1024); arrive(barrier); break;
+    case 1: wait_barrier(barrier, 0); break;
+    case 2: arrive_and_expect_tx(barrier, 1024); arrive(barrier); break;
     case 3: arrive(barrier); break;
-    case 4: store_tile(args.map, to, {0, 0}); commit_stores(); break;
+    case 4: tma_store(args.map, to, {0, 0}); tma_store_commit(); break;
     case 5:
-      for (int i = 0; i < 16; ++i) load_tile(to, args.map, barrier, {0, 0});
+      for (int i = 0; i < 16; ++i) tma_load(to, args.map, barrier, {0, 0});
       break;
-    case 6: load_tile(to + 512, args.map, barrier, {0, 0}); break;
-    case 7: load_tile(to, args.map, barrier, {0, 0, 0}); break;
+    case 6: tma_load(to + 512, args.map, barrier, {0, 0}); break;
+    case 7: tma_load(to, args.map, barrier, {0, 0, 0}); break;
     case 8:  // announced and never brought
-      arrive_expecting(barrier, 16);
-      wait_for(barrier, 0);
+      arrive_and_expect_tx(barrier, 16);
+      wait_barrier(barrier, 0);
       break;
-    case 10: load_tile(to, args.map, barrier, {2, 0}); break;
-    case 11: store_tile(args.map, to, {0, -1}); break;
-    case 12: store_tile(args.map, to + 128, {0, 0}); break;
-    case 9: load_tile(to, *reinterpret_cast<const TensorMap*>(args.out), barrier, {0, 0}); break;
+    case 10: tma_load(to, args.map, barrier, {2, 0}); break;
+    case 11: tma_store(args.map, to, {0, -1}); break;
+    case 12: tma_store(args.map, to + 128, {0, 0}); break;
+    case 9: tma_load(to, *reinterpret_cast<const TensorMap*>(args.out), barrier, {0, 0}); break;
   }
 }
 """

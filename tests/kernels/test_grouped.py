@@ -8,15 +8,23 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
-from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
-from convgrad_service.backends.cuda.kernels.grouped_gather import Box, GroupedGather, boxes_of
-from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight, Share, shares_of
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Fragment
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
+from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import (
+    Box,
+    GroupedGather,
+    boxes_of,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import (
+    GroupedWeight,
+    Share,
+    shares_of,
+)
+from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import EPILOGUES, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.kernels.grouped_cases import NOT_FINITE, grouped_cases

@@ -10,14 +10,14 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import halo_tiles
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Family
-from convgrad_service.plans.cuda_program import Fragment, Instance
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import halo_tiles
+from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.halo_layers import HALO_LAYERS, halo_cases

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import (
+from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
     StripsTile,
 )

@@ -8,11 +8,11 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
-from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Fragment
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

@@ -10,13 +10,13 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import COPIES, FAMILIES
-from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.hopper_grouped_cuts import cuts_of
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Family
-from convgrad_service.plans.cuda_program import Fragment, Instance
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

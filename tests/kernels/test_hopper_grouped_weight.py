@@ -9,16 +9,16 @@ import pytest
 from convgrad.dtypes import DType
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import (
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight import (
     HopperGroupedWeight,
     Share,
     shares_of,
 )
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Fragment, Launch
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Fragment, Launch
+from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import GroupedConvBwdWeight
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.backends.cuda.kernels.tensor_maps import PixelMap, TileMap
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap
 from tests.emulator.backend import works_here
 from tests.kernels.hopper_probe import Emulated, OnGpu, ProbeArgs, Prober, probe_launch
 

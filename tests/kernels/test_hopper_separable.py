@@ -10,8 +10,8 @@ import pytest
 
 from convgrad_service.backends.base import Outcome
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
-from convgrad_service.backends.cuda.kernels.hopper_separable_tiles import TILES
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import TILES
 from tests.cases import Case, fused
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv

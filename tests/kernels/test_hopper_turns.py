@@ -13,12 +13,12 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
-from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import Fragment, Instance
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.cases import Case, conv_bwd_data, conv_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
@@ -40,9 +40,9 @@ LAYERS = {
 }
 CASES = [make(name, conv) for name, conv in LAYERS.items() for make in (conv_fwd, conv_bwd_data)]
 TILES = {
-    "bfloat16": HopperTile(192, 128, alternate=True),
-    "float16": HopperTile(128, 64, sharing=2, alternate=True),
-    "float32": HopperTile(128, 160, alternate=True),
+    "bfloat16": HopperTile(192, 128, pingpong=True),
+    "float16": HopperTile(128, 64, sharing=2, pingpong=True),
+    "float32": HopperTile(128, 160, pingpong=True),
 }
 TF32 = 2.0**-10  # what rounding the factors costs
 
@@ -88,7 +88,7 @@ def test_tiles_by_turns(
 
 @pytest.mark.parametrize("place", PLACES)
 def test_narrow_tiles(place: Place, seed: int) -> None:
-    backend = _backend(place, Schedule(HopperTile(256, 32, alternate=True)))
+    backend = _backend(place, Schedule(HopperTile(256, 32, pingpong=True)))
     for make in (conv_fwd, conv_bwd_data):
         case = make("narrow", Conv(4, 32, 36, (19, 18), (3, 3), 1, 1))
         tensors, wanted = drawn(seed, case, "float32", "bounded")
@@ -99,6 +99,6 @@ def test_narrow_tiles(place: Place, seed: int) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["resnet", "3d_strided"])
 def test_nonfinite(place: Place, seed: int, name: str) -> None:
-    backend = _backend(place, Schedule(HopperTile(256, 64, alternate=True)))
+    backend = _backend(place, Schedule(HopperTile(256, 64, pingpong=True)))
     for case in (case for case in CASES if case.name == name):
         check_rule(backend, seed, case, "float16", "NHWC" if case.ndim == 2 else "NDHWC")

@@ -11,13 +11,13 @@ import pytest
 
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight, reachable
-from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import Cut
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_program import Fragment
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.program import Fragment
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.arrays import DTYPES, draw, normals, rng_for
 from tests.cases import EPILOGUES, FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here

@@ -10,12 +10,12 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
-from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
 from tests.arrays import request_arrays
 from tests.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight

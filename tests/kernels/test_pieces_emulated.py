@@ -12,11 +12,11 @@ import pytest
 
 from convgrad.contract import OPERATIONS, validate
 from convgrad_service.backends.cuda.families import FAMILIES
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_families import Family
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.families import Family
+from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import problem_from
 from convgrad_service.problems.pieces import run_in_pieces
 from tests.arrays import DTYPES, draw, normals, request_arrays, rng_for

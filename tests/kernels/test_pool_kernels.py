@@ -9,8 +9,8 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.problems import problem_from
 from tests.arrays import DTYPES, draw, integers, request_arrays, rng_for
 from tests.cases import Case, maxpool_bwd, maxpool_fwd

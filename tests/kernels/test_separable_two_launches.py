@@ -13,9 +13,9 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import DEPTHWISE, FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule
-from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
 from tests.cases import Case, fused
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
@@ -30,7 +30,7 @@ PLACES = [
 Place = Callable[..., Backend]
 TF32 = 2.0**-10  # what rounding the factors costs
 
-TILES = (HopperTile(128, 224), HopperTile(192, 128, alternate=True), HopperTile(128, 64, split=2))
+TILES = (HopperTile(128, 224), HopperTile(192, 128, pingpong=True), HopperTile(128, 64, split=2))
 
 
 def separable(
@@ -77,7 +77,7 @@ def test_float32(place: Place, seed: int) -> None:
     """In TF32, whose rows of shared memory are 32 channels."""
     for case in CASES[:2]:
         tensors, wanted = drawn(seed, case, "float32", "bounded")
-        computed = backend(place, HopperTile(128, 160, alternate=True))
+        computed = backend(place, HopperTile(128, 160, pingpong=True))
         high = case.with_params("high", precision="high")
         found = answers(computed, high, tensors, "NHWC")
         check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)

@@ -14,7 +14,7 @@ import pytest
 from convgrad_service.backends.base import Backend
 from convgrad_service.backends.cuda import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda_families import Families
+from convgrad_service.plans.cuda.families import Families
 from tests.arrays import DTYPES, Arrays, draw, normals, rng_for
 from tests.cases import FROM_CONV, Case
 from tests.emulator.backend import EmulatedBackend, works_here

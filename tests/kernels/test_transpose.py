@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.transpose import Transpose
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import Clear, Fragment
-from convgrad_service.plans.cuda_works import Copy, CopyAxis, contiguous_strides
+from convgrad_service.backends.cuda.kernels.layout.transpose import Transpose
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.program import Clear, Fragment
+from convgrad_service.plans.cuda.works import Copy, CopyAxis, contiguous_strides
 from tests.emulator.backend import Launching, filled_by, launch_of, works_here
 from tests.emulator.memory import Buffers
 

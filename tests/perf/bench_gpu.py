@@ -40,8 +40,8 @@ from convgrad_service.backends.cuda.graphs import Graphs
 from convgrad_service.backends.cuda.launch import Kernels
 from convgrad_service.backends.cuda.nvrtc import find_nvrtc
 from convgrad_service.backends.cuda.sources import source_hash
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_program import CudaPlan, Launch
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from tests.perf.gpu_layers import Case, Tensors, cases_of, torch_dtype
 
 HERE = Path(__file__).resolve().parent

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import Problem
 from tests.perf.bench_gpu import TOLERANCE, Bench, error_of, facts, outputs_of
 from tests.perf.gpu_layers import Case, cases_of, problem_of

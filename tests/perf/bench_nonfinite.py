@@ -138,7 +138,7 @@ def on_gpu(given: argparse.Namespace) -> Iterator[Line]:
     import torch
 
     from convgrad_service.backends.cuda.families import FAMILIES
-    from convgrad_service.plans.cuda import plan_for
+    from convgrad_service.plans.cuda.planner import plan_for
     from tests.perf.bench_gpu import Bench, facts, outputs_of
     from tests.perf.gpu_layers import cases_of
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight, reachable
-from convgrad_service.backends.cuda.kernels.hopper_weight_model import expected_s
-from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import Cut
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import CudaPlan, Fragment, Instance
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight, reachable
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork
 from convgrad_service.problems import Problem
 from tests.perf.bench_gpu import Bench, outputs_of
 from tests.perf.gpu_layers import cases_of

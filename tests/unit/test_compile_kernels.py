@@ -11,7 +11,7 @@ import pytest
 from convgrad_service.backends.cuda import compile as cuda_compile
 from convgrad_service.backends.cuda.compile import Compiler, Cubin, Resources
 from convgrad_service.backends.cuda.nvrtc import CompileError
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.program import Instance
 from tests.perf import compile_kernels
 from tests.perf.cleared import Cleared
 

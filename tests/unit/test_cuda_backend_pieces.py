@@ -15,7 +15,7 @@ from convgrad.contract import OPERATIONS, validate
 from convgrad.errors import DeviceOutOfMemory
 from convgrad_service.backends.cuda.backend import CudaBackend
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda.device import H200
 from convgrad_service.problems import Problem, problem_from
 
 PARTS = 16

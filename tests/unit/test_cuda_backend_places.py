@@ -25,7 +25,7 @@ from convgrad_service.backends.cuda.memory import Lane, arena_of
 from convgrad_service.backends.cuda.nvrtc import CompileError
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Mirrored, Residents
-from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import Problem, problem_from
 from tests.support.tree_server import until
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,11 @@ import pytest
 
 from convgrad_service.backends.cuda.compile import Compiler, Resources
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc, find_nvrtc
 from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
-from convgrad_service.plans.cuda_device import ARCHITECTURES
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.device import ARCHITECTURES
+from convgrad_service.plans.cuda.program import Instance
 
 MOST = 60
 ARCHITECTURE = re.compile(r"__CUDA_ARCH__ [=>]= (\d+)")
@@ -125,7 +126,7 @@ def test_every_kernel_source_is_used() -> None:
 
 
 def test_element_types_are_those_of_the_headers() -> None:
-    text = (KERNELS / "elements.cuh").read_text()
+    text = (KERNELS / "core/elements.cuh").read_text()
     for name in ("f16", "bf16"):
         assert name in CUDA_TYPES.values()
         assert f"struct {name} " in text
@@ -142,16 +143,15 @@ def test_a_cubin_is_named_after_all_it_depends_on(nvrtc: Nvrtc, tmp_path: Path) 
 
 
 def test_a_changed_header_is_another_hash(tmp_path: Path) -> None:
-    for path in KERNELS.glob("*.cu*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    before = source_hash("strided_copy.cu", tmp_path)
-    assert before == source_hash("strided_copy.cu")
-    header = tmp_path / "elements.cuh"
+    shutil.copytree(KERNELS, tmp_path, dirs_exist_ok=True)
+    before = source_hash("layout/strided_copy.cu", tmp_path)
+    assert before == source_hash("layout/strided_copy.cu")
+    header = tmp_path / "core/elements.cuh"
     text = header.read_text()
     header.write_text("// A comment.\n" + text.replace(";\n", ";  /* and\nanother */\n\n", 1))
-    assert source_hash("strided_copy.cu", tmp_path) == before
+    assert source_hash("layout/strided_copy.cu", tmp_path) == before
     header.write_text(text + "struct Added {};\n")
-    assert source_hash("strided_copy.cu", tmp_path) != before
+    assert source_hash("layout/strided_copy.cu", tmp_path) != before
 
 
 def test_what_looks_like_a_comment_in_a_string_counts(tmp_path: Path) -> None:
@@ -165,10 +165,14 @@ def test_what_looks_like_a_comment_in_a_string_counts(tmp_path: Path) -> None:
 def test_in_a_debug_build_waits_have_an_end(nvrtc: Nvrtc) -> None:
     """And what does not wait is the same cubin."""
     plain, debug = (Compiler(nvrtc, "sm_90a", cache=None, debug=debug) for debug in (False, True))
-    chosen = [one for one in sample("sm_90a") if one.source in ("hopper_weight.cu", "transpose.cu")]
+    chosen = [
+        one
+        for one in sample("sm_90a")
+        if one.source in ("conv/hopper_weight.cu", "layout/transpose.cu")
+    ]
     changed = [one.source for one in chosen if plain.file_name(one) != debug.file_name(one)]
     assert len(chosen) == 2
-    assert changed == ["hopper_weight.cu"]
+    assert changed == ["conv/hopper_weight.cu"]
     waiting = next(one for one in chosen if one.source == changed[0])
     codes = [each.compile(waiting).code for each in (plain, debug)]
     # The global timer is read in the one alone.
@@ -184,7 +188,7 @@ def test_every_wait_for_a_barrier_has_a_bound() -> None:
 
 def test_the_cache_is_filled_once(nvrtc: Nvrtc, tmp_path: Path) -> None:
     compiler = Compiler(nvrtc, "sm_80", tmp_path / "cubins")
-    instance = next(one for one in FAMILIES.instances() if one.source == "strided_copy.cu")
+    instance = next(one for one in FAMILIES.instances() if one.source == "layout/strided_copy.cu")
     fresh, again = compiler.cubin(instance), compiler.cubin(instance)
     assert fresh.code == again.code
     assert fresh.resources is not None

@@ -22,7 +22,7 @@ from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
 from tests.support.tree_server import alive, until
 
-COPIES = [one for one in FAMILIES.instances() if one.source == "strided_copy.cu"][:4]
+COPIES = [one for one in FAMILIES.instances() if one.source == "layout/strided_copy.cu"][:4]
 # Takes NVRTC minutes.
 LONG = "".join(f"__global__ void f{n}(float* p) {{ p[{n}] = {n}; }}\n" for n in range(40_000))
 

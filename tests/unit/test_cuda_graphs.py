@@ -8,7 +8,7 @@ import pytest
 
 from convgrad_service.backends.cuda.graphs import KEPT, Graphs
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.plans.cuda_program import Clear, CudaPlan, Step
+from convgrad_service.plans.cuda.program import Clear, CudaPlan, Step
 
 Recorded = list[str] | None
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels import tensor_maps
-from convgrad_service.backends.cuda.kernels.tensor_maps import (
+from convgrad_service.backends.cuda.kernels.core import tensor_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
     KEPT,
     MapField,
     PixelMap,

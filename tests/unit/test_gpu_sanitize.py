@@ -14,8 +14,8 @@ import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import Clear, Instance, Launch
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.program import Clear, Instance, Launch
 from tests.kernels import gpu_sanitize
 from tests.kernels.covering import covering
 from tests.kernels.sanitizer import SHOWN_CHARS, WAYS, Found, Sanitizer, shown
@@ -205,7 +205,7 @@ def test_more_shared_memory_than_a_launch_asks_for(monkeypatch: pytest.MonkeyPat
     given: list[Any] = []
     monkeypatch.setattr(Kernels, "run", lambda kernels, steps, *rest: given.extend(steps))
     gpu_sanitize.give_more_shared(8192, 100_000)
-    instance = Instance("strided_copy.cu", "strided_copy")
+    instance = Instance("layout/strided_copy.cu", "strided_copy")
     sizes = (0, 90_000, 95_000, 110_000)
     launches = [Launch(instance, (1, 1, 1), (32, 1, 1), None, size) for size in sizes]  # type: ignore[arg-type]
     kernels = object.__new__(Kernels)
@@ -256,14 +256,14 @@ def test_a_case_depends_on_its_problem_and_its_kernels_sources(
     monkeypatch.setattr(
         gpu_sanitize,
         "source_hash",
-        lambda source: "changed" if source == "gather_tile.cu" else hashed(source),
+        lambda source: "changed" if source == "fallback/gather_tile.cu" else hashed(source),
     )
     after = gpu_sanitize.keys_of(cases, launched)
     changed = {case for case in cases if before[case] != after[case]}
     using = {
         case
         for case, instances in launched.items()
-        if any(one.source == "gather_tile.cu" for one in instances)
+        if any(one.source == "fallback/gather_tile.cu" for one in instances)
     }
     assert changed == using
     assert 0 < len(using) < len(cases)

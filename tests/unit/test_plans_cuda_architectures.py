@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.plans.cuda_device import (
+from convgrad_service.plans.cuda.device import (
     ARCHITECTURES,
     H200,
     SHARED_BYTES,
     architecture_of,
     listed_architecture,
 )
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.program import Instance
 from tests.kernels.covering import covering
 
 INSTANCES = set(FAMILIES.instances())

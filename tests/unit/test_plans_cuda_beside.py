@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from convgrad_service.plans.cuda_beside import MOST_S, shared_out
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_families import Chosen
-from convgrad_service.plans.cuda_program import Fragment
+from convgrad_service.plans.cuda.branches import MOST_S, shared_out
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.families import Chosen
+from convgrad_service.plans.cuda.program import Fragment
 
 
 def made(expected_s: Callable[[int], float | None]) -> Callable[[CudaDevice], Chosen]:

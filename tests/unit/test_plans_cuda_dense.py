@@ -9,13 +9,13 @@ from math import prod
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.channels_last import prepare_activation
-from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
-from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
-from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Fragment, Launch, Workspace
-from convgrad_service.plans.cuda_works import (
+from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.backends.cuda.kernels.layout.channels_last import prepare_activation
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Launch, Workspace
+from convgrad_service.plans.cuda.works import (
     ConvWork,
     Direction,
     Operand,

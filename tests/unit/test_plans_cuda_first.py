@@ -11,13 +11,13 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.base import validate
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
-from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.plans.cuda_works import ConvWork, Direction
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import ConvWork, Direction
 from convgrad_service.problems import problem_from
 from tests.arrays import DTYPES, draw, integers, request_arrays, rng_for
 from tests.cases import Case

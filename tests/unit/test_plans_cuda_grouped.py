@@ -10,15 +10,15 @@ from math import prod
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.channels_first import ConvThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.grouped_box import lattice_axis
-from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
-from convgrad_service.backends.cuda.kernels.grouped_merge import merge_of
-from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
-from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.plans.cuda_works import ConvWork, Direction
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
+from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
+from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import merge_of
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.layout.channels_first import ConvThroughChannelsLast
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import ConvWork, Direction
 from tests.unit.test_plans_cuda_dense import work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data", "bwd_weight")

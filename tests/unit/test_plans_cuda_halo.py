@@ -11,21 +11,21 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.dense_axes import axis_of
-from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.hopper_halo_tables import (
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tables import (
     CHUNK,
     TAP_BYTES,
 )
-from convgrad_service.backends.cuda.kernels.hopper_halo_tiles import (
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
     GROUPS,
     TABLE_BYTES,
     HaloTile,
     halo_tiles,
 )
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.plans.cuda_works import (
+from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import (
     ConvWork,
     Direction,
     activation_operand,

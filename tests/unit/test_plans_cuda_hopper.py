@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.dense_axes import Axis, axis_of
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_maps import Combined, combined, sides_of
-from convgrad_service.backends.cuda.kernels.hopper_plan import (
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
+    Combined,
+    combined,
+    sides_of,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     candidates,
     choose_schedule,
@@ -23,10 +26,15 @@ from convgrad_service.backends.cuda.kernels.hopper_plan import (
     kept_taps,
     may_start_with_images,
 )
-from convgrad_service.backends.cuda.kernels.hopper_tiles import TILES, HopperTile, tiles_of
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.plans.cuda_works import ConvWork, Direction
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    TILES,
+    HopperTile,
+    tiles_of,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import ConvWork, Direction
 from tests.unit.test_plans_cuda_dense import ADA, work_of
 
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd_data")
@@ -164,20 +172,20 @@ def test_steps_leave_images_where_they_are() -> None:
 
 
 def test_warpgroups_take_turns_at_plain_results_alone() -> None:
-    turns = Schedule(HopperTile(192, 128, alternate=True))
+    turns = Schedule(HopperTile(192, 128, pingpong=True))
     for layout, taken in (("NHWC", 1), ("NCHW", 0)):
         work = work_of("bwd_data", layout=layout)
         launch = launch_of(work, turns)
-        assert dict(launch.instance.defines)["ALTERNATE"] == str(taken)
+        assert dict(launch.instance.defines)["PINGPONG"] == str(taken)
         axes = axes_of(work)
-        assert any(one.tile.alternate for one in candidates(work, axes, H200)) == bool(taken)
+        assert any(one.tile.pingpong for one in candidates(work, axes, H200)) == bool(taken)
 
 
 def test_what_is_beside_products_is_expected_under_the_others() -> None:
     work = work_of("bwd_data", batch=64, channels=(256, 256), size=56)
     turns, together = (
-        expected_s(work, axes_of(work), H200, Schedule(HopperTile(128, 128, alternate=alternate)))
-        for alternate in (True, False)
+        expected_s(work, axes_of(work), H200, Schedule(HopperTile(128, 128, pingpong=pingpong)))
+        for pingpong in (True, False)
     )
     assert turns < together
 

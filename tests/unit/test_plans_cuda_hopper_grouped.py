@@ -9,12 +9,12 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.hopper_grouped_cuts import cuts_of
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_families import choose
-from convgrad_service.plans.cuda_program import Launch
-from convgrad_service.plans.cuda_works import ConvWork, Direction
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import cuts_of
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.families import choose
+from convgrad_service.plans.cuda.program import Launch
+from convgrad_service.plans.cuda.works import ConvWork, Direction
 from tests.unit.test_plans_cuda_dense import work_of
 
 CHANNELS = (4, 8, 16, 32)

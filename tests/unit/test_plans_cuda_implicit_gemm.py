@@ -15,10 +15,10 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_model import (
     expected_s,
 )
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import TILES, Gemm
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_families import LeastExpected, Overhead, choose
-from convgrad_service.plans.cuda_program import Fragment, Launch
-from convgrad_service.plans.cuda_works import ConvWork, activation_operand, weight_operand
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.families import LeastExpected, Overhead, choose
+from convgrad_service.plans.cuda.program import Fragment, Launch
+from convgrad_service.plans.cuda.works import ConvWork, activation_operand, weight_operand
 from convgrad_service.problems.geometry import ConvShape
 from convgrad_service.problems.layouts import LAYOUTS
 from tests.perf.random_layers import random_layers

@@ -8,21 +8,21 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_counts
-from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
-from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
-from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
-from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
-from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_plan import Schedule, may_alternate
-from convgrad_service.backends.cuda.kernels.hopper_tiles import HopperTile
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_families import Family, choose
-from convgrad_service.plans.cuda_program import Launch, ceil_div
-from convgrad_service.plans.cuda_works import (
+from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.conv.first_groups import FirstGroups
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import Schedule, may_pingpong
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import HopperTile
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_counts
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.families import Family, choose
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import Launch, ceil_div
+from convgrad_service.plans.cuda.works import (
     ConvWork,
     Direction,
     activation_operand,
@@ -108,16 +108,16 @@ def test_warpgroups_do_not_take_turns_where_results_are_more_chunks_than_32_bits
     def of(pixels: int) -> ConvWork:
         return work_of("fwd", (64, 8192), (pixels,), (1,), (1,), dtype=dtype)
 
-    assert may_alternate(of(most))
-    assert not may_alternate(of(most + 1))
-    turns = Schedule(HopperTile(128, 128, alternate=True))
+    assert may_pingpong(of(most))
+    assert not may_pingpong(of(most + 1))
+    turns = Schedule(HopperTile(128, 128, pingpong=True))
     family = HopperGather()
     assert "128x128a" in family.launches(of(most), H200, turns).kernel
     found = family.launches(of(most + 1), H200, turns)
     assert "128x128a" not in found.kernel
     (launch,) = found.steps
     assert isinstance(launch, Launch)
-    assert dict(launch.instance.defines)["ALTERNATE"] == "0"
+    assert dict(launch.instance.defines)["PINGPONG"] == "0"
     assert "a" not in family.launches(of(most + 1), H200).kernel.rsplit("_", 1)[1]
 
 

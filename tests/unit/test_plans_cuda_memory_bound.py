@@ -10,12 +10,12 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.depthwise_tiles import chunk_rows
-from convgrad_service.backends.cuda.kernels.pool_line_words import Shape
-from convgrad_service.backends.cuda.kernels.pool_lines import Box
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200
-from convgrad_service.plans.cuda_program import CudaPlan, Launch
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import chunk_rows
+from convgrad_service.backends.cuda.kernels.pool.pool_line_words import Shape
+from convgrad_service.backends.cuda.kernels.pool.pool_lines import Box
+from convgrad_service.plans.cuda.device import H200
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import ConvBwdData, ConvFwd, GroupedConvBwdWeight, MaxPoolBwd
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.layouts import LAYOUTS

@@ -8,14 +8,14 @@ import pytest
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.families import FAMILIES
-from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
-from convgrad_service.backends.cuda.kernels.hopper_separable_tiles import (
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
     TILES,
     SeparableTile,
 )
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import CudaPlan, Launch
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan, Launch
 from convgrad_service.problems import Problem
 from tests.unit.test_plans_cuda_fused import separable
 

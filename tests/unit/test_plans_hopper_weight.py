@@ -8,19 +8,19 @@ from itertools import pairwise
 import pytest
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.hopper_weight_args import least_terms
-from convgrad_service.backends.cuda.kernels.hopper_weight_model import expected_s
-from convgrad_service.backends.cuda.kernels.hopper_weight_tiles import (
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import least_terms
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     LEAST_STAGES,
     PARTIAL_BYTES,
     PIXELS,
     cuts,
 )
-from convgrad_service.backends.cuda.kernels.scaled_halves import RANGE_BYTES
-from convgrad_service.plans.cuda_device import H200, CudaDevice
-from convgrad_service.plans.cuda_program import ZEROS_BYTES, Launch
-from convgrad_service.plans.cuda_works import ConvWork
+from convgrad_service.backends.cuda.kernels.conv.scaled_halves import RANGE_BYTES
+from convgrad_service.plans.cuda.device import H200, CudaDevice
+from convgrad_service.plans.cuda.program import ZEROS_BYTES, Launch
+from convgrad_service.plans.cuda.works import ConvWork
 from tests.unit.test_plans_cuda_dense import work_of
 
 A100 = CudaDevice("A100", (8, 0), 108, 166912, 167936, 40 * 2**20, 80 * 10**9)

@@ -16,17 +16,17 @@ ROW = {
     "dtype": "float32",
     "layout": "NCHW",
     "git_sha": "abc",
-    "sources": {"strided_copy.cu": source_hash("strided_copy.cu")},
+    "sources": {"layout/strided_copy.cu": source_hash("layout/strided_copy.cu")},
 }
 
 
 def test_a_row_holds_while_its_kernels_sources_are_what_they_were() -> None:
-    changed = {**ROW, "sources": {**ROW["sources"], "transpose.cu": "0123"}}  # type: ignore[dict-item]
+    changed = {**ROW, "sources": {**ROW["sources"], "layout/transpose.cu": "0123"}}  # type: ignore[dict-item]
     gone = {**ROW, "sources": {"gone.cu": "0123"}}
     unknown = {key: value for key, value in ROW.items() if key != "sources"}
     assert stale.stale_rows([ROW]) == []
     assert stale.stale_rows([changed, gone, unknown]) == [
-        "conv_fwd one float32 NCHW at abc: transpose.cu changed",
+        "conv_fwd one float32 NCHW at abc: layout/transpose.cu changed",
         "conv_fwd one float32 NCHW at abc: gone.cu changed",
         "conv_fwd one float32 NCHW at abc: it does not say from which sources it was measured",
     ]

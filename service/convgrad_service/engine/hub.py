@@ -18,12 +18,14 @@ from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.protocols import Counts, Prober
 from convgrad_service.engine.scheduling.partition import OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
 from convgrad_service.engine.status import Status
+from convgrad_service.engine.submissions import Earlier, Results, Submissions
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.statistics import OperationStatistics, Statistics
 from convgrad_service.engine.workers.child_process import Children
@@ -109,6 +111,16 @@ class Engine(Protocol):
         """Say that nobody waits for a job any more."""
         ...
 
+    async def position(self, running: JobHandle) -> int | None:
+        """How many jobs stand before one in the line; None once it runs."""
+        ...
+
+    async def submitted(
+        self, owner: str, key: str, request_id: str, results: Results
+    ) -> Mapping[str, Earlier]:
+        """See `Submissions.add`."""
+        ...
+
     def observe(self, record: Record) -> None:
         """Count one request that has been answered."""
         ...
@@ -138,22 +150,6 @@ class Engine(Protocol):
         ...
 
 
-class Prober(Protocol):
-    """A worker, as far as regions on its device go."""
-
-    async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """See `ProcessWorker.probe`."""
-        ...
-
-
-class Counts(Protocol):
-    """Where requests are counted."""
-
-    def count(self, record: Record) -> None: ...
-
-    def exposition(self) -> bytes: ...
-
-
 class Hub:
     """The engine itself. For the loop's thread.
 
@@ -176,6 +172,7 @@ class Hub:
         self.counts: Counts | None = None
         self.inferences = Statistics()
         self.quotas = Quotas()
+        self.submissions = Submissions()
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
         self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
@@ -334,6 +331,16 @@ class Hub:
     def cancel(self, running: JobHandle) -> None:
         """See `Engine.cancel`."""
         self.schedule.cancel(running)  # type: ignore[arg-type]
+
+    async def position(self, running: JobHandle) -> int | None:
+        """See `Engine.position`."""
+        return self.schedule.position(running)  # type: ignore[arg-type]
+
+    async def submitted(
+        self, owner: str, key: str, request_id: str, results: Results
+    ) -> Mapping[str, Earlier]:
+        """See `Engine.submitted`."""
+        return self.submissions.add(owner, key, request_id, results)
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""

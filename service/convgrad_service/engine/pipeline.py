@@ -290,7 +290,8 @@ class Pipeline:
         assert request.operation is not None  # noqa: S101 - its head has been read
         validated = validate(request.operation.request, fields)
         problem = problem_from(request.operation.name, validated)
-        self.limits.check(problem_size(problem))
+        for computed in problem.computes:
+            self.limits.check(problem_size(computed))
         if decoded.refuse is not None:
             decoded.refuse(validated, problem)
         return validated, problem
@@ -318,7 +319,7 @@ class Pipeline:
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.hold(size_bytes)
+            await ticket.hold(size_bytes, prepared.layout.sizes.flops)
         if prepared.layout.sizes.parts == 1:
             lease = self.engine.take(size_bytes, prepared.parts)
             if lease is not None:

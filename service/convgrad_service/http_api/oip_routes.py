@@ -82,9 +82,10 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory, settings: Setti
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
     @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
-        operation = operation_named(model, version)
+        if model != settings.service_name:
+            operation_named(model, version)
         pipeline.require_ready()
-        return JSONResponse({"name": operation.name, "ready": True})
+        return JSONResponse({"name": model, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
     @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's words.")

@@ -82,7 +82,7 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
 
 def prepare_process(settings: Settings) -> None:
     """What every process of a server does first: logs, and malloc before the heap holds much."""
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
         keep_large_blocks(min(memory_budget(settings).tensors // 4, _MOST_KEPT_BYTES))
 
@@ -112,7 +112,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
     return pipeline_on(hub, settings)
 
 
-def count_in(hub: Hub) -> None:
+def count_in(hub: Hub) -> Metrics:
     """Have the hub count what it is told of, for Prometheus."""
     metrics = Metrics(hub.backend)
     schedule, memory = hub.schedule, hub.memory
@@ -165,6 +165,7 @@ def count_in(hub: Hub) -> None:
     triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
     metrics.more.append(triton.exposition)
     hub.counts = metrics
+    return metrics
 
 
 def _count_keys(metrics: Metrics, hub: Hub) -> None:

@@ -33,6 +33,7 @@ class ConvgradServer(uvicorn.Server):
     Connections come from the sockets that it is run with, or over ``dealt``, see
     `connection_dispatcher`. It accepts them itself, so that those count whose TLS handshake is not
     over, which uvicorn does not know of.
+    A ``plain`` one speaks no TLS, whatever the settings say.
 
     While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
     load balancer has time to notice. A second signal ends it at once.
@@ -46,8 +47,9 @@ class ConvgradServer(uvicorn.Server):
         announce: Callable[[int], None] | None = None,
         signals: bool = True,
         dealt: socket.socket | None = None,
+        plain: bool = False,
     ) -> None:
-        tls = server_context(settings, "http/1.1")
+        tls = None if plain else server_context(settings, "http/1.1")
         super().__init__(
             uvicorn.Config(
                 app,

@@ -13,7 +13,7 @@ from convgrad_service.backends.cuda.device import cuda_driver_major, describe
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import MAJORS, CompileError, find_nvrtc
 from convgrad_service.cgroups import usable_cores
-from convgrad_service.plans.cuda_device import ARCHITECTURES
+from convgrad_service.plans.cuda.device import ARCHITECTURES
 
 __all__ = ["kernels"]
 

@@ -12,7 +12,7 @@ from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import device_count
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.nvrtc import CompileError, find_nvrtc
-from convgrad_service.plans.cuda_device import H200
+from convgrad_service.plans.cuda.device import H200
 from convgrad_service.server import kernels_command
 from convgrad_service.server.kernels_command import kernels
 

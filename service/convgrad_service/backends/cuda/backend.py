@@ -33,6 +33,7 @@ from convgrad_service.backends.cuda.device import (
     import_cupy,
     uuid_of,
 )
+from convgrad_service.backends.cuda.examined import Examined
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
 from convgrad_service.backends.cuda.graphs import Graphs
@@ -48,11 +49,11 @@ from convgrad_service.backends.cuda.on_device import (
 )
 from convgrad_service.backends.cuda.pinned import Pinned
 from convgrad_service.backends.cuda.residents import Residents, mirrored, places_of
-from convgrad_service.plans.cuda import plan_for
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_families import Families
-from convgrad_service.plans.cuda_pieces import parts_for
-from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Families
+from convgrad_service.plans.cuda.pieces import parts_for
+from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan
 from convgrad_service.problems import run_in_pieces
 from convgrad_service.problems.base import Problem, TensorSpec
 
@@ -75,7 +76,7 @@ class _Spent:
     kernel: str = ""
 
 
-class CudaBackend:
+class CudaBackend(Examined):
     """Computes every operation on one GPU, deterministically.
 
     Requests run side by side on ``lanes`` streams. A problem larger than the GPU's memory runs in
@@ -254,8 +255,7 @@ class CudaBackend:
         return len({self._prepared(piece.problem)[0].orders for piece in pieces}) == 1
 
     def _needed(self, problem: Problem) -> int:
-        _, arena = self._prepared(problem)
-        return arena.size_bytes
+        return self._prepared(problem)[1].size_bytes
 
     def _prepare(self, problem: Problem) -> tuple[CudaPlan, Arena]:
         plan = plan_for(problem, self.device, self._families)

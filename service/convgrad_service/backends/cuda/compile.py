@@ -23,7 +23,7 @@ from convgrad_service.backends.cuda.compile_process import CompileProcesses, Req
 from convgrad_service.backends.cuda.nvrtc import CompileError, Nvrtc
 from convgrad_service.backends.cuda.sources import KERNELS, included, source_hash
 from convgrad_service.cgroups import usable_cores
-from convgrad_service.plans.cuda_program import Instance
+from convgrad_service.plans.cuda.program import Instance
 
 __all__ = ["DEFAULT_CACHE", "Compiler", "Cubin", "Resources"]
 
@@ -38,7 +38,7 @@ OPTIONS = (
     "--ptxas-options=-v",
     "--device-as-default-execution-space",
 )
-WAITS = "waits.cuh"
+WAITS = "core/bounded_wait.cuh"
 
 # As ptxas -v writes them, of one entry each.
 _FIELDS = {
@@ -88,8 +88,9 @@ class Compiler:
     ``cache`` is the folder of cubins; where it cannot be written, nothing is kept. None: no cache.
     What lies in `DEFAULT_CACHE`, compiled ahead by an image's build perhaps, is used as well.
     ``jobs`` are compiled at a time, by default as many as there are cores. In a ``debug`` build a
-    kernel's wait without an end becomes a fault (``waits.cuh``). ``found`` and ``compiled`` count
-    the cubins that were asked for, ``compile_s`` is what the latter took, one after another.
+    kernel's wait without an end becomes a fault (``core/bounded_wait.cuh``). ``found`` and
+    ``compiled`` count the cubins that were asked for, ``compile_s`` is what the latter took, one
+    after another.
     """
 
     def __init__(

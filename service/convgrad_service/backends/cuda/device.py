@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from convgrad.errors import DeviceUnavailable
-from convgrad_service.plans.cuda_device import CudaDevice
+from convgrad_service.plans.cuda.device import CudaDevice
 
 __all__ = ["cuda_driver_major", "describe", "device_count", "import_cupy", "uuid_of"]
 

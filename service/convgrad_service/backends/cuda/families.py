@@ -7,59 +7,63 @@ A faster kernel goes before the ones that it replaces. The last of each role tak
 from __future__ import annotations
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.channel_sums import ChannelSumsKernel
-from convgrad_service.backends.cuda.kernels.channels_first import (
+from convgrad_service.backends.cuda.kernels.conv.channel_sums import ChannelSumsKernel
+from convgrad_service.backends.cuda.kernels.conv.dense_gather import DenseGather
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import DenseWeight
+from convgrad_service.backends.cuda.kernels.conv.first_data import FirstData
+from convgrad_service.backends.cuda.kernels.conv.first_forward import FirstForward
+from convgrad_service.backends.cuda.kernels.conv.first_groups import FirstGroups
+from convgrad_service.backends.cuda.kernels.conv.first_weight import FirstWeight
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_data import HopperFirstData
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_split import HopperFirstSplit
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import HopperFirstTaps
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather import HopperGather
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
+from convgrad_service.backends.cuda.kernels.conv.hopper_pointwise import HopperPointwise
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
+from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
+from convgrad_service.backends.cuda.kernels.conv.patches import Patches
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight import DepthwiseWeight
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
+    DepthwiseWeightDirect,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma import DepthwiseWeightMma
+from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
+    HopperDepthwiseStrips,
+)
+from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
+from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
+from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
+from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
+from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
+from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped import HopperGrouped
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_weight import HopperGroupedWeight
+from convgrad_service.backends.cuda.kernels.layout.channels_first import (
     ConvThroughChannelsLast,
     FusedThroughChannelsLast,
     PoolThroughChannelsLast,
 )
-from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
-from convgrad_service.backends.cuda.kernels.dense_channels_first import ResultThroughChannelsLast
-from convgrad_service.backends.cuda.kernels.dense_gather import DenseGather
-from convgrad_service.backends.cuda.kernels.dense_weight import DenseWeight
-from convgrad_service.backends.cuda.kernels.depthwise import Depthwise
-from convgrad_service.backends.cuda.kernels.depthwise_mma import DepthwiseMma
-from convgrad_service.backends.cuda.kernels.depthwise_pairs import DepthwisePairs
-from convgrad_service.backends.cuda.kernels.depthwise_weight import DepthwiseWeight
-from convgrad_service.backends.cuda.kernels.depthwise_weight_direct import DepthwiseWeightDirect
-from convgrad_service.backends.cuda.kernels.depthwise_weight_mma import DepthwiseWeightMma
-from convgrad_service.backends.cuda.kernels.first_data import FirstData
-from convgrad_service.backends.cuda.kernels.first_forward import FirstForward
-from convgrad_service.backends.cuda.kernels.first_groups import FirstGroups
-from convgrad_service.backends.cuda.kernels.first_weight import FirstWeight
-from convgrad_service.backends.cuda.kernels.fused_separable import FusedSeparable
-from convgrad_service.backends.cuda.kernels.gather_direct import GatherDirect
-from convgrad_service.backends.cuda.kernels.gather_tile import GatherTile
-from convgrad_service.backends.cuda.kernels.grouped_gather import GroupedGather
-from convgrad_service.backends.cuda.kernels.grouped_weight import GroupedWeight
-from convgrad_service.backends.cuda.kernels.hopper_depthwise_strips import HopperDepthwiseStrips
-from convgrad_service.backends.cuda.kernels.hopper_depthwise_weight import HopperDepthwiseWeight
-from convgrad_service.backends.cuda.kernels.hopper_first_data import HopperFirstData
-from convgrad_service.backends.cuda.kernels.hopper_first_split import HopperFirstSplit
-from convgrad_service.backends.cuda.kernels.hopper_first_taps import HopperFirstTaps
-from convgrad_service.backends.cuda.kernels.hopper_gather import HopperGather
-from convgrad_service.backends.cuda.kernels.hopper_grouped import HopperGrouped
-from convgrad_service.backends.cuda.kernels.hopper_grouped_weight import HopperGroupedWeight
-from convgrad_service.backends.cuda.kernels.hopper_halo import HopperHalo
-from convgrad_service.backends.cuda.kernels.hopper_pointwise import HopperPointwise
-from convgrad_service.backends.cuda.kernels.hopper_separable import HopperSeparable
-from convgrad_service.backends.cuda.kernels.hopper_weight import HopperWeight
-from convgrad_service.backends.cuda.kernels.max_pool import MaxPoolBackward, MaxPoolForward
-from convgrad_service.backends.cuda.kernels.patch_products import PatchProducts
-from convgrad_service.backends.cuda.kernels.patches import Patches
-from convgrad_service.backends.cuda.kernels.pool_cell_rows import PoolCellRows
-from convgrad_service.backends.cuda.kernels.pool_cells import PoolCells
-from convgrad_service.backends.cuda.kernels.pool_line_words import PoolLineWords
-from convgrad_service.backends.cuda.kernels.pool_lines import PoolLines
-from convgrad_service.backends.cuda.kernels.pool_separable import PoolSeparable
-from convgrad_service.backends.cuda.kernels.pool_stacks import PoolStacks
-from convgrad_service.backends.cuda.kernels.pool_strips import PoolStrips
-from convgrad_service.backends.cuda.kernels.pool_windows import PoolWindows
-from convgrad_service.backends.cuda.kernels.strided_copy import StridedCopy
-from convgrad_service.backends.cuda.kernels.transpose import RowCopy, Transpose
-from convgrad_service.backends.cuda.kernels.weight_direct import WeightDirect
-from convgrad_service.backends.cuda.kernels.weight_tile import WeightTile
-from convgrad_service.plans.cuda_families import Families, LeastExpected, Overhead
+from convgrad_service.backends.cuda.kernels.layout.dense_channels_first import (
+    ResultThroughChannelsLast,
+)
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Transpose
+from convgrad_service.backends.cuda.kernels.pool.max_pool import MaxPoolBackward, MaxPoolForward
+from convgrad_service.backends.cuda.kernels.pool.pool_cell_rows import PoolCellRows
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import PoolCells
+from convgrad_service.backends.cuda.kernels.pool.pool_line_words import PoolLineWords
+from convgrad_service.backends.cuda.kernels.pool.pool_lines import PoolLines
+from convgrad_service.backends.cuda.kernels.pool.pool_separable import PoolSeparable
+from convgrad_service.backends.cuda.kernels.pool.pool_stacks import PoolStacks
+from convgrad_service.backends.cuda.kernels.pool.pool_strips import PoolStrips
+from convgrad_service.backends.cuda.kernels.pool.pool_windows import PoolWindows
+from convgrad_service.plans.cuda.families import Families, LeastExpected, Overhead
 
 __all__ = ["FAMILIES"]
 
@@ -77,7 +81,6 @@ DEPTHWISE = (
 DEPTHWISE_WEIGHT = (
     HopperDepthwiseStrips(),
     DepthwiseWeightDirect(),
-    HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
     ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
@@ -147,8 +150,6 @@ FIRST_WEIGHT = (
 FUSED = (
     HopperSeparable(),
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
-    FusedSeparable(),
-    FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )
 
 FAMILIES = Families(

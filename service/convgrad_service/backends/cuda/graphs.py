@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from convgrad_service.backends.cuda.launch import Kernels
-from convgrad_service.plans.cuda_program import CudaPlan
+from convgrad_service.plans.cuda.program import CudaPlan
 
 __all__ = ["Graphs"]
 

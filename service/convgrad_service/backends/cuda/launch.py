@@ -11,7 +11,7 @@ from typing import Any
 from convgrad_service.backends.cuda.attributed_launch import AttributedLaunch
 from convgrad_service.backends.cuda.compile import Compiler
 from convgrad_service.backends.cuda.device import import_cupy
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
     Clear,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from convgrad_service.backends.cuda.device import import_cupy
 from convgrad_service.backends.cuda.pinned import Pinned
-from convgrad_service.plans.cuda_program import ALIGNMENT, CudaPlan, ceil_div
+from convgrad_service.plans.cuda.program import ALIGNMENT, CudaPlan, ceil_div
 from convgrad_service.problems.base import Problem
 
 __all__ = ["Arena", "Lane", "Turns", "arena_of"]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.cuda.device import import_cupy
 from convgrad_service.backends.cuda.residents import Mirrored
-from convgrad_service.plans.cuda_program import ALIGNMENT
+from convgrad_service.plans.cuda.program import ALIGNMENT
 from convgrad_service.problems.base import Slices, TensorSpec
 
 __all__ = [

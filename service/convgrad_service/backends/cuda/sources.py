@@ -34,11 +34,12 @@ def source_hash(source: str, folder: Path | None = None) -> str:
     """Of a kernel source and every header that it includes, comments and blank space aside.
 
     Equal hashes compile to the same code; what was measured or checked of one holds for the other.
+    Names of files do not count: a source that moves is still the same.
     """
     key = hashlib.sha256()
     for name in included(source, folder):
         text = ((folder or KERNELS) / name).read_text(encoding="utf-8")
-        code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", text)
+        code = _STRING_OR_COMMENT.sub(lambda match: match[1] or " ", _INCLUDE.sub("", text))
         lines = (" ".join(line.split()) for line in code.splitlines())
-        key.update(f"{name}\0{chr(10).join(filter(None, lines))}\0".encode())
+        key.update(f"{chr(10).join(filter(None, lines))}\0".encode())
     return key.hexdigest()[:16]

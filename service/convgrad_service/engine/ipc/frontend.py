@@ -26,6 +26,7 @@ from convgrad_service.engine.ipc.messages import (
     Hold,
     Leave,
     Listens,
+    Locate,
     PartDone,
     Release,
     Reply,
@@ -41,6 +42,7 @@ from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import InRegion, RegionPart
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
 
@@ -145,7 +147,8 @@ class FrontEnd:
                     self._hub.regions.release(found)
                     return
             layout, tasks = self._arrangements[slot], (message.tasks, message.sums)
-            job = Job(layout, message.base, regions or found, *tasks)
+            lane = Lane(message.lane)
+            job = Job(layout, message.base, regions or found, *tasks, lane)
             task = self._hub.schedule.submit(job, message.deadline_s, told)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._hub.regions.release(found)
@@ -201,7 +204,7 @@ class FrontEnd:
 
     def _hold(self, message: Hold) -> None:
         try:
-            self._tickets[message.ticket].count(message.size_bytes)
+            self._tickets[message.ticket].count(message.size_bytes, message.flops)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
         else:
@@ -211,6 +214,11 @@ class FrontEnd:
         # One that was refused as its caller left is not there.
         if (ticket := self._tickets.pop(message.ticket, None)) is not None:
             ticket.leave()
+
+    def _locate(self, message: Locate) -> None:
+        task = self._tasks.get(message.job)
+        position = None if task is None else self._hub.schedule.position(task)
+        self._tell(Reply(message.number, position))
 
     def _ask(self, message: Ask) -> None:
         asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
@@ -245,6 +253,7 @@ class FrontEnd:
         Hold: _hold,
         Leave: _left,
         Ask: _ask,
+        Locate: _locate,
         Record: lambda self, record: self._hub.observe(record),
         Listens: _announced,
         Pong: lambda self, _: self._heartbeat.heard(),

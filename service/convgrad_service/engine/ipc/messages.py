@@ -21,6 +21,7 @@ __all__ = [
     "Hold",
     "Leave",
     "Listens",
+    "Locate",
     "PartDone",
     "Release",
     "Reply",
@@ -78,10 +79,18 @@ class SubmitJob(NamedTuple):
     regions: tuple[tuple[Any, ...], ...]
     parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
+    lane: int = 0
 
 
 class Cancel(NamedTuple):
     number: int
+
+
+class Locate(NamedTuple):
+    """For the place in the line of a job."""
+
+    number: int
+    job: int
 
 
 class Enter(NamedTuple):
@@ -92,11 +101,12 @@ class Enter(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Count so many bytes to a ticket."""
+    """Count so many bytes and FLOPs to a ticket."""
 
     number: int
     ticket: int
     size_bytes: int
+    flops: int
 
 
 class Leave(NamedTuple):
@@ -155,6 +165,7 @@ KINDS = Kinds(
     Hold,
     Leave,
     PartDone,
+    Locate,
     Ping,
     Pong,
 )

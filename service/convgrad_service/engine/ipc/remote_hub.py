@@ -23,6 +23,7 @@ from convgrad_service.engine.ipc.messages import (
     Enter,
     Hold,
     Leave,
+    Locate,
     PartDone,
     Release,
     Reply,
@@ -66,8 +67,8 @@ class _RemoteTicket:
     def __init__(self, hub: RemoteHub, number: int) -> None:
         self._hub, self._number = hub, number
 
-    async def hold(self, size_bytes: int) -> None:
-        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes))
+    async def hold(self, size_bytes: int, flops: int = 0) -> None:
+        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes, flops))
 
     def leave(self) -> None:
         self._hub.tell(Leave(self._number))
@@ -206,7 +207,7 @@ class RemoteHub:
         parts = tuple(map(tuple, lease.parts))
         size = job.cost, job.tasks, job.sums
         self._channel.tell_now(
-            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s)
+            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s, int(job.lane))
         )
         return running
 
@@ -214,6 +215,17 @@ class RemoteHub:
         """See `Engine.cancel`."""
         assert isinstance(running, _RemoteRunning)  # noqa: S101
         self.tell(Cancel(running.number))
+
+    async def position(self, running: JobHandle) -> int | None:
+        """See `Engine.position`."""
+        assert isinstance(running, _RemoteRunning)  # noqa: S101
+        job = running.number
+        found: int | None = await self.ask_with(lambda number: Locate(number, job))
+        return found
+
+    async def submitted(self, *arguments: Any) -> Any:
+        """See `Engine.submitted`."""
+        return await self._ask("submitted", *arguments)
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`: told with what is told next, or within a moment."""

@@ -1,7 +1,7 @@
 // What the kernels' ptx/st_async.cuh does, on the CPU.
 #pragma once
 
-#include "hopper.cuh"
+#include "ptx/tma.cuh"
 
 namespace convgrad {
 

@@ -22,7 +22,7 @@
 #include "conv/implicit_gemm_result.cuh"
 #include "core/cluster_reduce.cuh"
 #include "core/mma_multistage.cuh"
-#include "overlap.cuh"
+#include "ptx/pdl.cuh"
 
 using namespace convgrad;
 
@@ -174,10 +174,10 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
   typename LoadsOf<Gemm, kOperation>::type load(args, phases, group, row, pixels, column, begin);
   const Reduce reduce(room, shared_address(base), rank, args.cluster_log);
   reduce.prepare();
-  wait_for_previous();
+  wait_on_dependent_grids();
   typename Gemm::Sums sums = {};
   Gemm::run(sums, shared_address(ring), steps, load);
-  start_next();
+  launch_dependent_grids();
   reduce.exchange(sums);
 
   // Partial sums of clusters: the last block of each rank adds up its part of the tile.
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
 #pragma unroll
         for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
         finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
-                            columns.count, columns.channel, own);
+                            args.result_stride[2], columns.count, columns.channel, own);
       }
     }
   });

@@ -8,11 +8,6 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.channels_last import (
-    Prepared,
-    prepare_activation,
-    prepare_weight,
-)
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import (
     CHUNK_BYTES,
     MAX_PHASES,
@@ -27,13 +22,18 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Gemm,
     Tile,
 )
-from convgrad_service.backends.cuda.kernels.dense_axes import Axis, axis_of
-from convgrad_service.backends.cuda.kernels.dense_limits import (
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.core.limits import (
     MAX_PIXELS,
     why_not_dense,
 )
-from convgrad_service.plans.cuda_device import OVERLAPPING, CudaDevice
-from convgrad_service.plans.cuda_program import (
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    Prepared,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda.program import (
     ZEROS,
     ZEROS_BYTES,
     Fragment,
@@ -42,7 +42,7 @@ from convgrad_service.plans.cuda_program import (
     Workspace,
     ceil_div,
 )
-from convgrad_service.plans.cuda_works import ConvWork, Operand
+from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["ImplicitGemm", "gemm_of"]
 

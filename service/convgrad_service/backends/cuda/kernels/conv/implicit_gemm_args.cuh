@@ -1,7 +1,7 @@
 // What implicit_gemm.cu is given. The host's side is implicit_gemm.py.
 #pragma once
 
-#include "divider.cuh"
+#include "core/divider.cuh"
 
 namespace convgrad {
 

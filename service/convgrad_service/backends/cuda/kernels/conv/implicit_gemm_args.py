@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Sequence
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.channels_last import in_whole_chunks
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config, Gemm
-from convgrad_service.backends.cuda.kernels.dense_axes import Axis, Phase, divider
-from convgrad_service.backends.cuda.kernels.elements import ACTIVATIONS
-from convgrad_service.plans.cuda_program import ceil_div
-from convgrad_service.plans.cuda_works import ConvWork, Operand, Size3
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase, divider
+from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
 __all__ = [
     "CHUNK_BYTES",
@@ -27,7 +27,7 @@ CHUNK_BYTES = 16
 
 
 class DividerArgs(ctypes.Structure):
-    """See ``divider.cuh``."""
+    """See ``core/divider.cuh``."""
 
     _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
 

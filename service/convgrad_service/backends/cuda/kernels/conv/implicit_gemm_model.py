@@ -19,8 +19,8 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import (
     Config,
     Gemm,
 )
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["chosen", "configs", "expected_s"]
 

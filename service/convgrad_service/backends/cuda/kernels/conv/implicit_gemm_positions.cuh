@@ -2,8 +2,8 @@
 #pragma once
 
 #include "conv/implicit_gemm_args.cuh"
-#include "kept.cuh"
-#include "tensor_core.cuh"
+#include "core/opaque.cuh"
+#include "ptx/mma.cuh"
 
 namespace convgrad {
 
@@ -110,7 +110,7 @@ struct Chunks {
   __device__ static __forceinline__ int row() { return threadIdx.x / Tile::kChunks; }
   __device__ static __forceinline__ bool exists() { return kAll || row() < Tile::kRows; }
   __device__ static __forceinline__ u32 first_at() {
-    return static_cast<u32>(kept_value(Tile::at(row(), column())));
+    return static_cast<u32>(opaque_value(Tile::at(row(), column())));
   }
   // From the first row's place.
   __device__ static __forceinline__ u32 at(u32 first, int i) {

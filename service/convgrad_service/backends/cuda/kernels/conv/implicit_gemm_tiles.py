@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.elements import CUDA_TYPES
-from convgrad_service.plans.cuda_device import CudaDevice
-from convgrad_service.plans.cuda_program import ceil_div
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["CLUSTERS", "STEP_BYTES", "TILES", "Config", "Gemm", "Tile"]
 

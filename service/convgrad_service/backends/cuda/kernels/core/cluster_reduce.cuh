@@ -36,13 +36,13 @@ class ClusterReduce {
 #if __CUDA_ARCH__ >= 900
     if (log_ == 0) return;
     if (threadIdx.x == 0) {
-      make_barrier(barrier_, 1);
-      publish_barriers();
+      init_barrier(barrier_, 1);
+      fence_barrier_init();
       const int others = (1 << log_) - 1;
-      arrive_expecting(barrier_, (others << owned_log_) * Gemm::kWarps * 512);
+      arrive_and_expect_tx(barrier_, (others << owned_log_) * Gemm::kWarps * 512);
     }
     __syncwarp();
-    arrive_at_cluster();
+    cluster_arrive();
 #endif
   }
 
@@ -55,7 +55,7 @@ class ClusterReduce {
     }
 #if __CUDA_ARCH__ >= 900
     if (log_ > 0) {
-      wait_at_cluster();
+      cluster_wait();
       const u32 sent = shared_address(own);
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
@@ -71,7 +71,7 @@ class ClusterReduce {
 #endif
     __syncwarp();
 #if __CUDA_ARCH__ >= 900
-    if (log_ > 0) wait_for(barrier_, 0);
+    if (log_ > 0) wait_barrier(barrier_, 0);
 #endif
   }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/shared_tile.cuh"
-#include "kept.cuh"
+#include "core/opaque.cuh"
 
 namespace convgrad {
 
@@ -41,8 +41,8 @@ struct MmaMultistage {
   __device__ static __forceinline__ void run(Sums& sums, u32 ring, int steps, Load& load) {
     constexpr int kAhead = kStages - 1;
     // Not to be found again in every step.
-    const u32 lane_a = kept_value(FragmentsA::lane_at(warp_row()));
-    const u32 lane_b = kept_value(TileA::kBytes + FragmentsB::lane_at(warp_column()));
+    const u32 lane_a = opaque_value(FragmentsA::lane_at(warp_row()));
+    const u32 lane_b = opaque_value(TileA::kBytes + FragmentsB::lane_at(warp_column()));
     u32 filled = ring, used = ring;
     Operands now[2];
     // One copy of the code for the first steps and the others: a launch reads it from memory. Copies

@@ -2,12 +2,12 @@
 // emulator's twin is tests/emulator/kernels/ptx/st_async.cuh.
 #pragma once
 
-#include "hopper.cuh"
+#include "ptx/tma.cuh"
 
 namespace convgrad {
 
 // 16 bytes to the same address in block `rank` of the cluster, counted at the barrier of this address
-// there (arrive_expecting announces them). No fence: who waits at that barrier sees the values.
+// there (arrive_and_expect_tx announces them). No fence: who waits at that barrier sees the values.
 __device__ __forceinline__ void store_async(u32 to, const float (&values)[4], u32 barrier,
                                             u32 rank) {
   asm volatile(

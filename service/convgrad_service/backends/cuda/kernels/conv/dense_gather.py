@@ -1,0 +1,330 @@
+"""A dense convolution forward or backward in its input, on tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from itertools import product
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    DenseTile,
+    few_terms,
+    splits_factors,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import (
+    MAX_PHASES,
+    Axis,
+    axis_of,
+    divider,
+    may_skip,
+)
+from convgrad_service.backends.cuda.kernels.core.limits import MAX_PIXELS, why_not_dense
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    in_whole_chunks,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["DenseGather"]
+
+# Channels of one group on either side, where there are groups; the product of both otherwise.
+LEAST_GROUPED, LEAST_PRODUCT = 16, 64
+MAX_TAPS = 1024
+MAX_INDEX = 2**31 - 1
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``dense_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count")),
+        ("factor", ctypes.c_uint32),
+        ("shift", ctypes.c_int32),
+    )
+
+
+class DenseGatherArgs(ctypes.Structure):
+    """See ``dense_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "batch",
+                "in_channels",
+                "out_channels",
+                "activation",
+                "wide_stores",
+                "runs_of_pixels",
+                "plain",
+                "may_skip",
+            )
+        ),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "x_step", "x_tap", "y_step", "r_step", "phases")
+        ),
+        ("phase", (PhaseArgs * MAX_PHASES) * 3),
+    )
+
+
+class DenseGather:
+    """fwd and bwd_data where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
+    (``precision: high``), or true float32 in three products of TF32."""
+
+    name = "dense_gather"
+
+    def __init__(
+        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
+    ) -> None:
+        """Where there are groups, the fewest channels of one on either side; where there are none,
+        the least product of both."""
+        self._least_grouped = least_grouped
+        self._least_product = least_product
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`.
+
+        Judged by channels, kernel, stride and dilation, so that a problem in pieces chooses as the
+        whole does; only sizes that no tile can count are refused too.
+        """
+        if (reason := why_not_dense(work, device)) is not None:
+            return reason
+        read, written = _channels(work)
+        grouped = work.groups > 1 and min(read, written) < self._least_grouped
+        if grouped or read * written < self._least_product:
+            return f"{read} to {written} channels a group would leave most of a tile"
+        if (reason := few_terms(work, read)) is not None:
+            return reason
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
+            return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
+        if work.taps > MAX_TAPS:
+            return f"{work.taps} taps are more than {MAX_TAPS}"
+        if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
+            return f"the pixels are more than {MAX_PIXELS}"
+        return None
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, tile: DenseTile | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        read, written = _channels(work)
+        axes = [axis_of(work, dim) for dim in range(3)]
+        x = prepare_activation(
+            source,
+            work.batch,
+            work.groups,
+            read,
+            work.output if backward else work.input,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        w = prepare_weight(
+            work.w,
+            work.groups,
+            work.out_channels,
+            work.in_channels,
+            work.kernel,
+            f"{work.prefix}weight_channels_last",
+            device,
+        )
+        # Offsets of positions outside the source are computed too.
+        source_shape = (work.batch, work.groups, read, *(axis.x_size for axis in axes))
+        weight_shape = (work.groups, work.out_channels, work.in_channels, *work.kernel)
+        wide = (
+            max(
+                _last(x.operand, source_shape) + _margin(x.operand, axes),
+                _last(w.operand, weight_shape),
+            )
+            > MAX_INDEX
+        )
+        if tile is None:
+            tile = gather_tile(work, axes, device, wide)
+
+        args = DenseGatherArgs()
+        args.x_stride[:], args.y_stride[:] = x.operand.strides, result.strides
+        group, k, c, *kernel = w.operand.strides
+        args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.in_channels, args.out_channels = work.batch, read, written
+        args.activation = ACTIVATIONS[work.activation]
+        size = work.input if backward else work.output
+        extents = (work.batch, work.groups, written, *size)
+        args.wide_stores = in_whole_chunks(result, extents, 2)
+        args.runs_of_pixels = _runs_of_pixels(result, axes, size)
+        args.plain = work.epilogue_free
+        args.may_skip = may_skip(axes, tile.m)
+        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        for dim, axis in enumerate(axes):
+            args.phases[dim] = len(axis.phases)
+            for place, phase in enumerate(axis.phases):
+                args.phase[dim][place] = PhaseArgs(
+                    phase.taps,
+                    phase.r0,
+                    phase.x0,
+                    phase.y0,
+                    phase.count,
+                    *divider(phase.count),
+                )
+        instance = _instance(tile, work.dtype, backward, wide)
+        channel_tiles = ceil_div(written, tile.n)
+        launch = Launch(
+            instance,
+            (
+                channel_tiles * ceil_div(_most_pixels(work, axes), tile.m),
+                work.groups,
+                prod(len(axis.phases) for axis in axes),
+            ),
+            (tile.threads, 1, 1),
+            pack(
+                args,
+                x=x.operand,
+                w=w.operand,
+                y=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            shared_bytes(tile, axes, wide),
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{tile.m}x{tile.n}",
+            (*x.steps, *w.steps, launch),
+            (*x.workspace, *w.workspace),
+            expected_s=expected_s(work, axes, device, wide, tile),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(tile, dtype, backward, wide)
+            for dtype, tiles in (
+                *((dtype, TILES) for dtype in DTYPES),
+                (DType.FLOAT32, SPLIT_TILES),
+            )
+            for backward in (False, True)
+            for tile, wide in (*((tile, False) for tile in tiles), (tiles[-1], True))
+        ]
+
+
+# The last ones have the registers to spare that 64-bit offsets take.
+TILES = (
+    DenseTile(128, 128, 64, 64, 128, 3, 2, flops=504e12, start_s=4.6e-6),
+    DenseTile(64, 128, 32, 64, 128, 3, 3, flops=433e12, start_s=4.0e-6),
+    DenseTile(256, 64, 64, 64, 64, 4, 2, copy_groups=2, flops=428e12, start_s=5.6e-6),
+    DenseTile(64, 64, 32, 32, 128, 4, 3, flops=361e12, start_s=3.5e-6),
+    DenseTile(256, 32, 64, 32, 64, 4, 2, flops=305e12, start_s=4.5e-6),
+    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=460e12, start_s=4.7e-6),
+)
+# Of one depth, after which sums are added up, so that all give the same bits.
+SPLIT_TILES = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=126e12, start_s=3e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=122e12, start_s=3e-6, split=True),
+    DenseTile(128, 32, 32, 32, 128, 3, 2, flops=117e12, start_s=3e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=130e12, start_s=3e-6, split=True),
+)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+def expected_s(
+    work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool, tile: DenseTile
+) -> float:
+    """What a tile should take."""
+    read, written = _channels(work)
+    # Pixels and taps of each phase.
+    phases = [
+        (work.batch * prod(phase.count for phase in each), prod(phase.taps for phase in each))
+        for each in product(*(axis.phases for axis in axes))
+    ]
+
+    columns = ceil_div(written, tile.n) * work.groups
+    depths = ceil_div(read, tile.depth(work.dtype))
+    blocks = steps = 0
+    for pixels, taps in phases:
+        count = ceil_div(pixels, tile.m) * columns
+        blocks += count
+        steps += count * taps * depths
+    return tile.expected_s(device, blocks, steps / blocks, shared_bytes(tile, axes, wide))
+
+
+def gather_tile(work: ConvWork, axes: list[Axis], device: CudaDevice, wide: bool) -> DenseTile:
+    """The one that should take the least time. Every tile gives the same bits."""
+    tiles = SPLIT_TILES if splits_factors(work) else TILES
+    if wide:
+        return tiles[-1]
+    fitting = [tile for tile in tiles if tile.fits(device, shared_bytes(tile, axes, wide))]
+    return min(fitting, key=lambda tile: expected_s(work, axes, device, wide, tile))
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written, in one group."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _instance(tile: DenseTile, dtype: DType, backward: bool, wide: bool) -> Instance:
+    defines = (("ACROSS", str(int(backward))), *tile.defines(dtype, wide))
+    return Instance("conv/dense_gather.cu", "dense_gather", defines)
+
+
+def shared_bytes(tile: DenseTile, axes: list[Axis], wide: bool) -> int:
+    """The ring, or the sums; two offsets a pixel and three numbers a tap; bits for both."""
+    tap, offset = (24, 8) if wide else (12, 4)
+    taps = prod(max(phase.taps for phase in axis.phases) for axis in axes)
+    bits = ceil_div(taps, 32) * 4 * (1 + tile.m)
+    room = max(tile.ring_bytes, tile.m * (tile.n + 9) * 4)
+    return room + tile.m * (8 + offset) + taps * tap + bits + tile.flag_bytes
+
+
+def _most_pixels(work: ConvWork, axes: list[Axis]) -> int:
+    """Of the largest phase."""
+    return work.batch * prod(max(phase.count for phase in axis.phases) for axis in axes)
+
+
+def _last(operand: Operand, shape: tuple[int, ...]) -> int:
+    """The offset of the last element, rounded up to a whole chunk."""
+    return (
+        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
+        + 16
+    )
+
+
+def _margin(operand: Operand, axes: list[Axis]) -> int:
+    """How far outside the source offsets reach, on both sides together."""
+    return sum(
+        max(
+            abs(phase.x0) + phase.count * axis.x_step + abs(axis.x_tap) * phase.taps
+            for phase in axis.phases
+        )
+        * stride
+        for axis, stride in zip(axes, operand.strides[3:], strict=True)
+    )
+
+
+def _runs_of_pixels(result: Operand, axes: list[Axis], size: tuple[int, int, int]) -> bool:
+    """Whether rows of the result, one after another without a gap, are whole runs of four."""
+    if result.strides[5] != 1 or axes[2].y_step != 1:
+        return False
+    run = 1
+    for axis, stride, extent in zip(axes[::-1], result.strides[:2:-1], size[::-1], strict=True):
+        if extent > 1 and (stride != run or axis.y_step != 1):
+            break
+        run *= extent
+    return run % 4 == 0

@@ -1,0 +1,44 @@
+// What dense_gather.cu is given. The host's side is dense_gather.py.
+#pragma once
+
+#include "core/elements.cuh"
+
+namespace convgrad {
+
+constexpr int kMaxPhases = 16;
+
+struct Phase {
+  int taps, r0, x0, y0, count;
+  u32 factor;  // for dividing by the count
+  int shift;
+};
+
+struct DenseGatherArgs {
+  const void* x;           // the source: input, or grad_output
+  const void* w;           //
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, or null
+  const void* bias;        // one for each of the result's channels, or null
+  i64 x_stride[6];         // N G C D H W, in elements
+  i64 w_stride[6];         // G, result channel, source channel, T R S
+  i64 y_stride[6];         // accumulate's too
+  float alpha;
+  float beta;
+  int batch;
+  int in_channels;   // of the source, in one group
+  int out_channels;  // of the result, in one group
+  int activation;
+  int wide_stores;  // the result's channels are side by side in whole, aligned 16-byte chunks
+  int runs_of_pixels;  // most runs of four pixels lie side by side in the result, aligned
+  int plain;           // the result is the sum itself
+  int may_skip;     // some tile may lie wholly outside some tap
+  int x_size[3];
+  int x_step[3];
+  int x_tap[3];
+  int y_step[3];
+  int r_step[3];
+  int phases[3];
+  Phase phase[3][kMaxPhases];
+};
+
+}  // namespace convgrad

@@ -1,0 +1,282 @@
+// What the dense tensor-core kernels share: tiles in shared memory, fragments, products.
+//
+// A tile of an operand lies in shared memory in one of two ways, in rows of 16-byte chunks:
+//   rows along M (or N), chunks along the reduction: "along",
+//   rows along the reduction, chunks along M (or N): "across".
+// Chunks of a row are permuted so that neither the copies nor the fragments' loads meet in a bank.
+// A warp's tile is WM x WN; a step is the depth of one mma: 16 of 16-bit elements, 8 of TF32.
+// Needs sm_80.
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "core/factor_powers.cuh"
+#include "ptx/mma.cuh"
+
+namespace convgrad {
+
+template <bool kYes, class A, class B>
+struct Choose {
+  using type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using type = B;
+};
+
+// Which chunk of its row a chunk is stored at. Eight neighbouring rows of one chunk, which a matrix
+// load reads, land in eight different 16-byte banks; so do the four rows x two chunks that a
+// transposing load of 32-bit elements reads one by one.
+template <int kRowBytes, bool kWordsAcross>
+__device__ __forceinline__ int permuted(int row, int chunk) {
+  if (kRowBytes == 64) return chunk ^ (row >> 1 & 3);
+  if (kWordsAcross) return chunk ^ (row & 3) * 2;
+  return chunk ^ (row & 7);
+}
+
+// A tile of ROWS x COLUMNS elements in shared memory.
+template <class T, int kRows_, int kColumns_, bool kAcross_>
+struct Tile {
+  static constexpr bool kAcross = kAcross_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kExtent = kAcross_ ? kColumns_ : kRows_;  // along M or N
+  static constexpr int kRowBytes = kColumns_ * static_cast<int>(sizeof(T));
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "whole lines of banks");
+
+  __device__ static __forceinline__ u32 at(int row, int chunk) {
+    return row * kRowBytes + permuted<kRowBytes, (kAcross && sizeof(T) == 4)>(row, chunk) * 16;
+  }
+};
+
+// Where this lane finds its part of the fragments from row (or column) `first` of M or N on, in step
+// 0 of a tile. A tile starts at a multiple of 128 bytes, and what steps and fragments add to the
+// number of a chunk never carries, so elsewhere it is this with some bits flipped, plus whole rows.
+// Of the four 8 x 16-byte matrices of a fragment, A's second is further along M (rows first), B's
+// further along the reduction.
+template <class T, class Tile, bool kRowsFirst>
+__device__ __forceinline__ u32 lane_offset(int first) {
+  const int lane = threadIdx.x & 31;
+  const int low = (lane & 7) + (kRowsFirst ? lane >> 3 & 1 : lane >> 4) * 8;
+  const int depth = kRowsFirst ? lane >> 4 : lane >> 3 & 1;
+  if constexpr (!Tile::kAcross) {
+    return Tile::at(first + low, depth);
+  } else if constexpr (sizeof(T) == 2) {
+    const int row = (lane & 7) + depth * 8;
+    return Tile::at(row, first / 8 + (kRowsFirst ? lane >> 3 & 1 : lane >> 4));
+  } else {
+    const int column = first + (lane >> 2);
+    return Tile::at(lane & 3, column / 4) + (column & 3) * 4;
+  }
+}
+
+// Fragments of one step for 16 rows (or columns), the `index`-th from where `from` points in a tile.
+// Float32 is rounded to TF32, unless it will be split.
+template <class T, class Tile, bool kRowsFirst, bool kSplit>
+__device__ __forceinline__ void load_fragment(u32 (&to)[4], u32 from, int index, int step) {
+  if constexpr (!Tile::kAcross) {
+    load_matrices(to, (from ^ step * 32) + index * 16 * Tile::kRowBytes);
+  } else if constexpr (sizeof(T) == 2) {
+    const u32 column = Tile::kRowBytes == 64 ? from ^ index * 32
+                                             : (from ^ (index & 3) * 32) + index / 4 * 128;
+    load_matrices_transposed(to, column + step * 16 * Tile::kRowBytes);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // A's second register is 8 rows of M on, B's 4 of the reduction.
+      const int beyond = kRowsFirst ? j & 1 : j >> 1, deeper = kRowsFirst ? j >> 1 : j & 1;
+      const int chunks = index * 4 + beyond * 2;
+      to[j] = load_word((from ^ (chunks & 7) * 16) + chunks / 8 * 128 +
+                        (step * 8 + deeper * 4) * Tile::kRowBytes);
+    }
+  }
+  if constexpr (sizeof(T) == 4 && !kSplit) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[j] = to_tf32(to[j]);
+  }
+}
+
+template <class T, class Tile, bool kSplit, int kCount>
+__device__ __forceinline__ void load_a(u32 (&to)[kCount][4], u32 from, int step) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) load_fragment<T, Tile, true, kSplit>(to[i], from, i, step);
+}
+
+// True float32 by tensor cores: each factor is the sum of two TF32 numbers, high + low, and
+//   a * b = a.high * b.high + a.high * b.low + a.low * b.high,
+// where what is left out, and what mma cuts off low, are 2^-21 of |a * b| at most. mma's sums are
+// added up in float32 after every tile's depth, as mma itself cuts off each of its sums.
+//
+// An infinity's low part is NaN, so it makes what it feeds NaN. Factors whose low part would be too small
+// for TF32, or whose high part would round to an infinity, are scaled by powers of two beforehand, see
+// FactorPowers.
+__device__ __forceinline__ void split(const u32 (&words)[4], u32 (&high)[4], u32 (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    high[i] = (words[i] + 0x1000) & ~0x1fffu;
+    low[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(high[i]));
+  }
+}
+// Two neighbouring results, rounded.
+template <class T>
+__device__ __forceinline__ void store_two(T* to, float first, float second) {
+  *reinterpret_cast<u32*>(to) = narrow_two<T>(first, second);
+}
+__device__ __forceinline__ void store_two(float* to, float first, float second) {
+  *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+
+// One block's product over `tiles` tiles of the reduction, through a ring of kStages in shared
+// memory. A tile's copies are started one by one between the products, so that the tensor cores do
+// not wait for addresses:
+//   prepare(tile)   once for each tile, in order, and for kStages - 1 more past the last;
+//   fetch(i)        what copy i needs from shared memory, some products ahead of it;
+//   copy(i, stage)  starts copy i of kCopies; nothing may be read where the tile is past the last.
+// All threads call them together. With kSplit, float32 factors are split, else rounded to TF32; then
+// own(i) says where in a stage copy i goes, and each thread looks at its own copies of the next tile
+// while the products of this one run.
+template <class T, class TileA, class TileB, bool kSplit, int kSteps, int kStages, int kCopies, int kGroups,
+          int kRowFragments, int kColumnPairs, class Prepare, class Fetch, class Copy, class Own>
+__device__ __forceinline__ void multiply(float (&sum)[kRowFragments][kColumnPairs * 2][4],
+                                         u32 ring, int tiles, int warp_row, int warp_column,
+                                         Prepare&& prepare, Fetch&& fetch, Copy&& copy, Own&& own,
+                                         FactorFlags* flags) {
+  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+  FactorPowers<kCopies, TileA::kBytes, TileB::kBytes> powers;
+  if constexpr (kSplit) powers.begin(flags);
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    prepare(stage);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) fetch(i);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) copy(i, ring + stage * kStageBytes);
+    commit_copies();
+  }
+  wait_copies<kStages - 2>();
+  if constexpr (kSplit) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) powers.look(i, ring + own(i));
+    powers.apply(flags, ring, own);
+  }
+  __syncthreads();
+  if constexpr (kSplit) powers.settle(flags, ring, own);
+
+  // Fragments are loaded one ahead: A by the step, B, of which there is not room for two steps, by
+  // 16 columns.
+  u32 a[2][kRowFragments][4], b[2][4];
+  const u32 a_lane = lane_offset<T, TileA, true>(warp_row);
+  const u32 b_lane = TileA::kBytes + lane_offset<T, TileB, false>(warp_column);
+  u32 read = ring, write = ring + (kStages - 1) * kStageBytes;
+  const u32 end = ring + kStages * kStageBytes;
+  static_assert(kSteps % 2 == 0, "a tile starts with the first of the two");
+  load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
+  load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
+  // Copies go in groups: each group costs some waiting, and so do addresses all at once.
+  constexpr int kTurns = kSteps * kColumnPairs, kApart = kTurns / kGroups;
+  constexpr int kGroup = (kCopies + kGroups - 1) / kGroups;
+  // The next tile's copies are looked at in the second half of the turns.
+  constexpr int kLookFrom = kTurns / 2, kLookTurns = kTurns - 1 - kLookFrom;
+  constexpr int kLooks = (kCopies + kLookTurns - 1) / kLookTurns;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    prepare(tile + kStages - 1);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) fetch(i);
+    float part[kRowFragments][kColumnPairs * 2][4] = {};
+    u32 a_high[kRowFragments][4], a_low[kRowFragments][4];
+    const float back = powers.back;
+    u32 next = read + kStageBytes;
+    if (next == end) next = ring;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kColumnPairs; ++pair) {
+        const int turn = step * kColumnPairs + pair;
+        const int now = turn & 1;
+        const bool last_pair = pair == kColumnPairs - 1;
+        const bool last_step = step == kSteps - 1;
+        if (turn < kTurns - 1) {
+          if (pair == 0 && !last_step) load_a<T, TileA, kSplit>(a[(step + 1) & 1], read + a_lane, step + 1);
+          load_fragment<T, TileB, false, kSplit>(b[now ^ 1], read + b_lane, last_pair ? 0 : pair + 1,
+                                         step + last_pair);
+          if (turn % kApart == 0 && turn / kApart < kGroups) {
+            const int first = turn / kApart * kGroup;
+#pragma unroll
+            for (int i = first; i < first + kGroup; ++i) {
+              if (i < kCopies) copy(i, write);
+            }
+#pragma unroll
+            for (int i = first + kGroup; i < first + 2 * kGroup; ++i) {
+              if (i < kCopies) fetch(i);
+            }
+          }
+        } else {
+          commit_copies();
+          write += kStageBytes;
+          if (write == end) write = ring;
+          // The next tile has landed for everyone, and everyone has read all of this one.
+          wait_copies<kStages - 2>();
+          if constexpr (kSplit) powers.apply(flags, next, own);
+          __syncthreads();
+          read = next;
+          if constexpr (kSplit) powers.settle(flags, read, own);
+          load_a<T, TileA, kSplit>(a[0], read + a_lane, 0);
+          load_fragment<T, TileB, false, kSplit>(b[0], read + b_lane, 0, 0);
+        }
+        if constexpr (kSplit) {
+          // Copies of this tile that are under way belong to no group yet, and are not waited for.
+          if (turn == kLookFrom) wait_copies<kStages - 3>();
+#pragma unroll
+          for (int i = (turn - kLookFrom) * kLooks; i < (turn - kLookFrom + 1) * kLooks; ++i) {
+            if (i >= 0 && i < kCopies) powers.look(i, next + own(i));
+          }
+          if (pair == 0) {
+#pragma unroll
+            for (int i = 0; i < kRowFragments; ++i) {
+              split(a[step & 1][i], a_high[i], a_low[i]);
+            }
+          }
+          u32 b_high[4], b_low[4];
+          split(b[now], b_high, b_low);
+          // The small products first, and no two of one sum one after another.
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_low[i], b_high[0], b_high[1]);
+            mma<T>(part[i][pair * 2 + 1], a_low[i], b_high[2], b_high[3]);
+          }
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_high[i], b_low[0], b_low[1]);
+            mma<T>(part[i][pair * 2 + 1], a_high[i], b_low[2], b_low[3]);
+          }
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(part[i][pair * 2], a_high[i], b_high[0], b_high[1]);
+            mma<T>(part[i][pair * 2 + 1], a_high[i], b_high[2], b_high[3]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRowFragments; ++i) {
+            mma<T>(sum[i][pair * 2], a[step & 1][i], b[now][0], b[now][1]);
+            mma<T>(sum[i][pair * 2 + 1], a[step & 1][i], b[now][2], b[now][3]);
+          }
+        }
+      }
+    }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int i = 0; i < kRowFragments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnPairs * 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][j][e] = fmaf(part[i][j][e], back, sum[i][j][e]);
+        }
+      }
+    }
+  }
+  wait_copies<0>();
+  __syncthreads();
+}
+
+}  // namespace convgrad

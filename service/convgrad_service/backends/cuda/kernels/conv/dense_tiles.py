@@ -1,0 +1,119 @@
+"""Tiles of the dense tensor-core kernels, and the time that one is expected to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["LAUNCH_S", "DenseTile", "few_terms", "splits_factors"]
+
+LAUNCH_S = 3e-6
+# Split factors err by 2^-21 of each product, float32 sums by 2^-24 for each of their terms.
+_LEAST_TERMS = 16
+# What a multiprocessor does with one block where two would fit, and with one or two of three.
+_ALONE = {1: (1.0,), 2: (0.65, 1.0), 3: (0.55, 0.8, 1.0)}
+# The multiprocessors, and the shared memory of each, that the rates below were measured with.
+_MEASURED_ON = 132
+_RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTile:
+    """M x N of a block, and of a warp; a step's depth in bytes; steps in the ring; blocks that
+    share a multiprocessor; groups in which a step's copies are started.
+
+    ``flops`` a second in 16 bits (half of it in TF32) that all of an H200 does in such tiles, and
+    ``start_s``, what a block takes beside its steps, were fitted to tests/perf's dense layers
+    there; they serve to choose, on any device. ``split`` is for true float32 by tensor cores, three
+    products in place of one.
+    """
+
+    m: int
+    n: int
+    warp_m: int
+    warp_n: int
+    step_bytes: int
+    stages: int
+    blocks: int
+    copy_groups: int = 1
+    flops: float = 300e12
+    start_s: float = 5e-6
+    split: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.m // self.warp_m * (self.n // self.warp_n) * 32
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * (self.m + self.n) * self.step_bytes
+
+    @property
+    def flag_bytes(self) -> int:
+        """``FactorFlags`` of core/factor_powers.cuh, where factors are split."""
+        return 24 if self.split else 0
+
+    def depth(self, dtype: DType) -> int:
+        """Elements of the reduction in a step."""
+        return self.step_bytes // dtype.itemsize
+
+    def defines(self, dtype: DType, wide: bool) -> tuple[tuple[str, str], ...]:
+        """What the CUDA sources expect."""
+        return (
+            ("ELEMENT", CUDA_TYPES[dtype]),
+            ("WIDE", str(int(wide))),
+            ("BM", str(self.m)),
+            ("BN", str(self.n)),
+            ("BK", str(self.depth(dtype))),
+            ("WM", str(self.warp_m)),
+            ("WN", str(self.warp_n)),
+            ("STAGES", str(self.stages)),
+            ("BLOCKS", str(self.blocks)),
+            ("GROUPS", str(self.copy_groups)),
+            ("SPLIT", str(int(self.split))),
+        )
+
+    def fits(self, device: CudaDevice, shared_bytes: int) -> bool:
+        return shared_bytes <= device.shared_bytes_per_block
+
+    def expected_s(
+        self,
+        device: CudaDevice,
+        blocks: int,
+        steps: float,
+        shared_bytes: int,
+        extra_s: float = 0.0,
+    ) -> float:
+        """For so many blocks, of so many steps on average: whole waves, and what is left over.
+
+        ``extra_s`` is what a step takes beside its products and copies.
+        """
+        room = device.shared_bytes_per_multiprocessor // (shared_bytes + _RESERVED_BYTES)
+        together = max(1, min(self.blocks, room))
+        shares = _ALONE[self.blocks]
+        # A step holds as many bytes whatever the type, and TF32 is half as fast on half as many.
+        step_flops = 2 * self.m * self.n * self.step_bytes // 2
+        step_s = step_flops * self.blocks * _MEASURED_ON / self.flops + extra_s
+        block_s = self.start_s + steps * step_s
+        wave = shares[together - 1]
+        full, rest = divmod(blocks, device.multiprocessors * together)
+        last = shares[ceil_div(rest, device.multiprocessors) - 1] if rest else 0.0
+        return (full * wave + last) * block_s
+
+
+def splits_factors(work: ConvWork) -> bool:
+    """Whether each product takes three, of factors split in two: true float32."""
+    return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def few_terms(work: ConvWork, terms: int) -> str | None:
+    """Why factors are not split where no sum has more than so many products; None where they are,
+    or need not be."""
+    if not splits_factors(work) or terms >= _LEAST_TERMS:
+        return None
+    return f"float32's own sums of {terms} products may be more exact than those of split factors"

@@ -1,0 +1,385 @@
+"""The gradient of a dense convolution's weight, on tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import (
+    LAUNCH_S,
+    DenseTile,
+    few_terms,
+    splits_factors,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.kernels.core.limits import (
+    MAX_GRID_YZ,
+    MAX_PIXELS,
+    why_not_dense,
+)
+from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum, split_sum_instances
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    Prepared,
+    prepare_activation,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import (
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
+
+__all__ = ["DenseWeight", "weight_expected_s"]
+
+# Channels of one group on either side, where there are groups; else the product of output channels
+# and of taps x input channels.
+LEAST_GROUPED, LEAST_PRODUCT = 16, 64
+MAX_INDEX = 2**31 - 1
+SPAN_BYTES = 32
+# Of flat_sum.cu: a thread's results, threads, and the slices of a block that share many splits.
+SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
+
+
+class DenseWeightArgs(ctypes.Structure):
+    """See ``dense_weight.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "w")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("batch", "groups", "in_channels", "out_channels")),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
+        ),
+        ("splits", ctypes.c_int32),
+        ("wide_result", ctypes.c_int32),
+        ("plain", ctypes.c_int32),
+    )
+
+
+class FlatSumArgs(ctypes.Structure):
+    """See ``core/flat_sum.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
+        ("results", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("splits", ctypes.c_int32),
+        ("slices", ctypes.c_int32),
+    )
+
+
+class DenseWeight:
+    """bwd_weight where a group's channels fill tensor-core tiles: 16 bits, float32 in TF32
+    (``precision: high``), or true float32 in three products of TF32."""
+
+    name = "dense_weight"
+
+    def __init__(
+        self, least_grouped: int = LEAST_GROUPED, least_product: int = LEAST_PRODUCT
+    ) -> None:
+        """Where there are groups, the fewest channels of one on either side; where there are none,
+        the least product of output channels and of taps x input channels."""
+        self._least_grouped = least_grouped
+        self._least_product = least_product
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`; judged by channels and kernel, as `DenseGather` is."""
+        if (reason := why_not_dense(work, device)) is not None:
+            return reason
+        least = min(work.in_channels, work.out_channels)
+        grouped = work.groups > 1 and least < self._least_grouped
+        if grouped or work.out_channels * work.in_channels * work.taps < self._least_product:
+            return (
+                f"{work.out_channels} channels x {work.in_channels} channels of {work.taps} taps a "
+                "group would leave most of a tile"
+            )
+        if (reason := few_terms(work, _least_terms(work))) is not None:
+            return reason
+        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+            return "accumulate does not lie as the result does"
+        if max(work.pixels, work.taps * (work.in_channels + 16)) > MAX_PIXELS:
+            return f"the pixels, or the taps x channels, are more than {MAX_PIXELS}"
+        return None
+
+    def launches(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        tile: DenseTile | None = None,
+        splits: int | None = None,
+    ) -> Fragment:
+        """See `Family.launches`; ``tile`` and ``splits`` where others than the chosen are tried."""
+        x = _prepared(work, work.x, work.in_channels, work.input, "input", device)
+        y = _prepared(work, work.y, work.out_channels, work.output, "grad_output", device)
+        wide = any(
+            _last(operand, (work.batch, work.groups, channels, *size)) > MAX_INDEX
+            for operand, channels, size in (
+                (x.operand, work.in_channels, work.input),
+                (y.operand, work.out_channels, work.output),
+            )
+        )
+        expected, best_tile, best_splits = _expected(work, device, wide)
+        tile, splits = tile or best_tile, splits or best_splits
+        partials = f"{work.prefix}partials"
+
+        args = DenseWeightArgs()
+        args.x_stride[:], args.y_stride[:] = x.operand.strides, y.operand.strides
+        args.w_stride[:] = work.w.strides
+        args.alpha, args.beta = work.alpha, work.beta
+        for name in ("batch", "groups", "in_channels", "out_channels"):
+            setattr(args, name, getattr(work, name))
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        for name in ("kernel", "stride", "dilation", "pad"):
+            getattr(args, name)[:] = getattr(work, name)
+        args.splits = splits
+        args.plain = work.epilogue_free and _in_order(work)
+        args.wide_result = work.result_dtype is DType.FLOAT32
+        steps: list[Step] = [*x.steps, *y.steps]
+        steps.append(
+            Launch(
+                _instance(tile, work.dtype, wide),
+                (_tiles(work, tile), work.groups, splits),
+                (tile.threads, 1, 1),
+                pack(
+                    args,
+                    x=x.operand,
+                    y=y.operand,
+                    w=work.w,
+                    accumulate=work.accumulate,
+                    partials=partials if splits > 1 else None,
+                ),
+                _shared_bytes(work, tile, wide),
+            )
+        )
+        workspace = [*x.workspace, *y.workspace]
+        if splits > 1:
+            workspace.append(Workspace(partials, splits * _partial_bytes(work)))
+            steps.append(_sum(work, partials, splits))
+        return Fragment(
+            f"{self.name}_{tile.m}x{tile.n}/{splits}",
+            tuple(steps),
+            tuple(workspace),
+            expected_s=expected,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(
+                _instance(tile, dtype, wide)
+                for dtype, split in (*((dtype, False) for dtype in DTYPES), (DType.FLOAT32, True))
+                for wide in (False, True)
+                for tile in _tiles_of(dtype, split, wide)
+            ),
+            *map(_sum_instance, DTYPES),
+            *split_sum_instances(),
+        ]
+
+
+def _sum(work: ConvWork, partials: str, splits: int) -> Launch:
+    """Adds up the partial sums and finishes them."""
+    results = work.groups * work.out_channels * work.taps * work.in_channels
+    accumulate = work.accumulate
+    if _in_order(work) and results % SUM_RESULTS == 0:
+        slices = SUM_SLICES if splits >= MANY_SPLITS else 1
+        args = FlatSumArgs(results=results, splits=splits, slices=slices)
+        args.alpha, args.beta = work.alpha, work.beta
+        return Launch(
+            _sum_instance(work.result_dtype),
+            linear_grid(results // SUM_RESULTS, SUM_BLOCK // slices),
+            (SUM_BLOCK, 1, 1),
+            pack(args, partials=partials, result=work.w, accumulate=accumulate),
+        )
+    return split_sum(
+        partials,
+        splits,
+        (work.groups, work.out_channels, *work.kernel, work.in_channels),
+        _channel_last(work.w),
+        DType.FLOAT32,
+        accumulate=None if accumulate is None else _channel_last(accumulate),
+        alpha=work.alpha,
+        beta=work.beta,
+    )
+
+
+def _sum_instance(dtype: DType) -> Instance:
+    return Instance("core/flat_sum.cu", "flat_sum", (("RESULT", CUDA_TYPES[dtype]),))
+
+
+# The last ones have the registers to spare that 64-bit offsets take.
+TILES = (
+    DenseTile(128, 128, 64, 64, 128, 3, 2, flops=400e12, start_s=1e-6),
+    DenseTile(128, 256, 64, 64, 128, 3, 1, flops=450e12, start_s=2e-6),
+    DenseTile(256, 128, 64, 64, 128, 3, 1, flops=430e12, start_s=1e-6),
+    DenseTile(64, 256, 64, 64, 64, 4, 2, flops=380e12, start_s=9.5e-6),
+    DenseTile(64, 64, 32, 32, 128, 4, 3, flops=250e12, start_s=5e-6),
+    DenseTile(32, 128, 32, 32, 128, 4, 3, flops=250e12, start_s=4e-6),
+    DenseTile(128, 128, 64, 64, 64, 4, 2, flops=400e12, start_s=6.5e-6),
+)
+SPLIT_TILES = (
+    DenseTile(128, 128, 32, 64, 128, 3, 1, flops=122e12, start_s=3e-6, split=True),
+    DenseTile(64, 64, 32, 32, 128, 3, 2, flops=104e12, start_s=3e-6, split=True),
+    DenseTile(32, 128, 32, 32, 128, 3, 2, flops=100e12, start_s=3e-6, split=True),
+    DenseTile(128, 64, 32, 64, 128, 3, 2, flops=116e12, start_s=3e-6, split=True),
+)
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# A split has at least so many steps, and partial sums take at most so much, unless asked for more.
+LEAST_STEPS = 4
+PARTIAL_BYTES = 256 * 2**20
+MOST_WAVES = 3
+COPY_BYTES_PER_S = 3e12
+# A thread looks up one pixel at one more tap; fitted to a first layer, of 49 taps of 8 channels.
+NOTING_S = 0.14e-6
+
+
+def _tiles_of(dtype: DType, split: bool, wide: bool) -> Sequence[DenseTile]:
+    """Those whose products leave no register over."""
+    tiles = SPLIT_TILES if split else TILES
+    if wide:
+        return tiles[-1:]
+    return [tile for tile in tiles if dtype is not DType.FLOAT32 or tile != TILES[0]]
+
+
+def weight_expected_s(work: ConvWork, device: CudaDevice) -> float:
+    """What the chosen tile should take."""
+    return _expected(work, device, False)[0]
+
+
+def _expected(work: ConvWork, device: CudaDevice, wide: bool) -> tuple[float, DenseTile, int]:
+    """The least time, the tile and the number of splits.
+
+    They follow from the problem and the device model alone, so equal requests give equal bits.
+    """
+    results = work.groups * work.out_channels * work.in_channels * work.taps
+    channels = _columns(work) // work.taps
+    options = []
+    for tile in _tiles_of(work.dtype, splits_factors(work), wide):
+        shared = _shared_bytes(work, tile, wide)
+        if not tile.fits(device, shared):
+            continue
+        pixels = work.pixels
+        if channels % tile.n == 0:
+            # Only those that a tap meets are counted.
+            pixels = ceil_div(pixels * work.conv.valid_flops, work.conv.flops)
+        all_steps = ceil_div(pixels, tile.depth(work.dtype))
+        tiles = _tiles(work, tile) * work.groups
+        slots = device.multiprocessors * tile.blocks
+        noted = (_tile_taps(work, tile) - 1) * tile.depth(work.dtype) / tile.threads
+        noting_s = noted * NOTING_S
+        if work.split_k is None:
+            most = min(all_steps // LEAST_STEPS, PARTIAL_BYTES // (4 * results), MAX_GRID_YZ)
+            wanted = (slots * halves // (2 * tiles) for halves in range(1, 2 * MOST_WAVES + 1))
+            counts = {max(1, min(count, most)) for count in wanted}
+        else:
+            counts = {min(work.split_k, work.pixels, MAX_GRID_YZ)}
+        for count in sorted(counts):
+            steps = ceil_div(all_steps, count)
+            expected = tile.expected_s(device, tiles * count, steps, shared, noting_s)
+            if count > 1:
+                expected += LAUNCH_S + results * 4 * (2 * count + 1) / COPY_BYTES_PER_S
+            options.append((expected, tile, count))
+    return min(options, key=lambda option: option[0])
+
+
+def _prepared(
+    work: ConvWork,
+    operand: Operand,
+    channels: int,
+    size: tuple[int, int, int],
+    name: str,
+    device: CudaDevice,
+) -> Prepared:
+    return prepare_activation(
+        operand,
+        work.batch,
+        work.groups,
+        channels,
+        size,
+        f"{work.prefix}{name}_channels_last",
+        device,
+    )
+
+
+def _instance(tile: DenseTile, dtype: DType, wide: bool) -> Instance:
+    return Instance("conv/dense_weight.cu", "dense_weight", tile.defines(dtype, wide))
+
+
+def _columns(work: ConvWork) -> int:
+    chunk = CHUNK_BYTES // work.dtype.itemsize
+    return work.taps * ceil_div(work.in_channels, chunk) * chunk
+
+
+def _tiles(work: ConvWork, tile: DenseTile) -> int:
+    """Of one group and one split."""
+    return ceil_div(work.out_channels, tile.m) * ceil_div(_columns(work), tile.n)
+
+
+def _tile_taps(work: ConvWork, tile: DenseTile) -> int:
+    """The most taps that the columns of one tile belong to."""
+    channels = _columns(work) // work.taps
+    if channels % tile.n == 0:
+        return 1
+    return min(work.taps, (tile.n - 2) // channels + 2)
+
+
+def _shared_bytes(work: ConvWork, tile: DenseTile, wide: bool) -> int:
+    """The ring, a shift for each tap of a tile, and a pixel's offsets in y and at each tap in x."""
+    taps = _tile_taps(work, tile)
+    shift, offset = (32, 8) if wide else (16, 4)
+    depth = tile.depth(work.dtype)
+    around = max(1, tile.threads // depth)
+    batch = ceil_div(tile.stages - 1, around) * around
+    offsets = (1 + taps) * 2 * batch * depth
+    return tile.ring_bytes + SPAN_BYTES + taps * shift + offsets * offset + tile.flag_bytes
+
+
+def _least_terms(work: ConvWork) -> int:
+    """The fewest products that one result sums, where it sums any."""
+
+    def meets(dim: int, tap: int) -> int:
+        """How many outputs a tap meets along one dimension."""
+        first = tap * work.dilation[dim] - work.pad[dim]
+        low = max(0, ceil_div(-first, work.stride[dim]))
+        high = min(work.output[dim], (work.input[dim] - 1 - first) // work.stride[dim] + 1)
+        return max(0, high - low)
+
+    met = ([meets(dim, tap) for tap in range(work.kernel[dim])] for dim in range(3))
+    return work.batch * prod(min(filter(None, counts), default=0) for counts in met)
+
+
+def _partial_bytes(work: ConvWork) -> int:
+    elements = work.groups * work.out_channels * work.in_channels * prod(work.kernel)
+    return elements * DType.FLOAT32.itemsize
+
+
+def _in_order(work: ConvWork) -> bool:
+    """Whether the result lies as partial sums do: (G, K, T, R, S, C), row by row."""
+    shape = (work.groups, work.out_channels, *work.kernel, work.in_channels)
+    strides = zip(shape, _channel_last(work.w).strides, contiguous_strides(shape), strict=True)
+    return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
+
+
+def _channel_last(operand: Operand) -> Operand:
+    """A weight's view as the partial sums are ordered: (G, K, T, R, S, C)."""
+    g, k, c, t, r, s = operand.strides
+    return Operand(operand.buffer, operand.dtype, (g, k, t, r, s, c))
+
+
+def _last(operand: Operand, shape: tuple[int, ...]) -> int:
+    """The offset of the last element, rounded up to a whole chunk."""
+    return (
+        sum((extent - 1) * stride for extent, stride in zip(shape, operand.strides, strict=True))
+        + 16
+    )

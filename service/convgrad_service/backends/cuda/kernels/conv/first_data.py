@@ -1,0 +1,243 @@
+"""The gradient of a first layer's input, on tensor cores: few input channels, any kernel width."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.conv.first_windows import (
+    MOST_WARPS,
+    STAGES,
+    blocks_together,
+    column_tiles,
+    why_not_first,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    prepare_activation,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["FirstData"]
+
+STEP_BYTES = 32
+# Of a row of sums, that a 16-bit offset reaches.
+MOST_SUMS = 2**16
+MAX_OFFSET = 2**31 - 1
+# Rows of a kernel that an instance has sums for, and for which numbers of steps along the channels
+# a warp keeps their weights in registers.
+RESIDENT = {1: (), 3: (2, 4, 8), 5: (4,), 7: (2, 4)}
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# Products of 16 x 8 that a multiprocessor does in a clock, and clocks that a row of y costs a block
+# beside them: what the cuts are weighed with.
+PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 500
+
+
+class FirstDataArgs(ctypes.Structure):
+    """See ``first_data.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("y", "w", "x", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("y", "x", "w")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("activation", "plain", "channels", "y_chunks", "y_channels")
+        ),
+        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "column_tiles",
+                "steps",
+                "positions",
+                "row_segments",
+                "segment_rows",
+                "segments",
+                "segment",
+                "channels_last",
+            )
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How x is cut into blocks: warps along W, positions and segments along W, rows and segments
+    along H."""
+
+    warp_rows: int
+    segment: int
+    segments: int
+    segment_rows: int
+    row_segments: int
+
+
+class FirstData:
+    """bwd_data with at most ``MOST_CHANNELS`` channels of the input."""
+
+    name = "first_data"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        reason = why_not_first(work, device)
+        if reason is not None:
+            return reason
+        if work.kernel[0] == work.kernel[1] == 1:
+            return "a kernel of one row, which leaves nothing to walk over"
+        if work.kernel[1] > max(RESIDENT):
+            return f"{work.kernel[1]} rows of a kernel are more than {max(RESIDENT)}"
+        row = sum(
+            extent * stride
+            for extent, stride in (
+                (work.input[2], work.x.strides[5]),
+                (work.in_channels, work.x.strides[2]),
+            )
+        )
+        if row > MAX_OFFSET:
+            return f"a row of the input reaches over {row} elements"
+        if not _cuts(work, device):
+            return "a row does not fit into shared memory"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        y = prepare_activation(
+            work.y,
+            work.batch,
+            1,
+            work.out_channels,
+            work.output,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        rows, depth = _rows(work), _resident(work)
+        if cut is None:
+            cut = min(_cuts(work, device), key=lambda cut: _expected_clocks(work, cut, device))
+        args = FirstDataArgs()
+        args.y_stride[:], args.x_stride[:] = y.operand.strides, work.x.strides
+        args.w_stride[:] = work.w.strides
+        args.alpha, args.beta = work.alpha, work.beta
+        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        args.channels, args.y_channels = work.in_channels, work.out_channels
+        args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        for name in ("kernel", "stride", "pad"):
+            getattr(args, name)[:] = getattr(work, name)
+        args.column_tiles, args.steps = column_tiles(work), _steps(work)
+        args.positions = cut.warp_rows * 32
+        args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
+        args.segments, args.segment = cut.segments, cut.segment
+        args.channels_last = work.x.channels_last
+        launch = Launch(
+            _instance(work.dtype, rows, depth),
+            (_blocks(work, cut), 1, 1),
+            (32 * args.column_tiles * cut.warp_rows, 1, 1),
+            pack(
+                args,
+                y=y.operand,
+                w=work.w,
+                x=work.x,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            _shared_bytes(work, cut.warp_rows, cut.segment),
+        )
+        return Fragment(self.name, (*y.steps, launch), y.workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, rows, depth)
+            for rows, depths in RESIDENT.items()
+            for dtype in DTYPES
+            for depth in ((*depths, None) if dtype.itemsize == 2 else (None,))
+        ]
+
+
+def _rows(work: ConvWork) -> int:
+    return min(rows for rows in RESIDENT if rows >= work.kernel[1])
+
+
+def _resident(work: ConvWork) -> int | None:
+    """For how many steps weights stay in registers; None where they do not."""
+    needed = ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
+    fitting = [depth for depth in RESIDENT[_rows(work)] if depth >= needed]
+    if work.dtype.itemsize > 2 or work.kernel[0] > 1 or not fitting:
+        return None
+    return min(fitting)
+
+
+def _steps(work: ConvWork) -> int:
+    return _resident(work) or ceil_div(work.out_channels * work.dtype.itemsize, STEP_BYTES)
+
+
+def _shared_bytes(work: ConvWork, warp_rows: int, segment: int) -> int:
+    """The ring, the weights, two sets of finished rows, and a place for each position of x."""
+    tiles, steps, positions = column_tiles(work), _steps(work), warp_rows * 32
+    ring = STAGES * positions * (2 * steps + 1) * CHUNK_BYTES
+    weights = steps * STEP_BYTES * ((work.kernel[0] * _rows(work) * tiles) | 1) * 8
+    finished = 2 * work.stride[1] * positions * (tiles | 1) * 8 * 4
+    return ring + weights + finished + segment * work.in_channels * 8
+
+
+def _cuts(work: ConvWork, device: CudaDevice) -> list[Cut]:
+    """Those that fit."""
+    tiles, stride, pad = column_tiles(work), work.stride, work.pad
+    rows = (work.input[1] - 1 + pad[1]) // stride[1] - pad[1] // stride[1] + 1
+    found = []
+    for warp_rows in range(1, MOST_WARPS // tiles + 1):
+        positions = 32 * warp_rows
+        # So many positions of x are met by that many of y.
+        longest = positions * stride[2] - work.kernel[2] + 1
+        if work.output[2] <= positions:
+            longest = work.input[2]
+        if longest < 1 or positions * (tiles | 1) * 8 > MOST_SUMS:
+            continue
+        segments = ceil_div(work.input[2], longest)
+        segment = ceil_div(work.input[2], segments)
+        if _shared_bytes(work, warp_rows, segment) > device.shared_bytes_per_block:
+            continue
+        for parts in range(1, min(rows, 64) + 1):
+            segment_rows = ceil_div(rows, parts)
+            cut = Cut(warp_rows, segment, segments, segment_rows, ceil_div(rows, segment_rows))
+            if _blocks(work, cut) <= MAX_BLOCKS:
+                found.append(cut)
+    return found
+
+
+def _blocks(work: ConvWork, cut: Cut) -> int:
+    return work.batch * work.input[0] * cut.row_segments * cut.segments
+
+
+def _expected_clocks(work: ConvWork, cut: Cut, device: CudaDevice) -> float:
+    """Of all waves of blocks."""
+    tiles, blocks = column_tiles(work), _blocks(work, cut)
+    threads = 32 * tiles * cut.warp_rows
+    shared = _shared_bytes(work, cut.warp_rows, cut.segment)
+    filled = ceil_div(blocks, device.multiprocessors)
+    together = min(filled, blocks_together(device, threads, shared))
+    taps = ceil_div(work.kernel[0], work.stride[0])
+    products = cut.warp_rows * 2 * tiles * _rows(work) * _steps(work) * taps
+    row = max(together * products / PRODUCTS_PER_CLOCK, products / PRODUCTS_PER_CLOCK + ROW_CLOCKS)
+    # Rows that only lead to the first of a segment, and the start.
+    walked = cut.segment_rows + (work.kernel[1] - 1) // work.stride[1] + 3
+    return ceil_div(blocks, device.multiprocessors * together) * walked * row
+
+
+def _instance(dtype: DType, rows: int, depth: int | None) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "ROWS": rows,
+        "RESIDENT": int(depth is not None),
+        "DEPTH": depth or 1,
+        "STAGES": STAGES,
+    }
+    return Instance.of("conv/first_data.cu", defines)

@@ -1,0 +1,338 @@
+"""The gradient of a first layer's input, several positions at a time, in common shapes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.conv.first_windows import (
+    BEFORE_BLACKWELL,
+    BLACKWELL,
+    STAGES,
+    why_not_first,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    prepare_activation,
+)
+from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
+
+__all__ = ["Cut", "FirstGroups", "FirstGroupsArgs", "groups_args", "why_not_groups"]
+
+MOST_WARPS = 8
+MAX_OFFSET = 2**31 - 1
+# What the cuts are weighed with: products of 16 x 8 that a multiprocessor does in a clock, clocks
+# that a row of y costs a block beside them, and clocks that a block takes to start.
+PRODUCTS_PER_CLOCK, ROW_CLOCKS, START_CLOCKS = 0.55, 800, 8000
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Kernel rows of one class, steps along W, steps of 16 channels and tiles of 8 columns whose
+    weights a warp keeps in registers; blocks on a multiprocessor."""
+
+    slots: int
+    taps: int
+    steps: int
+    tiles: int
+    blocks: int
+
+    @property
+    def products(self) -> int:
+        """For 16 groups and one row of y, in one class."""
+        return self.slots * self.taps * self.steps * self.tiles
+
+
+SHAPES = (
+    Shape(4, 4, 4, 1, 1),
+    Shape(3, 4, 4, 1, 1),
+    Shape(3, 4, 2, 1, 1),
+    Shape(2, 2, 4, 1, 2),
+    Shape(2, 2, 2, 1, 2),
+    Shape(1, 1, 8, 2, 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Positions of a group, those of y from one group to the next, and its first and number of
+    steps."""
+
+    group: int
+    hop: int
+    first_tap: int
+    taps: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Warps along W, rows of y that a block moves on by, and such segments."""
+
+    warp_groups: int
+    segment_rows: int
+    row_segments: int
+
+
+class FirstGroupsArgs(ctypes.Structure):
+    """See ``first_groups.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("y", "w", "x", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("y", "x", "w")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "activation",
+                "plain",
+                "flat_weights",
+                "channels",
+                "y_chunks",
+                "y_channels",
+            )
+        ),
+        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "group",
+                "hop",
+                "first_tap",
+                "taps",
+                "warp_groups",
+                "positions",
+                "row_segments",
+                "segment_rows",
+                "segments",
+            )
+        ),
+    )
+
+
+class FirstGroups:
+    """bwd_data of first layers in 16 bits, where one of ``SHAPES`` fits."""
+
+    name = "first_groups"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        reason = why_not_groups(work, device)
+        if reason is not None:
+            return reason
+        if work.stride[1] > MOST_WARPS:
+            return f"a stride of {work.stride[1]} rows"
+        grouping = _grouping(work, device)
+        if grouping is None:
+            return "the weights of no grouping of positions fit into registers"
+        if _shared_bytes(work, grouping, 1) > device.shared_bytes_per_block:
+            return "a row does not fit into shared memory"
+        if _cut(work, grouping, device) is None:
+            return "its blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        grouping = _grouping(work, device)
+        if grouping is None:
+            raise ValueError("no grouping of positions fits")
+        y = prepare_activation(
+            work.y,
+            work.batch,
+            1,
+            work.out_channels,
+            work.output,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        cut = cut or _cut(work, grouping, device)
+        if cut is None:
+            raise ValueError("no cut fits")
+        args = FirstGroupsArgs()
+        groups_args(args, work, y.operand, grouping.group, cut)
+        for name in ("hop", "first_tap", "taps"):
+            setattr(args, name, getattr(grouping, name))
+        args.flat_weights = _flat(work)
+        args.positions = _positions(grouping, cut.warp_groups)
+        args.segments = _segments(work, grouping, cut.warp_groups)
+        launch = Launch(
+            _instance(work.dtype, grouping.shape),
+            (_blocks(work, grouping, cut), 1, 1),
+            (32 * work.stride[1] * cut.warp_groups, 1, 1),
+            pack(
+                args,
+                y=y.operand,
+                w=work.w,
+                x=work.x,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            _shared_bytes(work, grouping, cut.warp_groups),
+        )
+        return Fragment(self.name, (*y.steps, launch), y.workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+
+
+def why_not_groups(
+    work: ConvWork, device: CudaDevice, dtypes: tuple[DType, ...] = DTYPES
+) -> str | None:
+    """Why a convolution's gradient is not taken by groups of positions, whatever the kernel."""
+    reason = why_not_first(work, device, exact=DType.FLOAT32 in dtypes)
+    if reason is not None:
+        return reason
+    if work.dtype not in dtypes:
+        return f"{work.dtype}"
+    if work.kernel[0] != 1:
+        return f"{work.kernel[0]} taps along D"
+    row = work.input[2] * work.x.strides[5] + work.in_channels * work.x.strides[2]
+    if max(row, work.output[2] * work.y.strides[5]) > MAX_OFFSET:
+        return f"a row of the input reaches over {row} elements"
+    return None
+
+
+def groups_args(args: FirstGroupsArgs, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
+    """What the work alone says, and its cut along H."""
+    args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
+    args.w_stride[:] = work.w.strides
+    args.alpha, args.beta = work.alpha, work.beta
+    args.activation, args.plain = ACTIVATIONS[work.activation], _plain(work, group)
+    args.channels, args.y_channels = work.in_channels, work.out_channels
+    args.y_chunks = ceil_div(work.out_channels * work.dtype.itemsize, CHUNK_BYTES)
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.group, args.warp_groups = group, cut.warp_groups
+    args.row_segments, args.segment_rows = cut.row_segments, cut.segment_rows
+
+
+def _grouping(work: ConvWork, device: CudaDevice) -> Grouping | None:
+    """The one with the fewest products for a position, None where none fits."""
+    stride, pad, taps = work.stride[2], work.pad[2], work.kernel[2]
+    steps = ceil_div(work.out_channels, 16)
+    slots = ceil_div(work.kernel[1], work.stride[1])
+    found: list[Grouping] = []
+    for hop in (1, 2, 4, 8):
+        group = hop * stride
+        first = ceil_div(pad - taps + 1, stride)
+        count = (group - 1 + pad) // stride - first + 1
+        found += [
+            Grouping(group, hop, first, shape.taps, shape)
+            for shape in SHAPES
+            if group * work.in_channels <= 8 * shape.tiles
+            and slots <= shape.slots
+            and count <= shape.taps
+            and steps <= shape.steps
+            and (shape != SHAPES[0] or device.capability < BLACKWELL)
+        ]
+    return min(found, key=lambda one: one.shape.products / one.group, default=None)
+
+
+def _plain(work: ConvWork, group: int) -> int:
+    """1 where the sums are the result, 2 where neighbouring columns are neighbours in x besides, 3
+    where two of them always lie at even offsets; else 0."""
+    if not work.epilogue_free:
+        return 0
+    n, _, c, d, h, w = work.x.strides
+    channels = work.in_channels
+    beside = (channels == 1 or c == 1) and (work.input[2] == 1 or w == channels)
+    extents = (work.batch, work.input[0], work.input[1])
+    even = all(
+        stride % 2 == 0 for stride, extent in zip((n, d, h), extents, strict=True) if extent > 1
+    )
+    whole = group * channels % 2 == 0 and work.input[2] * channels % 2 == 0
+    if not beside:
+        return 1
+    return 3 if even and whole else 2
+
+
+def _flat(work: ConvWork) -> bool:
+    """Whether the weight is contiguous as (K, R, S, C)."""
+    _, k, c, _, r, s = work.w.strides
+    shape = (work.out_channels, *work.kernel[1:], work.in_channels)
+    strides = zip(shape, (k, r, s, c), contiguous_strides(shape), strict=True)
+    return all(stride == wanted for extent, stride, wanted in strides if extent > 1)
+
+
+def _positions(grouping: Grouping, warp_groups: int) -> int:
+    """Of y, that the groups of a block meet."""
+    return (warp_groups * 32 - 1) * grouping.hop + grouping.taps
+
+
+def _segments(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
+    return ceil_div(work.input[2], grouping.group * warp_groups * 32)
+
+
+def _shared_bytes(work: ConvWork, grouping: Grouping, warp_groups: int) -> int:
+    """The ring and the weights."""
+    shape = grouping.shape
+    ring = STAGES * _positions(grouping, warp_groups) * (2 * shape.steps + 1) * CHUNK_BYTES
+    weights = work.out_channels * work.taps * work.in_channels * work.dtype.itemsize
+    return ring + ceil_div(weights, CHUNK_BYTES) * CHUNK_BYTES
+
+
+def _blocks(work: ConvWork, grouping: Grouping, cut: Cut) -> int:
+    return (
+        work.batch * work.input[0] * cut.row_segments * _segments(work, grouping, cut.warp_groups)
+    )
+
+
+def _cut(work: ConvWork, grouping: Grouping, device: CudaDevice) -> Cut | None:
+    """The one that should take the least time, None where none fits."""
+    stride, pad = work.stride[1], work.pad[1]
+    rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
+    best: tuple[float, Cut] | None = None
+    for warp_groups in range(1, MOST_WARPS // stride + 1):
+        shared = _shared_bytes(work, grouping, warp_groups)
+        if shared > device.shared_bytes_per_block:
+            continue
+        together = max(
+            1,
+            min(
+                grouping.shape.blocks * MOST_WARPS // (stride * warp_groups),
+                device.shared_bytes_per_multiprocessor // (shared + 1024),
+            ),
+        )
+        products = stride * warp_groups * 2 * grouping.shape.products / PRODUCTS_PER_CLOCK
+        for parts in range(1, min(rows, 64) + 1):
+            segment_rows = ceil_div(rows, parts)
+            cut = Cut(warp_groups, segment_rows, ceil_div(rows, segment_rows))
+            blocks = _blocks(work, grouping, cut)
+            if blocks > MAX_BLOCKS:
+                continue
+            filled = min(together, ceil_div(blocks, device.multiprocessors))
+            row = max(filled * products, products + ROW_CLOCKS)
+            # With rows that only lead to the first of a segment.
+            walked = segment_rows + (work.kernel[1] - 1) // stride
+            waves = ceil_div(blocks, device.multiprocessors * filled)
+            clocks = waves * (walked * row + START_CLOCKS)
+            if best is None or clocks < best[0]:
+                best = clocks, cut
+    return best[1] if best is not None else None
+
+
+def _instance(dtype: DType, shape: Shape) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "SLOTS": shape.slots,
+        "TAPS": shape.taps,
+        "STEPS": shape.steps,
+        "TILES": shape.tiles,
+        "BLOCKS": shape.blocks,
+        "STAGES": STAGES,
+    }
+    return Instance.of(
+        "conv/first_groups.cu",
+        defines,
+        BEFORE_BLACKWELL if shape == SHAPES[0] else ARCHITECTURES,
+    )

@@ -1,0 +1,199 @@
+// Windows of a first layer's input in shared memory. The host's side is first_windows.py.
+//
+// With channels last the S taps of a kernel row meet S*C neighbouring numbers of a row of x, from the
+// (q*stride - pad)*C-th on. Rows of x are laid out once as
+//   windows[h][q][(s, c)] = x[n, d, h, q*stride - pad + s, c], zeros outside,
+// matrices of positions q by S*C columns, rounded up to whole tiles of 8, for every kernel row and
+// row of y that meet there.
+// A unit is `unit_rows` rows of y by `segment` positions. Its rows of x come to shared memory as they
+// lie, by asynchronous copies, and become windows in a ring of rows, where the next unit down finds
+// those that it shares.
+#pragma once
+
+#include "ptx/mma.cuh"
+#include "core/vectors.cuh"
+
+namespace convgrad {
+
+struct WindowArgs {
+  i64 x_end;  // one beyond the last element of x
+  int channels;
+  int x_size[3];
+  int y_size[3];
+  int kernel[3];
+  int stride[3];
+  int pad[3];
+  int column_tiles;  // of a kernel row
+  int rows;          // kernel rows of a block, at most
+  int unit_rows;
+  int segment;  // 32 or 64
+  int segments;
+  int row_units;  // units along H
+  int units;
+  int row_words;  // of shared memory, for a row of x as it comes
+};
+
+// Where a unit is in x and y, for one tap along D.
+struct Unit {
+  int n, z, d, q0, width, p0, h0;
+  bool inside;  // whether the tap meets x
+  bool fresh;   // whether it shares no rows of x with the one before
+};
+
+template <class T>
+struct Windows {
+  static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr int kBytes = static_cast<int>(sizeof(T));
+  static constexpr int kChunk = 16 / kBytes;
+
+  const WindowArgs& args;
+  const i64 (&stride)[6];  // of x: N G C D H W
+  const T* x;
+  int first_row, rows;  // kernel rows of this block
+  char* windows;
+  char* raws;
+
+  // Rows of x that a unit meets, and those that the next one down adds.
+  __device__ __forceinline__ int met() const {
+    return args.stride[1] * (args.unit_rows - 1) + rows;
+  }
+  __device__ __forceinline__ int ahead() const { return args.stride[1] * args.unit_rows; }
+  __device__ __forceinline__ int ring_rows() const { return met() + ahead(); }
+  __device__ __forceinline__ int columns() const { return args.kernel[2] * args.channels; }
+  __device__ __forceinline__ int row_elements() const { return args.x_size[2] * args.channels; }
+  __device__ __forceinline__ u32 pitch() const { return (args.column_tiles | 1) * 8 * kBytes; }
+  __device__ __forceinline__ u32 row_bytes() const { return args.segment * pitch(); }
+  __device__ __forceinline__ u32 raw_bytes() const {
+    return (args.stride[1] * (args.unit_rows - 1) + args.rows) * args.row_words * 4;
+  }
+  // Of the ring, in the largest block.
+  __device__ __forceinline__ u32 ring_bytes() const {
+    return (args.stride[1] * (2 * args.unit_rows - 1) + args.rows) * row_bytes();
+  }
+
+  __device__ __forceinline__ Unit unit_of(int index, int tap, bool first) const {
+    Unit unit;
+    const u32 rest1 = static_cast<u32>(index) / args.row_units;
+    const int row_unit = index - rest1 * args.row_units;
+    const u32 rest2 = rest1 / args.segments;
+    unit.q0 = (rest1 - rest2 * args.segments) * args.segment;
+    unit.n = rest2 / args.y_size[0];
+    unit.z = rest2 - unit.n * args.y_size[0];
+    unit.d = unit.z * args.stride[0] + tap - args.pad[0];
+    unit.width = min(args.segment, args.y_size[2] - unit.q0);
+    unit.p0 = row_unit * args.unit_rows;
+    unit.h0 = unit.p0 * args.stride[1] - args.pad[1] + first_row;
+    unit.inside = unit.d >= 0 && unit.d < args.x_size[0];
+    unit.fresh = first || row_unit == 0;
+    return unit;
+  }
+  __device__ __forceinline__ i64 row_of(const Unit& unit, int h) const {
+    return unit.n * stride[0] + unit.d * stride[3] + h * stride[4];
+  }
+  // Of a row, where a position's window begins; may be outside.
+  __device__ __forceinline__ int window_at(int q) const {
+    return (q * args.stride[2] - args.pad[2]) * args.channels;
+  }
+  __device__ __forceinline__ int first_element(const Unit& unit) const {
+    return min(row_elements(), max(0, window_at(unit.q0)));
+  }
+  __device__ __forceinline__ int skipped(const Unit& unit) const {
+    return unit.fresh ? 0 : met() - min(met(), ahead());
+  }
+
+  // The low word of two neighbours, `shift` bits on.
+  __device__ static __forceinline__ u32 shifted(u32 low, u32 high, u32 shift) {
+    return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> shift);
+  }
+  // Starts the copies of a unit's new rows, a warp each: in whole chunks, so that they bring
+  // neighbours along, which nobody looks at.
+  __device__ __forceinline__ void copy(const Unit& unit, int stage) const {
+    const int first = first_element(unit), skip = skipped(unit);
+    const int last = min(row_elements(), window_at(unit.q0 + unit.width - 1) + columns());
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    for (int row = threadIdx.x >> 5; row < met() - skip; row += warps) {
+      const int h = unit.h0 + skip + row;
+      if (h < 0 || h >= args.x_size[1] || last <= first) continue;
+      const i64 from = row_of(unit, h);
+      const int lead = static_cast<int>(from + first) & (kChunk - 1);
+      const int count = last - first + lead;
+      const i64 start = from + first - lead;
+      const T* const row_x = x + start;
+      T* const to = reinterpret_cast<T*>(raws + stage * raw_bytes() + row * (args.row_words * 4));
+      for (int at = lane * kChunk; at < count; at += 32 * kChunk) {
+        if (start + at + kChunk <= args.x_end) {
+          copy_async<16>(shared_address(to + at), row_x + at);
+        } else {  // x's last elements: no whole chunk
+          for (int i = at; i < count; ++i) to[i] = row_x[i];
+        }
+      }
+    }
+  }
+
+  // A unit's new rows, as they came, become windows from slot `ring` on: a warp has 32 positions of a
+  // row. With `kExact` columns beyond the last are zeros, else anything.
+  template <bool kExact>
+  __device__ __forceinline__ void lay_out(const Unit& unit, int stage, int ring) const {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    const int skip = skipped(unit), first = first_element(unit);
+    const int parts_log = args.segment >> 6;  // one 32 of positions or two
+    const int row_chunks = args.column_tiles * 8 / kChunk;
+    const int first_row_at = static_cast<int>(row_of(unit, unit.h0 + skip) + first);
+    const int row_step = static_cast<int>(stride[4]);
+    const char* const raw = raws + stage * raw_bytes();
+    const int items = met() - skip << parts_log;
+    for (int item = threadIdx.x >> 5; item < items; item += warps) {
+      const int row = item >> parts_log, q = (item - (row << parts_log)) * 32 + lane;
+      const int h = unit.h0 + skip + row;
+      int slot = ring + skip + row;
+      if (slot >= ring_rows()) slot -= ring_rows();
+      T* const to = reinterpret_cast<T*>(windows + slot * row_bytes() + q * pitch());
+      const int element = window_at(unit.q0 + q);
+      // Columns from `low` on and below `high` are in the row.
+      int low = max(0, -element), high = row_elements() - element;
+      if (kExact) high = min(high, columns());
+      if (h < 0 || h >= args.x_size[1] || q >= unit.width) high = 0;
+      const int lead = (first_row_at + row * row_step) & (kChunk - 1);
+      const int at = element - first + lead;
+      const u32* words = reinterpret_cast<const u32*>(raw + row * (args.row_words * 4)) +
+                         (kWide ? at : at >> 1);
+      const u32 shift = (at & 1) * 16;
+      if (high <= low) {  // nothing of it: not even of what lies beside
+        for (int chunk = 0; chunk < row_chunks; ++chunk) {
+          Vector<T, kChunk>::zero().store(to + chunk * kChunk);
+        }
+        continue;
+      }
+      u32 next = words[0];
+      for (int chunk = 0; chunk < row_chunks; ++chunk, words += 4) {
+        u32 some[5] = {next, words[1], words[2], words[3], 0};
+        if constexpr (!kWide) {
+          next = some[4] = words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) some[i] = shifted(some[i], some[i + 1], shift);
+        } else if (chunk + 1 < row_chunks) {
+          next = words[4];
+        }
+        if (low > chunk * kChunk || high < (chunk + 1) * kChunk) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            some[i] = inside_of(some[i], chunk * kChunk + i * (4 / kBytes), low, high);
+          }
+        }
+        Vector<T, kChunk> values;
+        values.raw = make_uint4(some[0], some[1], some[2], some[3]);
+        values.store(to + chunk * kChunk);
+      }
+    }
+  }
+
+  // A word that begins with column `column`, zeros where that is not in [low, high).
+  __device__ static __forceinline__ u32 inside_of(u32 word, int column, int low, int high) {
+    const bool first = column >= low && column < high;
+    if constexpr (kWide) return first ? word : 0;
+    const bool second = column + 1 >= low && column + 1 < high;
+    return (first ? word & 0xffff : 0) | (second ? word & 0xffff0000 : 0);
+  }
+};
+
+}  // namespace convgrad

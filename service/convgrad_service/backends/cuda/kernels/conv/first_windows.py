@@ -1,0 +1,174 @@
+"""What the kernels of first layers that read the input share: ``first_windows.cuh`` mirrored."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    COPIES,
+    Prepared,
+)
+from convgrad_service.plans.cuda.device import CudaDevice, architectures_before
+from convgrad_service.plans.cuda.families import choose
+from convgrad_service.plans.cuda.program import Workspace, ceil_div
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    Operand,
+    contiguous_strides,
+)
+
+__all__ = [
+    "BEFORE_BLACKWELL",
+    "BLACKWELL",
+    "MOST_CHANNELS",
+    "MOST_WARPS",
+    "STAGES",
+    "STATIC_BYTES",
+    "WindowArgs",
+    "blocks_together",
+    "column_tiles",
+    "prepare_rows",
+    "why_not_first",
+    "window_args",
+    "window_bytes",
+]
+
+MOST_CHANNELS = 4
+"""Of the input, with which a layer counts as a first one."""
+
+MOST_WARPS = 12
+BLACKWELL = (10, 0)
+BEFORE_BLACKWELL = architectures_before(BLACKWELL)
+"""Where the compiler finds registers enough for the instances that need the most."""
+
+STAGES = 4
+"""Units of which rows of the input may be under way to shared memory, or be there."""
+
+STATIC_BYTES = 4096
+REGISTERS = 65536
+REGISTERS_OF_THREAD = 168
+MAX_INDEX = 2**31 - 1
+
+
+class WindowArgs(ctypes.Structure):
+    """See ``first_windows.cuh``."""
+
+    _fields_ = (
+        ("x_end", ctypes.c_int64),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "column_tiles",
+                "rows",
+                "unit_rows",
+                "segment",
+                "segments",
+                "row_units",
+                "units",
+                "row_words",
+            )
+        ),
+    )
+
+
+def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
+    """Why a convolution is no first layer for tensor cores; with ``exact`` of a kernel that takes
+    true float32.
+
+    Judged by what a cut along N or a spatial dimension does not change.
+    """
+    if work.groups != 1:
+        return f"{work.groups} groups"
+    if work.in_channels > MOST_CHANNELS:
+        return f"{work.in_channels} channels of the input are more than {MOST_CHANNELS}"
+    if work.dtype is DType.FLOAT64:
+        return "tensor cores that sum in float64 are not used"
+    if work.dtype is DType.FLOAT32 and work.precision != "high" and not exact:
+        return "TF32 is less than the float32 that was asked for"
+    if device.capability < (8, 0):
+        return f"{device.name} is older than sm_80"
+    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        return "dilated"
+    if column_tiles(work) > MOST_WARPS:
+        return f"{work.kernel[2]} taps of {work.in_channels} channels in a row of the kernel"
+    result = {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
+    if work.accumulate is not None and work.accumulate.strides != result.strides:
+        return "accumulate does not lie as the result does"
+    if work.pixels * 16 > MAX_INDEX or prod(work.input[1:]) * work.in_channels * 16 > MAX_INDEX:
+        return "positions are more than 32 bits count"
+    # Small tensors may have enormous padding and steps.
+    return why_not_reach(work)
+
+
+def column_tiles(work: ConvWork) -> int:
+    """Tiles of 8 columns, the taps x channels of a kernel row."""
+    return ceil_div(work.kernel[2] * work.in_channels, 8)
+
+
+def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: int) -> WindowArgs:
+    """The geometry, for blocks of so many kernel rows and units of ``unit_rows`` x ``segment``,
+    of the input as `prepare_rows` has it."""
+    args = WindowArgs()
+    sizes = (work.batch, 1, work.in_channels, *work.input)
+    args.x_end = 1 + sum((size - 1) * stride for size, stride in zip(sizes, x.strides, strict=True))
+    args.channels = work.in_channels
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.column_tiles, args.rows = column_tiles(work), rows
+    args.unit_rows, args.segment = unit_rows, segment
+    args.segments = ceil_div(work.output[2], segment)
+    args.row_units = ceil_div(work.output[1], unit_rows)
+    args.units = work.batch * work.output[0] * args.row_units * args.segments
+    args.row_words = _row_words(work, segment)
+    return args
+
+
+def window_bytes(work: ConvWork, rows: int, unit_rows: int, segment: int) -> int:
+    """Of shared memory: the windows' ring, rows as they come, and what is static."""
+    size, stride = work.dtype.itemsize, work.stride[1]
+    met = stride * (unit_rows - 1) + rows
+    windows = (met + stride * unit_rows) * segment * (column_tiles(work) | 1) * 8 * size
+    return windows + STAGES * met * _row_words(work, segment) * 4 + STATIC_BYTES
+
+
+def _row_words(work: ConvWork, segment: int) -> int:
+    """Of 4 bytes, of a row of x that a unit's windows reach, with what whole chunks read beyond."""
+    size = work.dtype.itemsize
+    elements = (segment - 1) * work.stride[2] * work.in_channels + column_tiles(work) * 8
+    return ceil_div(elements * size + 2 * CHUNK_BYTES + 4, CHUNK_BYTES) * (CHUNK_BYTES // 4)
+
+
+def blocks_together(device: CudaDevice, threads: int, shared_bytes: int) -> int:
+    """On one multiprocessor."""
+    by_shared = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
+    return max(1, min(by_shared, REGISTERS // (threads * REGISTERS_OF_THREAD)))
+
+
+def prepare_rows(work: ConvWork, device: CudaDevice) -> Prepared:
+    """The input with channels and W side by side, so that a row is one vector."""
+    x, channels = work.x, work.in_channels
+    shape = (work.batch, *work.input, channels)
+    n, d, h, w, c = contiguous_strides(shape)
+    old_c, old_w = x.strides[2], x.strides[5]
+    if (channels == 1 or old_c == 1) and (work.input[2] == 1 or old_w == channels):
+        return Prepared(x)
+    axes = tuple(
+        CopyAxis(extent, x.strides[axis], stride)
+        for extent, axis, stride in zip(shape, (0, 3, 4, 5, 2), (n, d, h, w, c), strict=True)
+    )
+    name = f"{work.prefix}input_rows"
+    return Prepared(
+        replace(x, buffer=name, strides=(n, 0, c, d, h, w)),
+        choose(COPIES, Copy(x.buffer, name, x.dtype, axes), device).fragment.steps,
+        (Workspace(name, prod(shape) * x.dtype.itemsize),),
+    )

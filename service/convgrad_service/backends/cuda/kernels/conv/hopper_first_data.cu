@@ -1,0 +1,308 @@
+// The gradient of a first layer's input by groups of positions, on Hopper's products of a warpgroup.
+// The host's side is hopper_first_data.py.
+//
+// x[n, c, i] = sum over k and taps r that meet an o: y[n, k, o] * w[k, c, r], i = o*stride + r - pad.
+// GEMM: M = groups of positions, as many as the stride, N = kernel rows x 8 EIGHTS columns, of a group's
+// positions x channels, K = steps x channels of y, see first_groups.cuh. A row of y enters all the
+// rows of x that it meets in one product: its columns' sums of kernel row r are those of row
+// p*stride - pad + r of x, and so are complete, `stride` rows of them, when y has moved on.
+//
+// Block: one plane (n, d), a segment of rows of x and one of groups, all kernel rows or those that meet
+// the same rows of x, every `stride`-th; it walks over the rows of y that meet them. One thread copies
+// them (TMA), zeros from outside; a warpgroup multiplies 64 groups, and waits for nobody but the
+// copies. A position is a row of 128 bytes, 64 channels of 16 bits, or two of float32; a step along W,
+// of TAPS, is the same rows from one further on. Dynamic shared memory, which hopper_first_data.py
+// counts: 1,024 bytes to align it by, a ring of STAGES rows of y, and the weights of each step, all
+// columns by as many channels. Before its first use the ring's end holds the weights as they come.
+//
+// float32 is rounded to TF32, or with SPLIT taken as three numbers of bfloat16 whose sum it is: six
+// products, all that are 2^-25 of the largest or more. The weights' numbers lie in shared memory, y's
+// are made in registers. Products of the largest numbers are added up in float32 every few steps, for
+// the tensor cores cut off each of their sums. What is too small or too large to be split is scaled by
+// a power of two (core/split_floats.cuh): one of all weights, and one of each warp's part of a row of y.
+// Relies on its launcher for the grid (groups' segments running fastest, then rows' segments, planes,
+// images; blockIdx.y is the first kernel row), dilation 1, one group of channels, one tap along D, at
+// most ROWS kernel rows of a block and TAPS steps, 16 * STEPS channels of y, stride*C at most
+// 8 * EIGHTS along W, and where EIGHTS is 1 at most two rows of x that a row of y completes. Needs
+// sm_90a, a warpgroup for each 64 groups and 32 threads, with SPLIT 128.
+// Deterministic: one order of additions for each result, however x is cut.
+// Index limits: offsets along a row of x and y below 2^31 elements; 64-bit elsewhere.
+#include "conv/hopper_first_data.cuh"
+#include "ptx/warpgroup.cuh"
+
+using namespace convgrad;
+
+using T = FirstElement;
+
+extern "C" __global__ void __launch_bounds__(kMostThreads, BLOCKS)
+    hopper_first_data(const __grid_constant__ HopperFirstDataArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[2 * STAGES + 1];
+  __shared__ Extremes of_weights;
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  // Rows of x that a row of y completes, of which those from `first_row` on.
+  const int stride_h = args.stride[1], completed = stride_h / args.row_step;
+  const int first_row = static_cast<int>(blockIdx.y) - args.pad[1];
+  const Share share(args);
+  const int first_group = share.segment * args.warp_groups * 64;
+  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
+  const u32 ring = shared_address(base), stage_bytes = kSubs * args.sub_bytes;
+  char* const weights = base + STAGES * stage_bytes;
+  char* const as_they_come = base + kFree * stage_bytes;
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8, come = empty + STAGES * 8;
+  if (thread == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      init_barrier(full + i * 8, 1);
+      init_barrier(empty + i * 8, args.warp_groups * 4);
+    }
+    init_barrier(come, 1);
+    fence_barrier_init();
+    of_weights = Extremes::none();
+  }
+  __syncthreads();
+
+  if (warp >= args.warp_groups * 4) {
+    if constexpr (kSplit) leave_registers<40>();
+    if (warp > args.warp_groups * 4 || lane > 0) return;
+    if (args.w_bytes > 0) {
+      arrive_and_expect_tx(come, args.w_bytes);
+      bulk_load(shared_address(as_they_come), args.w, args.w_bytes, come);
+    }
+    int stage = 0;
+    u32 parity = 0;
+    for (int p = share.real0; p <= share.real1; ++p) {
+      wait_barrier(empty + stage * 8, stage < kFree ? parity ^ 1 : parity);
+      arrive_and_expect_tx(full + stage * 8, kSubs * args.positions * kRowBytes);
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) {
+        const int corner[5] = {sub * kSubChannels, first_group + args.first_tap, p, share.z, share.n};
+        tma_load(ring + stage * stage_bytes + sub * args.sub_bytes, args.y_map, full + stage * 8,
+                  corner);
+      }
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    return;
+  }
+
+  if constexpr (kSplit) take_registers<232>();
+  if (args.w_bytes > 0) wait_barrier(come, 0);
+  const T* const w =
+      args.w_bytes > 0 ? reinterpret_cast<const T*>(as_they_come) : static_cast<const T*>(args.w);
+  const int threads = args.warp_groups * 128;
+  const Extremes seen = lay_weights(args, w, weights, thread, threads).of_warp();
+  publish_shared();
+  [[maybe_unused]] SplitPower w_power, y_power;
+  [[maybe_unused]] int w_most = 0;  // the largest weight's biased exponent, scaled
+  if constexpr (kSplit) {
+    if (lane == 0) {
+      atomicMin(&of_weights.least, seen.least);
+      atomicMax(&of_weights.most, seen.most);
+    }
+    wait_at(kWeightsLaid, threads);
+    w_power.choose(of_weights, 0, false);
+    w_most = of_weights.exponent() + w_power.lift;
+    if (w_power.lift != 0) {
+      lay_weights(args, w, weights, thread, threads, w_power.by());
+      publish_shared();
+    }
+  }
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int i = kFree; i < STAGES; ++i) arrive(empty + i * 8);
+  }
+  wait_at(kWeightsLaid, threads);
+
+  // A lane's sums: of groups own_group and 8 further on, columns own_column and the next, for each
+  // kernel row.
+  float sum[kAll][4] = {};
+  [[maybe_unused]] float finished[kMostFinished][4];
+  const int tile = warp / 4;
+  const i64 plane_at = share.n * args.x_stride[0] + share.d * args.x_stride[3];
+  const int own_row = tile * 64 + warp % 4 * 16 + row_of(lane >> 2);
+  const int own_group = first_group + own_row, own_column = (lane & 3) * 2;
+  // Where in a row of x they go: offsets of a group's columns, and which of both groups' are there.
+  int own_at[kEights][2];
+  bool there[kEights][2][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kEights; ++i) {
+    const int column = own_column + i / 2 * 8 + i % 2, b = column / args.channels;
+    const int w_at = own_group * args.group + b;
+    own_at[i / 2][i % 2] = static_cast<int>(w_at * args.x_stride[5] +
+                                            (column - b * args.channels) * args.x_stride[2]);
+    for (int more = 0; more < 2; ++more) {
+      there[i / 2][i % 2][more] =
+          args.plain && b < args.group && w_at + more * 8 * args.group < args.x_size[2];
+    }
+  }
+  const int eight_groups = static_cast<int>(8 * args.group * args.x_stride[5]);
+  // One row of x.
+  const auto write_row = [&](int h, const float(&of)[4], int beside) {
+    if (h < 0 || h >= args.x_size[1]) return;
+    T* const x = static_cast<T*>(args.x) + (plane_at + h * args.x_stride[4]);
+#pragma unroll
+    for (int more = 0; more < 2; ++more) {
+      T* const to = x + more * eight_groups;
+      const bool(&wanted)[2][2] = there[beside];
+      if (args.plain == kInTwos) {
+        put_two(wanted[0][more], to + own_at[beside][0], of[2 * more], of[2 * more + 1]);
+      } else {
+        put_one(wanted[0][more], to + own_at[beside][0], of[2 * more]);
+        put_one(wanted[1][more], to + own_at[beside][1], of[2 * more + 1]);
+      }
+    }
+    if (args.plain) return;
+#pragma unroll 1
+    for (int e = 0; e < 4; ++e) {
+      const float value = e < 2 ? (e == 0 ? of[0] : of[1]) : e == 2 ? of[2] : of[3];
+      convgrad::put_one<T>(args, share, h, own_group + e / 2 * 8,
+                           own_column + beside * 8 + e % 2, value);
+    }
+  };
+  const auto write_rows = [&](int p) {
+    if (p < share.finish0) return;
+#pragma unroll
+    for (int row = 0; row < kMostFinished; ++row) {
+      if (row < completed) write_row(p * stride_h + first_row + row, finished[row], 0);
+    }
+  };
+  // The sums move on by so many kernel rows.
+  const auto move_on = [&](auto rows) {
+    constexpr int kBy = decltype(rows)::value * kEights;
+#pragma unroll
+    for (int i = 0; i < 4 * kAll; ++i) {
+      sum[i / 4][i % 4] = i / 4 + kBy < kAll ? sum[(i / 4 + kBy) % kAll][i % 4] : 0;
+    }
+  };
+
+  const u64 b_first = rows_of_128_bytes(shared_address(weights));
+  const auto b_at = [&](int part, int tap, int product) {
+    return b_first + (part * kPartBytes + (tap * kWeightSubs + product / 4) * kTapBytes) / 16 +
+           product % 4 * 2;
+  };
+
+  int stage = 0;
+  u32 parity = 0;
+  for (int p = share.p0; p <= share.finish1; ++p) {
+    const bool real = p >= share.real0 && p <= share.real1;
+    if (real) {
+      const u32 rows = ring + stage * stage_bytes;
+      wait_barrier(full + stage * 8, parity);
+      if constexpr (!kSplit) {
+        hold_sums(sum);
+        begin_products();
+        const u64 a = shifted_rows_of_128_bytes(rows, tile * 64);
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+          for (int product = 0; product < kProducts; ++product) {
+            const u64 sub = product / 4 * (args.sub_bytes / 16);
+            WarpgroupMma<T, kAll>::start(sum, a + sub + tap * (kRowBytes / 16) + product % 4 * 2,
+                                          b_at(0, tap, product), 1);
+          }
+        }
+        commit_products();
+        // Meanwhile what the last row of y completed.
+        if (kLater && p > share.p0) write_rows(p - 1);
+        wait_products<0>();
+        hold_sums(sum);
+      } else {
+        // At a warp's part of the row: the first step's positions and the last one's are all.
+        Extremes seen = Extremes::none();
+#pragma unroll 1
+        for (int i = 0; i < 2 * STEPS; ++i) {
+          const int step = i / 2, tap = i % 2 * (TAPS - 1);
+          const u32 from = rows + step / 2 * args.sub_bytes +
+                           chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+          u32 some[2][4];
+          load_words(some[0], from);
+          load_words(some[1], from + 8 * kRowBytes);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) seen.add(some[e / 4][e % 4]);
+        }
+        if (__any_sync(0xffffffff, !y_power.serves(seen, w_most, w_power.lift > 0))) {
+          y_power.choose(seen.of_warp(), w_most, w_power.lift > 0);
+        }
+        const float by = y_power.by(), back = power_of_two(-y_power.lift - w_power.lift);
+        // Sums of the largest numbers' products, by halves of a step's, and of all others.
+        float large[2][kAll][4], small[kAll][4];
+        u32 parts[2][3][4];
+        u32 words[2][4];
+        const auto load = [&](int tap, int step) {
+          const u32 from = rows + step / 2 * args.sub_bytes +
+                           chunk_at(own_row + tap, step % 2 * 4 + (lane & 3));
+          load_words(words[0], from);
+          load_words(words[1], from + 8 * kRowBytes);
+        };
+        load(0, 0);
+#pragma unroll 1
+        for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+          for (int step = 0; step < STEPS; ++step) {
+            const int turn = step & 1, half = step >= STEPS / 2;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              u32 some[3];
+              split_two(__uint_as_float(words[i & 1][i / 2 * 2]) * by,
+                        __uint_as_float(words[i & 1][i / 2 * 2 + 1]) * by, some);
+#pragma unroll
+              for (int part = 0; part < 3; ++part) parts[turn][part][i] = some[part];
+            }
+#pragma unroll
+            for (int part = 0; part < 3; ++part) hold_words(parts[turn][part]);
+            // The next ones, beside these products.
+            load(step + 1 < STEPS ? tap : min(tap + 1, TAPS - 1), (step + 1) % STEPS);
+            begin_products();
+            const auto start = [&](float(&to)[kAll][4], int of_a, int of_b, int add) {
+              WarpgroupMma<bf16, kAll>::start(to, parts[turn][of_a], b_at(of_b, tap, step), add);
+            };
+            start(large[half], 0, 0, step != 0 && step != STEPS / 2);
+            start(small, 0, 1, tap + step > 0);
+            start(small, 1, 0, 1);
+            start(small, 1, 1, 1);
+            start(small, 0, 2, 1);
+            start(small, 2, 0, 1);
+            commit_products();
+            if (step == 0 && kLater && tap == 0 && p > share.p0) write_rows(p - 1);
+            wait_products<1>();
+#pragma unroll
+            for (int part = 0; part < 3; ++part) hold_words(parts[turn ^ 1][part]);
+            if (step == STEPS / 2) add_to(sum, large[0], back);
+          }
+          wait_products<0>();
+          add_to(sum, large[1], back);
+          hold_sums(small);
+        }
+        add_to(sum, small, back);
+      }
+      __syncwarp();
+      if (lane == 0) arrive(empty + stage * 8);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    } else if (kLater && p > share.p0) {
+      write_rows(p - 1);
+    }
+    if constexpr (kLater) {
+#pragma unroll
+      for (int i = 0; i < 4 * kMostFinished; ++i) finished[i / 4][i % 4] = sum[i / 4][i % 4];
+      if (completed == kMostFinished) {
+        move_on(Count<kMostFinished>{});
+      } else {
+        move_on(Count<1>{});
+      }
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < completed; ++row) {
+        if (p >= share.finish0) {
+#pragma unroll
+          for (int i = 0; i < kEights; ++i) {
+            write_row(p * stride_h + first_row + row, sum[i], i);
+          }
+        }
+        move_on(Count<1>{});
+      }
+    }
+  }
+  if (kLater) write_rows(share.finish1);
+}

@@ -1,0 +1,136 @@
+// The arguments of hopper_first_data.cu, what an instance is, and how it lays weights out.
+// Macros: ELEMENT, SPLIT, ROWS, EIGHTS, TAPS, STEPS, STAGES.
+#pragma once
+
+#include "conv/first_groups.cuh"
+#include "ptx/tma.cuh"
+#include "core/split_floats.cuh"
+
+namespace convgrad {
+
+struct HopperFirstDataArgs : FirstGroupsArgs {
+  alignas(64) TensorMap y_map;  // K W H D N
+  u32 sub_bytes;                // of a stage: 128 bytes of each position, in whole patterns
+  int row_step;                 // between a block's kernel rows: 1, or the stride, and blockIdx.y the first
+  u32 w_bytes;                  // of the weights as they come, 0 if they are read where they are
+};
+
+using FirstElement = ELEMENT;
+constexpr bool kWide = sizeof(FirstElement) == 4, kSplit = SPLIT;
+// Eights of columns of a kernel row, and of all.
+constexpr int kEights = EIGHTS, kAll = ROWS * kEights;
+// Whether there are registers for what is written beside the next row's products.
+constexpr bool kLater = kEights == 1;
+constexpr int kMostFinished = 2;  // of rows of x by one of y, in that case
+constexpr int kColumns = kAll * 8, kRowColumns = kEights * 8;
+constexpr int kSubs = kWide ? 2 : 1;                  // rows of 128 bytes that a position of y has
+constexpr int kWeightSubs = kWide && !kSplit ? 2 : 1;  // and a column of the weights
+constexpr int kParts = kSplit ? 3 : 1;
+constexpr int kSubChannels = kWide ? 32 : 64;
+constexpr int kProducts = kWide && !kSplit ? 2 * STEPS : STEPS;  // of a step along W
+constexpr u32 kRowBytes = 128, kTapBytes = kColumns * kRowBytes;
+constexpr u32 kPartBytes = TAPS * kWeightSubs * kTapBytes;
+constexpr int kFree = STAGES - 2;  // stages that copies of y find free at first
+constexpr int kWeightsLaid = 1;    // a barrier
+constexpr int kLoaders = kSplit ? 128 : 32;  // threads, a warpgroup where it leaves its registers
+// Two warpgroups, unless the sums of two blocks of them do not fit into the registers.
+constexpr int kMostThreads = (kEights == 1 ? 256 : 128) + kLoaders;
+
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
+
+// Where 16-byte chunk c of row r is.
+__device__ __forceinline__ u32 chunk_at(u32 row, u32 chunk) {
+  return row * kRowBytes + (chunk ^ (row & 7)) * 16;
+}
+
+// Channels of a product's 16 that lie side by side in y are a lane's operand, four of them: so that
+// it loads them at once, they are the first and the second pair of the halves.
+__device__ __forceinline__ constexpr int channel_of(int place) {
+  return place / 2 % 4 * 4 + place / 8 * 2 + place % 2;
+}
+// Which of eight rows a lane has, so that neighbours find theirs in different banks.
+__device__ __forceinline__ constexpr int row_of(int of_eight) {
+  return kSplit ? of_eight / 2 + of_eight % 2 * 4 : of_eight;
+}
+
+// Rounded, two neighbours or one.
+template <class E>
+__device__ __forceinline__ void put_two(bool wanted, E* to, float first, float second) {
+  store_if(wanted, to, narrow_two<E>(first, second));
+}
+__device__ __forceinline__ void put_two(bool wanted, float* to, float first, float second) {
+  store_if(wanted, to, make_uint2(__float_as_uint(first), __float_as_uint(second)));
+}
+template <class E>
+__device__ __forceinline__ void put_one(bool wanted, E* to, float value) {
+  store_if(wanted, to, narrow<E>(value).bits);
+}
+__device__ __forceinline__ void put_one(bool wanted, float* to, float value) {
+  store_if(wanted, to, __float_as_uint(value));
+}
+
+// Weights as a chunk of a product's operand, or of three, which are scaled before.
+template <class E>
+__device__ __forceinline__ void pack(const E (&values)[8], u32 (&words)[1][4], float) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    words[0][e] = values[2 * e].bits | static_cast<u32>(values[2 * e + 1].bits) << 16;
+  }
+}
+__device__ __forceinline__ void pack(const float (&values)[4], u32 (&words)[1][4], float) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) words[0][e] = to_tf32(__float_as_uint(values[e]));
+}
+__device__ __forceinline__ void pack(const float (&values)[8], u32 (&words)[3][4], float by) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    u32 parts[3];
+    split_two(values[2 * e] * by, values[2 * e + 1] * by, parts);
+#pragma unroll
+    for (int part = 0; part < 3; ++part) words[part][e] = parts[part];
+  }
+}
+
+// The weights, as the products read them: columns are kernel rows x (b, c), 8 of them each. Those that are
+// split are multiplied by `by`; returns what this thread has seen of them.
+__device__ __forceinline__ Extremes lay_weights(const HopperFirstDataArgs& args, const FirstElement* w,
+                                                char* to, int thread, int threads, float by = 1) {
+  Extremes seen = Extremes::none();
+  constexpr int kOfChunk = kWide && !kSplit ? 4 : 8;
+  constexpr int kChunks = 16 * STEPS / kOfChunk;
+#pragma unroll 2
+  for (int i = thread; i < TAPS * kChunks * kColumns; i += threads) {
+    const int column = i % kColumns, chunk = i / kColumns % kChunks, tap = i / kColumns / kChunks;
+    const int r = blockIdx.y + column / kRowColumns * args.row_step, rest = column % kRowColumns;
+    const int b = rest / args.channels, c = rest - b * args.channels;
+    const int s = b + args.pad[2] - (args.first_tap + tap) * args.stride[2];
+    const bool there = r < args.kernel[1] && b < args.group && s >= 0 && s < args.kernel[2];
+    const FirstElement* const from = w + c * args.w_stride[2] + r * args.w_stride[4] + s * args.w_stride[5];
+    FirstElement values[kOfChunk] = {};
+#pragma unroll
+    for (int e = 0; e < kOfChunk; ++e) {
+      const int place = chunk * kOfChunk + e;
+      const int k = kSplit ? place / 16 * 16 + channel_of(place % 16) : place;
+      if (there && k < args.y_channels) values[e] = from[k * args.w_stride[1]];
+    }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int e = 0; e < kOfChunk; ++e) seen.add(__float_as_uint(widen(values[e])));
+    }
+    u32 words[kParts][4];
+    pack(values, words, by);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      *reinterpret_cast<uint4*>(to + part * kPartBytes +
+                                (tap * kWeightSubs + chunk / 8) * kTapBytes +
+                                chunk_at(column, chunk % 8)) =
+          make_uint4(words[part][0], words[part][1], words[part][2], words[part][3]);
+    }
+  }
+  return seen;
+}
+
+}  // namespace convgrad

@@ -1,0 +1,360 @@
+"""The gradient of a first layer's input on Hopper: groups of positions, all kernel rows at once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.first_groups import (
+    Cut,
+    FirstGroupsArgs,
+    groups_args,
+    why_not_groups,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
+    MAP_ALIGNMENT,
+    MapField,
+    TileMap,
+    pack_maps,
+)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    prepare_activation,
+)
+from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["HopperFirstData"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+CHANNELS, LEAST_CHANNELS = 64, 16
+"""Of grad_output."""
+GROUPS = 64
+"""Of a warpgroup."""
+# Fragments of eight columns that sums may have where float32 is split, and steps along W.
+MOST_SPLIT, MOST_SPLIT_TAPS = 7, 7
+MOST_FINISHED = 4
+ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
+MAX_BYTES = 2**31 - 1
+# What the cuts are weighed with, clocks fitted to an H200: what a row of y takes of a
+# multiprocessor beside its products; that a block alone waits in it; that a block takes to start;
+# how much longer products take beside splitting.
+ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
+
+
+class HopperFirstDataArgs(FirstGroupsArgs):
+    """See ``hopper_first_data.cu``."""
+
+    _fields_ = (
+        ("_", ctypes.c_char * (-ctypes.sizeof(FirstGroupsArgs) % MAP_ALIGNMENT)),
+        ("y_map", MapField),
+        ("sub_bytes", ctypes.c_uint32),
+        ("row_step", ctypes.c_int32),
+        ("w_bytes", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an instance has room for: kernel rows, eights of columns of each, steps along W, steps
+    of 16 channels."""
+
+    rows: int
+    eights: int
+    taps: int
+    steps: int
+
+    @property
+    def columns(self) -> int:
+        return self.rows * self.eights * 8
+
+    @property
+    def most_finished(self) -> int:
+        """Rows of the input that a row of grad_output completes."""
+        return 2 if self.eights == 1 else MOST_FINISHED
+
+    @property
+    def most_warpgroups(self) -> int:
+        """The sums of more do not fit into the registers."""
+        return 2 if self.eights == 1 else 1
+
+
+SHAPES = (
+    *(Shape(rows, 1, taps, steps) for rows in (4, 7, 8) for taps in (2, 4) for steps in (2, 4)),
+    *(Shape(7, 1, taps, steps) for taps in (5, 7) for steps in (2, 4)),
+    *(Shape(rows, 2, 4, steps) for rows in (3, 4) for steps in (2, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """An instance: of a type, whether float32 is split, and of what shape; and how many blocks
+    share the kernel's rows, 1 or the stride along H."""
+
+    dtype: DType
+    split: bool
+    shape: Shape
+    row_step: int = 1
+
+    @property
+    def wide(self) -> bool:
+        return self.dtype is DType.FLOAT32
+
+    @property
+    def stages(self) -> int:
+        return 3 if self.wide else 4
+
+    @property
+    def blocks(self) -> int:
+        """Together on a multiprocessor, the largest."""
+        return 1 if self.wide else 2
+
+    def together(self, warpgroups: int) -> int:
+        """The same of so many warpgroups each, as registers go."""
+        return 1 if self.split else self.blocks * self.shape.most_warpgroups // warpgroups
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside those that multiply; those that split take a warpgroup's registers."""
+        return 128 if self.split else 32
+
+    @property
+    def weight_bytes(self) -> int:
+        subs = 3 if self.split else 2 if self.wide else 1
+        return subs * self.shape.taps * self.shape.columns * ROW_BYTES
+
+    @property
+    def product_clocks(self) -> float:
+        """Of all that 64 groups have with a row of y."""
+        shape = self.shape
+        each = max(shape.columns / 2, 16 + shape.columns / 4)
+        return (
+            shape.taps
+            * shape.steps
+            * each
+            * (6 * SPLIT_CLOCKS if self.split else 2 if self.wide else 1)
+        )
+
+    def positions(self, warpgroups: int) -> int:
+        """Of y, that so many warpgroups' groups meet."""
+        return warpgroups * GROUPS + self.shape.taps - 1
+
+    def sub_bytes(self, warpgroups: int) -> int:
+        return ceil_div(self.positions(warpgroups) * ROW_BYTES, ALIGNMENT) * ALIGNMENT
+
+    def stage_bytes(self, warpgroups: int) -> int:
+        return self.sub_bytes(warpgroups) * (2 if self.wide else 1)
+
+    def shared_bytes(self, warpgroups: int) -> int:
+        """What aligns it, the ring, and the weights of each step."""
+        return ALIGNMENT + self.stages * self.stage_bytes(warpgroups) + self.weight_bytes
+
+
+class HopperFirstData:
+    """bwd_data of first layers with up to ``CHANNELS`` channels, as products of warpgroups: 16
+    bits, float32 in TF32 (``precision: high``), or true float32 in six products of bfloat16."""
+
+    name = "hopper_first_data"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
+        reason = why_not_groups(work, device, DTYPES)
+        if reason is not None:
+            return reason
+        if work.out_channels < LEAST_CHANNELS:
+            return "a product's depth would be mostly empty"
+        if work.kernel[1] <= work.stride[1]:
+            return "kernel rows do not meet the same rows of the input"
+        form = _form(work)
+        if form is None:
+            return (
+                f"{work.kernel[1]} rows and {_taps(work)[1]} steps along W of a kernel, "
+                f"{work.stride[2]} x {work.in_channels} columns, {work.out_channels} channels: "
+                "no instance has the room"
+            )
+        if _cut(work, form, device) is None:
+            return "its blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        y = prepare_activation(
+            work.y,
+            work.batch,
+            1,
+            work.out_channels,
+            work.output,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        form = _form(work)
+        if form is None:
+            raise ValueError("no instance has the room")
+        cut = cut or _cut(work, form, device)
+        if cut is None:
+            raise ValueError("no cut fits")
+        args = HopperFirstDataArgs()
+        groups_args(args, work, y.operand, work.stride[2], cut)
+        args.hop = 1
+        args.first_tap, args.taps = _taps(work)[0], form.shape.taps
+        args.positions = form.positions(cut.warp_groups)
+        args.segments = _segments(work, cut.warp_groups)
+        args.sub_bytes = form.sub_bytes(cut.warp_groups)
+        args.row_step = form.row_step
+        args.w_bytes = _whole_bytes(work, 2 * form.stage_bytes(cut.warp_groups))
+        launch = Launch(
+            _instance(form),
+            (_blocks(work, cut), form.row_step, 1),
+            (128 * cut.warp_groups + form.loaders, 1, 1),
+            pack_maps(
+                args,
+                {"y_map": (y.operand, _map(work, y.operand, form, cut))},
+                y=y.operand,
+                w=work.w,
+                x=work.x,
+                accumulate=work.accumulate,
+                bias=work.bias,
+            ),
+            form.shared_bytes(cut.warp_groups),
+        )
+        return Fragment(self.name, (*y.steps, launch), y.workspace)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        kinds = [(dtype, False) for dtype in DTYPES] + [(DType.FLOAT32, True)]
+        forms = (Form(dtype, split, shape) for dtype, split in kinds for shape in SHAPES)
+        return [_instance(form) for form in forms if _fits(form)]
+
+
+def _form(work: ConvWork) -> Form | None:
+    """The one with the fewest products, None where none has the room."""
+    split, stride = _splits(work), work.stride[1]
+    forms = (
+        Form(work.dtype, split, shape, row_step)
+        for shape in SHAPES
+        for row_step in (1, stride)
+        if row_step <= MAX_GRID_YZ
+    )
+    fitting = [
+        form
+        for form in forms
+        if _fits(form)
+        and ceil_div(work.kernel[1], form.row_step) <= form.shape.rows
+        and stride // form.row_step <= form.shape.most_finished
+        and work.stride[2] * work.in_channels <= form.shape.eights * 8
+        and _taps(work)[1] <= form.shape.taps
+        and work.out_channels <= form.shape.steps * 16
+    ]
+    return min(fitting, key=lambda form: form.product_clocks * form.row_step, default=None)
+
+
+def _fits(form: Form) -> bool:
+    """Into the registers and shared memory."""
+    shape = form.shape
+    small = shape.rows * shape.eights <= MOST_SPLIT and shape.taps <= MOST_SPLIT_TAPS
+    shared = form.shared_bytes(1) + STATIC_BYTES <= SHARED_BYTES[HOPPER[0]]
+    return shared and (small or not form.split)
+
+
+def _splits(work: ConvWork) -> bool:
+    """Whether true float32 is asked for."""
+    return work.dtype is DType.FLOAT32 and work.precision != "high"
+
+
+def _taps(work: ConvWork) -> tuple[int, int]:
+    """The first step along W at which a group meets y, and how many there are."""
+    stride, pad = work.stride[2], work.pad[2]
+    first = ceil_div(pad - work.kernel[2] + 1, stride)
+    return first, (stride - 1 + pad) // stride - first + 1
+
+
+def _whole_bytes(work: ConvWork, room: int) -> int:
+    """Of the weights, where they are whole 16 bytes side by side in any order and fit; else 0."""
+    extents = (1, work.out_channels, work.in_channels, *work.kernel)
+    reach = 1 + sum(
+        (extent - 1) * stride for extent, stride in zip(extents, work.w.strides, strict=True)
+    )
+    size = reach * work.dtype.itemsize
+    whole = reach == prod(extents) and size % CHUNK_BYTES == 0
+    return size if whole and size <= room else 0
+
+
+def _map(work: ConvWork, y: Operand, form: Form, cut: Cut) -> TileMap:
+    """Of grad_output: channels, W, H, D, images; a row's positions that a block meets."""
+    item = work.dtype.itemsize
+    n, _, _, d, h, w = y.strides
+    sizes = (work.out_channels, *work.output[::-1], work.batch)
+    # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+    strides = tuple(
+        item * stride if size > 1 else ROW_BYTES
+        for stride, size in zip((w, h, d, n), sizes[1:], strict=True)
+    )
+    return TileMap(
+        work.dtype,
+        sizes,
+        strides,
+        swizzle=128,
+        rounds=form.wide and not form.split,
+        box=(ROW_BYTES // item, form.positions(cut.warp_groups), 1, 1, 1),
+    )
+
+
+def _segments(work: ConvWork, warpgroups: int) -> int:
+    return ceil_div(work.input[2], work.stride[2] * warpgroups * GROUPS)
+
+
+def _blocks(work: ConvWork, cut: Cut) -> int:
+    return work.batch * work.input[0] * cut.row_segments * _segments(work, cut.warp_groups)
+
+
+def _cut(work: ConvWork, form: Form, device: CudaDevice) -> Cut | None:
+    """The one that should take the least time, None where none fits."""
+    stride, pad = work.stride[1], work.pad[1]
+    rows = (work.input[1] - 1 + pad) // stride - pad // stride + 1
+    best: tuple[float, Cut] | None = None
+    for warpgroups in range(1, form.shape.most_warpgroups + 1):
+        shared = form.shared_bytes(warpgroups) + STATIC_BYTES
+        if shared > device.shared_bytes_per_block:
+            continue
+        together = max(
+            1, min(form.together(warpgroups), device.shared_bytes_per_multiprocessor // shared)
+        )
+        for parts in range(1, min(rows, 64) + 1):
+            segment_rows = ceil_div(rows, parts)
+            cut = Cut(warpgroups, segment_rows, ceil_div(rows, segment_rows))
+            blocks = _blocks(work, cut)
+            if blocks > MAX_BLOCKS:
+                continue
+            # One warpgroup that splits is as slow as two.
+            alone = (2 if form.split else warpgroups) * form.product_clocks
+            # With rows that only lead to the first of a segment.
+            walked = segment_rows + (work.kernel[1] - 1) // stride
+            each = ceil_div(blocks * form.row_step, device.multiprocessors)
+            turns = ceil_div(each, together)
+            busy = max(each * (alone + ROW_CLOCKS), turns * (alone + WAIT_CLOCKS))
+            clocks = walked * busy + turns * START_CLOCKS
+            if best is None or clocks < best[0]:
+                best = clocks, cut
+    return best[1] if best is not None else None
+
+
+def _instance(form: Form) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[form.dtype],
+        "SPLIT": int(form.split),
+        "ROWS": form.shape.rows,
+        "EIGHTS": form.shape.eights,
+        "TAPS": form.shape.taps,
+        "STEPS": form.shape.steps,
+        "STAGES": form.stages,
+        "BLOCKS": form.blocks,
+    }
+    return Instance.of("conv/hopper_first_data.cu", defines, HOPPER)

@@ -1,0 +1,311 @@
+// The gradient of a first layer's weight on Hopper in float32: few channels of the input. The host's
+// side is hopper_first_split.py.
+//
+// The same product by the same steps as in hopper_first_taps.cu: M = kernel rows x what a window holds
+// of a row of x, N = CHANNELS of y, 32 or 64, K = columns of a row of y. Each number is taken as PARTS numbers
+// of bfloat16 whose sum it is. Three: true float32, six products, all that are 2^-25 of the largest or
+// more; those of the largest numbers are added up in float32 every few steps, for the tensor cores cut
+// off each of their sums. Two: three products, more exact than TF32's one. What is too small or too
+// large to be split is scaled by a power of two (core/split_floats.cuh): one of a row of y, and one of what a
+// warp meets of x there.
+//
+// Block: CHANNELS of y, some tiles of 64 of M and a share of all rows of y. Two threads copy (TMA) rows of
+// y and of x; a warpgroup makes the numbers of bfloat16 of y's rows, those of x are made in registers;
+// the others multiply, each a tile, or a part of a row's columns for a tile that two share. Sums go to
+// the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
+// Dynamic shared memory, which hopper_first_split.py counts: 1,024 bytes to align it by, rings of rows
+// of y, of their numbers of bfloat16, and of rows of x; in the end the sums.
+// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
+// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
+// bytes. Needs sm_90a, 128 threads for each warpgroup that multiplies and 256.
+// Deterministic: one order of additions for each result and number of shares. Positions outside enter
+// as zeros.
+// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+#include "ptx/load_store.cuh"
+#include "conv/hopper_first_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "core/split_floats.cuh"
+#include "ptx/warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+constexpr int kMostStages = 16, kMostThreads = 640, kMadeStages = 2;
+constexpr int kSums = 1, kSplit = 2;  // barriers
+constexpr bool kExact = PARTS == 3;
+constexpr int kChannels = CHANNELS, kFragments = kChannels / 8, kSubs = kChannels / 32;
+constexpr int kRowBytes = kChannels * 2;       // of a column's numbers of bfloat16
+constexpr u32 kDepthBytes = 16 * kRowBytes;    // that a product takes
+constexpr int kHalf = (PRODUCTS + 1) / 2;      // of a row's products
+
+// How a row of y is scaled: the power, and the biased exponent of the largest then.
+struct Scaled {
+  int lift, most;
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
+    hopper_first_split(const __grid_constant__ HopperFirstTapsArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[6 * kMostStages];
+  __shared__ Scaled scaled[kMadeStages];
+  __shared__ Extremes of_rows[3];  // of a row, cleared before its turn comes again
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const int consumers = blockDim.x / 32 - 8;  // warps, then four that split and four that load
+  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
+  const u32 ring = shared_address(base);
+  const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
+  const u32 x_full = y_empty + kMostStages * 8, x_empty = x_full + kMostStages * 8;
+  const u32 made = x_empty + kMostStages * 8, used = made + kMostStages * 8;
+  const BlockAt block(args, kChannels);
+  // Of 32 channels of a row of y, and of the row in one of the parts.
+  const u32 sub_bytes = args.segment * 128, part_bytes = args.segment * kRowBytes;
+  if (thread == 0) {
+    for (int i = 0; i < kMostStages; ++i) {
+      init_barrier(y_full + i * 8, 1);
+      init_barrier(y_empty + i * 8, 4);
+      init_barrier(x_full + i * 8, 1);
+      init_barrier(x_empty + i * 8, consumers);
+      init_barrier(made + i * 8, 4);
+      init_barrier(used + i * 8, consumers);
+    }
+    fence_barrier_init();
+    for (Extremes& one : of_rows) one = Extremes::none();
+  }
+  __syncthreads();
+
+  const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
+  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
+  const int pitch = args.tiles * 64 + 4;
+  float* const sums = reinterpret_cast<float*>(base);
+  if (warp >= consumers + 4) {
+    leave_registers<40>();
+    // A thread for either tensor: starting a copy takes longer than many copies.
+    const bool of_x = warp == consumers + 4, of_y = warp == consumers + 5;
+    if (lane == 0 && of_x) {
+      copy_rows_of_x(args, block, ring, x_full, x_empty);
+    } else if (lane == 0 && of_y) {
+      Place at;
+      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+        if (!step.multiplies()) continue;
+        const u32 full = y_full + at.at * 8;
+        wait_barrier(y_empty + at.at * 8, at.parity ^ 1);
+        arrive_and_expect_tx(full, kSubs * sub_bytes);
+#pragma unroll
+        for (int sub = 0; sub < kSubs; ++sub) {
+          const int corner[4] = {block.first_channel + sub * 32, step.segment * args.segment,
+                                 step.p, step.n};
+          tma_load(ring + at.at * args.y_stage + sub * sub_bytes, args.y_map, full, corner);
+        }
+        at.advance(args.y_stages);
+      }
+    }
+    return;
+  } else if (warp >= consumers) {
+    leave_registers<80>();
+    const int first = thread - consumers * 32;
+    Place y_at, at;
+    SplitPower power;
+    int turn = 0;
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+      if (!step.multiplies()) continue;
+      wait_barrier(y_full + y_at.at * 8, y_at.parity);
+      wait_barrier(used + at.at * 8, at.parity ^ 1);
+      const u32 from = ring + y_at.at * args.y_stage;
+      char* const to = base + args.made_at + at.at * PARTS * part_bytes;
+      constexpr int kChunks = kRowBytes / 16;
+      const auto split_row = [&](float by) {
+        Extremes seen = Extremes::none();
+        for (int i = first; i < args.segment * kChunks; i += 128) {
+          const int q = i / kChunks, chunk = i % kChunks;
+          u32 words[2][4];
+#pragma unroll
+          for (int two = 0; two < 2; ++two) {
+            load_words(words[two], from + chunk / 4 * sub_bytes + q * 128 +
+                                       ((chunk % 4 * 2 + two) ^ (q & 7)) * 16);
+          }
+          u32 parts[PARTS][4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const u32 low = words[e / 2][e % 2 * 2], high = words[e / 2][e % 2 * 2 + 1];
+            seen.add(low), seen.add(high);
+            u32 some[PARTS];
+            split_two(__uint_as_float(low) * by, __uint_as_float(high) * by, some);
+#pragma unroll
+            for (int of = 0; of < PARTS; ++of) parts[of][e] = some[of];
+          }
+#pragma unroll
+          for (int of = 0; of < PARTS; ++of) {
+            *reinterpret_cast<uint4*>(to + of * part_bytes + q * kRowBytes +
+                                      (chunk ^ (kSubs == 1 ? q >> 1 & 3 : q & 7)) * 16) =
+                make_uint4(parts[of][0], parts[of][1], parts[of][2], parts[of][3]);
+          }
+        }
+        return seen;
+      };
+      const Extremes seen = split_row(power.by()).of_warp();
+      const int next = turn == 2 ? 0 : turn + 1;
+      if (lane == 0) {
+        atomicMin(&of_rows[turn].least, seen.least);
+        atomicMax(&of_rows[turn].most, seen.most);
+      }
+      if (first == 0) of_rows[next] = Extremes::none();
+      wait_at(kSplit, 128);
+      const Extremes row = of_rows[turn];
+      turn = next;
+      if (!power.serves(row, 0, false)) {
+        power.choose(row, 0, false);
+        split_row(power.by());
+      }
+      if (first == 0) scaled[at.at] = {power.lift, row.exponent() + power.lift};
+      publish_shared();
+      __syncwarp();
+      if (lane == 0) {
+        arrive(y_empty + y_at.at * 8);
+        arrive(made + at.at * 8);
+      }
+      y_at.advance(args.y_stages);
+      at.advance(kMadeStages);
+    }
+    return;
+  } else {
+    take_registers<120>();
+    launch_dependent_grids();
+    // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
+    // that step's rows they are.
+    const int place = block.first_tile * 64 + own;
+    const int row = min(place / args.window, args.kernel[0] - 1);
+    const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
+    const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
+    const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
+                       (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
+    const u64 b_first = operand_along_mn<kRowBytes>(ring + args.made_at);
+
+    Place at, made_at;
+    int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
+    const auto free_to = [&](int until) {
+      for (; freed < until; ++freed) {
+        if (lane == 0) arrive(x_empty + freed_at * 8);
+        if (++freed_at == args.x_stages) freed_at = 0;
+      }
+    };
+    u32 a[2][PARTS][4];
+    float sum[kFragments][4] = {};
+    // Products of the largest numbers, by halves of a row, where those are apart; and all others, which
+    // are scaled by 2^small_lift.
+    [[maybe_unused]] float large[2][kFragments][4], small[kFragments][4] = {};
+    SplitPower power;
+    int small_lift = 0;
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+      wait_barrier(x_full + at.at * 8, at.parity);
+      if (step.multiplies()) {
+        int stage = at.at - lag;
+        if (stage < 0) stage += args.x_stages;
+        const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
+                         part * PRODUCTS * 16 * apart;
+        u32 words[2][4];  // columns 0, 1 and 8, 9 of a product: two neighbours of each
+        const auto load = [&](int i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            uint2 two;
+            load_shared(from + (16 * i + e / 2 * 8 + e % 2) * apart, two);
+            words[e / 2][e % 2 * 2] = two.x, words[e / 2][e % 2 * 2 + 1] = two.y;
+          }
+        };
+        Extremes seen = Extremes::none();
+#pragma unroll 1
+        for (int i = 0; i < PRODUCTS; ++i) {
+          load(i);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) seen.add(words[e / 4][e % 4]);
+        }
+        load(0);
+        wait_barrier(made + made_at.at * 8, made_at.parity);
+        const Scaled row = scaled[made_at.at];
+        if (__any_sync(0xffffffff, !power.serves(seen, row.most, row.lift > 0))) {
+          power.choose(seen.of_warp(), row.most, row.lift > 0);
+        }
+        const float by = power.by();
+        [[maybe_unused]] const float back = power_of_two(-power.lift - row.lift);
+        if (power.lift + row.lift != small_lift) {
+          add_to(sum, small, power_of_two(-small_lift));
+#pragma unroll
+          for (int i = 0; i < 4 * kFragments; ++i) small[i / 4][i % 4] = 0;
+          small_lift = power.lift + row.lift;
+        }
+        const u64 b = advance(b_first, made_at.at * PARTS * part_bytes +
+                                           part * PRODUCTS * kDepthBytes);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+          const int turn = i & 1, half = i >= kHalf;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            u32 some[PARTS];
+            split_two(__uint_as_float(words[e / 2][e % 2]) * by,
+                      __uint_as_float(words[e / 2][e % 2 + 2]) * by, some);
+#pragma unroll
+            for (int of = 0; of < PARTS; ++of) a[turn][of][e] = some[of];
+          }
+#pragma unroll
+          for (int of = 0; of < PARTS; ++of) hold_words(a[turn][of]);
+          // The next ones, beside these products.
+          if (i + 1 < PRODUCTS) load(i + 1);
+          begin_products();
+          const auto start = [&](float(&to)[kFragments][4], int of_a, int of_b, int add) {
+            multiply<bf16, kAlongMn>(to, a[turn][of_a],
+                                     advance(b, of_b * part_bytes + i * kDepthBytes), add);
+          };
+          if constexpr (kExact) {
+            start(large[half], 0, 0, i != 0 && i != kHalf);
+            start(small, 0, 1, 1);
+            start(small, 1, 0, 1);
+            start(small, 1, 1, 1);
+            start(small, 0, PARTS - 1, 1);
+            start(small, PARTS - 1, 0, 1);
+          } else {
+            start(small, 0, 1, 1);
+            start(small, 1, 0, 1);
+            start(small, 0, 0, 1);
+          }
+          commit_products();
+          wait_products<1>();
+#pragma unroll
+          for (int of = 0; of < PARTS; ++of) hold_words(a[turn ^ 1][of]);
+          if constexpr (kExact) {
+            if (i == kHalf) add_to(sum, large[0], back);
+          }
+        }
+        wait_products<0>();
+        if constexpr (kExact) {
+          add_to(sum, large[1], back);
+        }
+        hold_sums(small);
+        __syncwarp();
+        if (lane == 0) arrive(used + made_at.at * 8);
+        made_at.advance(kMadeStages);
+        // What this row of y alone met.
+        free_to(index - args.before + 1);
+      } else if (step.begins()) {
+        __syncwarp();
+        free_to(index);
+      }
+      ++index;
+      at.advance(args.x_stages);
+    }
+    add_to(sum, small, power_of_two(-small_lift));
+    // No copy is under way, for every row was waited for, but others may still read. Warpgroups that
+    // share a tile add their sums up one after another.
+    for (int turn = 0; turn < args.parts; ++turn) {
+      wait_at(kSums, consumers * 32);
+      if (part != turn) continue;
+      leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
+    }
+  }
+  wait_at(kSums, consumers * 32);
+
+  put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);
+}

@@ -1,0 +1,76 @@
+"""The gradient of a first layer's weight on Hopper in float32, as products of bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.first_weight import first_sum_instances
+from convgrad_service.backends.cuda.kernels.conv.hopper_first_taps import (
+    PRODUCTS,
+    Kind,
+    taps_launches,
+    why_not_taps,
+)
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["HopperFirstSplit"]
+
+# Numbers of bfloat16 that a float32 is taken as, and channels of a block: with three there are no
+# registers for the sums of 64.
+KINDS = [
+    Kind(4, channels, 256, made=parts, made_stages=2)
+    for parts, channels in ((2, 64), (2, 32), (3, 32))
+]
+
+
+class HopperFirstSplit:
+    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` channels of the input, of float32, and
+    grad_output channels last: in three products of bfloat16 (``precision: high``), which are more
+    exact than one of TF32, or in six."""
+
+    name = "hopper_first_split"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        if work.dtype is not DType.FLOAT32:
+            return f"{work.dtype} need not be split"
+        return why_not_taps(work, device, _kind(work))
+
+    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
+        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        kind = _kind(work)
+        return taps_launches(
+            self.name,
+            work,
+            device,
+            kind,
+            lambda products: _instance(kind, products),
+            splits,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(_instance(kind, products) for kind in KINDS for products in PRODUCTS),
+            *first_sum_instances(),
+        ]
+
+
+def _kind(work: ConvWork) -> Kind:
+    """The widest that leaves no whole 32 channels empty."""
+    parts = 2 if work.precision == "high" else 3
+    widest = 64 if ceil_div(work.out_channels, 32) % 2 == 0 else 32
+    return next(one for one in KINDS if one.made == parts and one.channels <= widest)
+
+
+def _instance(kind: Kind, products: int) -> Instance:
+    defines = {
+        "ELEMENT": "float",
+        "PARTS": kind.made,
+        "CHANNELS": kind.channels,
+        "PRODUCTS": products,
+    }
+    return Instance.of("conv/hopper_first_split.cu", defines, HOPPER)

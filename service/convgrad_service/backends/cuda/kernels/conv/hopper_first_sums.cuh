@@ -1,0 +1,48 @@
+// The end of hopper_first_taps.cu and hopper_first_split.cu: a block's sums, from registers by way of
+// shared memory to its own part of `partials`.
+#pragma once
+
+#include "conv/hopper_first_taps.cuh"
+
+namespace convgrad {
+
+using T = ELEMENT;
+
+// A lane's sums to shared memory, added to those that are there if they are not the `first`: rows of a
+// channel each, `pitch` apart, of two neighbours of a window.
+template <int kFragments>
+__device__ __forceinline__ void leave_sums(float* to, const float (&sum)[kFragments][4], int pitch,
+                                           bool first) {
+#pragma unroll
+  for (int i = 0; i < 2 * kFragments; ++i) {
+    float* const two = to + (i / 2 * 8 + i % 2) * pitch;
+    const float2 old = first ? make_float2(0, 0) : *reinterpret_cast<float2*>(two);
+    *reinterpret_cast<float2*>(two) = make_float2(old.x + sum[i / 2][i % 2], old.y + sum[i / 2][2 + i % 2]);
+  }
+}
+
+// The block's sums to its part, by the `warps` warps that multiply: lanes have neighbouring places,
+// warps channels.
+template <int kChannels>
+__device__ __forceinline__ void put_partials(const HopperFirstTapsArgs& args, const BlockAt& block,
+                                             const float* sums, int pitch, int warp, int warps,
+                                             int lane) {
+  const int columns = args.kernel[1] * args.channels, all = args.kernel[0] * columns;
+  float* const partials = args.partials + static_cast<i64>(block.share) * args.y_channels * all;
+  const int channels = min(kChannels, args.y_channels - block.first_channel);
+#pragma unroll 1
+  for (int rest = lane; rest < args.tiles * 64; rest += 32) {
+    const int place = block.first_tile * 64 + rest, row = place / args.window;
+    const int column = place - row * args.window - args.odd;
+    if (row >= args.kernel[0] || column < 0 || column >= columns) continue;
+    const float* const from = sums + rest;
+    float* const to =
+        partials + static_cast<i64>(block.first_channel) * all + row * columns + column;
+#pragma unroll 4
+    for (int channel = warp; channel < channels; channel += warps) {
+      to[channel * all] = from[channel * pitch];
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,173 @@
+// The gradient of a first layer's weight on Hopper: few channels of the input. The host's side is
+// hopper_first_taps.py.
+//
+// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p*stride + r - pad, q*stride + s -
+// pad, c]. With channels last the taps of a kernel row meet neighbouring numbers of a row of x.
+// GEMM: M = kernel rows x what a window holds of a row of x, an even number, N = 64 channels of y, K =
+// columns of a row of y, 16 a product. Rows of x lie in shared memory as they come: a product's first
+// operand is read from them into registers, two neighbours of a window at a time, which are a lane's
+// two rows of the product.
+//
+// Step: a row of y, of a segment of columns, and the rows of x that it adds; or, where a walk down an
+// image begins, rows of x alone. Block: 64 channels, some tiles of 64 of M and a share of all rows of
+// y. A warpgroup has the sums of a tile in registers; of `parts` that share a tile each takes PRODUCTS
+// of a row. Two threads copy (TMA) rows of y, channels side by side, and rows of x. Sums go
+// to the block's own part of `partials`, in the order (k, r, s, c), and first_sum.cu adds them up.
+// Dynamic shared memory, which hopper_first_taps.py counts: 1,024 bytes to align it by, rings of rows
+// of y and of x; in the end the sums.
+// Relies on its launcher for the grid (tiles' groups running fastest, then blocks of channels; shares),
+// one tap along D, no dilation, an even number of elements from window to window, rows of whole 16
+// bytes. Needs sm_90a, 128 threads for each warpgroup and 64.
+// Deterministic: one order of additions for each result and number of shares. Positions outside enter
+// as zeros.
+// Index limits: rows of y, elements of a row below 2^31; 64-bit offsets elsewhere.
+#include "conv/hopper_first_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+constexpr int kMostStages = 16, kMostThreads = 448;
+constexpr int kSums = 1;  // a barrier
+constexpr int kChannels = 64;
+constexpr u32 kDepthBytes = 16 * 128;  // of y, that a product takes
+
+// Of two words, the low halves and the high ones.
+__device__ __forceinline__ u32 lows(u32 first, u32 second) { return __byte_perm(first, second, 0x5410); }
+__device__ __forceinline__ u32 highs(u32 first, u32 second) { return __byte_perm(first, second, 0x7632); }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kMostThreads, 1)
+    hopper_first_taps(const __grid_constant__ HopperFirstTapsArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[4 * kMostStages];
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const int consumers = blockDim.x / 32 - 2;  // warps
+  char* const base = reinterpret_cast<char*>(shared) + (-shared_address(shared) & 1023);
+  const u32 ring = shared_address(base);
+  const u32 y_full = shared_address(barriers), y_empty = y_full + kMostStages * 8;
+  const u32 x_full = y_empty + kMostStages * 8, x_empty = x_full + kMostStages * 8;
+  const BlockAt block(args, kChannels);
+  if (thread == 0) {
+    for (int i = 0; i < kMostStages; ++i) {
+      init_barrier(y_full + i * 8, 1);
+      init_barrier(y_empty + i * 8, consumers);
+      init_barrier(x_full + i * 8, 1);
+      init_barrier(x_empty + i * 8, consumers);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int tile = warp / 4 % args.tiles, part = warp / 4 / args.tiles;
+  const int own = tile * 64 + warp % 4 * 16 + (lane >> 2) * 2;  // of the block's rows of the product
+  float sum[8][4] = {};
+  if (warp >= consumers) {
+    // A thread for either tensor: starting a copy takes longer than many copies.
+    const bool of_x = warp == consumers;
+    if (lane == 0 && of_x) {
+      copy_rows_of_x(args, block, ring, x_full, x_empty);
+    } else if (lane == 0) {
+      Place at;
+      for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+        if (!step.multiplies()) continue;
+        const u32 full = y_full + at.at * 8;
+        wait_barrier(y_empty + at.at * 8, at.parity ^ 1);
+        arrive_and_expect_tx(full, args.segment * 128);
+        const int corner[4] = {block.first_channel, step.segment * args.segment, step.p, step.n};
+        tma_load(ring + at.at * args.y_stage, args.y_map, full, corner);
+        at.advance(args.y_stages);
+      }
+    }
+    return;
+  } else {
+    launch_dependent_grids();
+    // Two neighbours of a window: how many steps before a row of y their row of x came, and where in
+    // that step's rows they are.
+    const int place = block.first_tile * 64 + own;
+    const int row = min(place / args.window, args.kernel[0] - 1);
+    const int before_last = args.kernel[0] - 1 - row, lag = before_last / args.added;
+    const int apart = args.stride[1] * args.channels * static_cast<int>(sizeof(T));  // windows
+    const u32 own_at = (args.added - 1 - (before_last - lag * args.added)) * args.x_row +
+                       (place % args.window) * static_cast<int>(sizeof(T)) + (lane & 3) * 2 * apart;
+    const u64 b_first = operand_along_mn<128>(ring);
+
+    Place at, y_at;
+    int freed = 0, freed_at = 0, index = 0;  // of steps, counted from the block's first
+    int y_last = -1;                         // the row of y that is under way
+    const auto free_to = [&](int until) {
+      for (; freed < until; ++freed) {
+        if (lane == 0) arrive(x_empty + freed_at * 8);
+        if (++freed_at == args.x_stages) freed_at = 0;
+      }
+    };
+    u32 a[PRODUCTS][4];
+    hold_sums(sum);
+    for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+      wait_barrier(x_full + at.at * 8, at.parity);
+      if (step.multiplies()) {
+        int stage = at.at - lag;
+        if (stage < 0) stage += args.x_stages;
+        const u32 from = ring + args.raws_at + stage * args.x_stage + own_at + step.lead +
+                         part * PRODUCTS * 16 * apart;
+        // Beside the products of the row of y before.
+        u32 words[PRODUCTS][4];
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+          words[i][0] = load_word(from + (16 * i) * apart);
+          words[i][1] = load_word(from + (16 * i + 1) * apart);
+          words[i][2] = load_word(from + (16 * i + 8) * apart);
+          words[i][3] = load_word(from + (16 * i + 9) * apart);
+        }
+        wait_barrier(y_full + y_at.at * 8, y_at.parity);
+        wait_products<0>();
+        hold_sums(sum);
+        if (y_last >= 0 && lane == 0) arrive(y_empty + y_last * 8);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+          hold_words(a[i]);
+          a[i][0] = lows(words[i][0], words[i][1]), a[i][1] = highs(words[i][0], words[i][1]);
+          a[i][2] = lows(words[i][2], words[i][3]), a[i][3] = highs(words[i][2], words[i][3]);
+          hold_words(a[i]);
+        }
+        begin_products();
+        const u64 b = advance(b_first, y_at.at * args.y_stage + part * PRODUCTS * kDepthBytes);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+          multiply<T, kAlongMn>(sum, a[i], advance(b, i * kDepthBytes), 1);
+        }
+        commit_products();
+        y_last = y_at.at;
+        y_at.advance(args.y_stages);
+        __syncwarp();
+        // What this row of y alone met.
+        free_to(index - args.before + 1);
+      } else if (step.begins()) {
+        __syncwarp();
+        free_to(index);
+      }
+      ++index;
+      at.advance(args.x_stages);
+    }
+    wait_products<0>();
+    hold_sums(sum);
+  }
+  wait_at(kSums, consumers * 32);
+  // No copy is under way, for every row was waited for. Warpgroups that share a tile add their sums
+  // up one after another.
+  const int pitch = args.tiles * 64 + 4;
+  float* const sums = reinterpret_cast<float*>(base);
+  for (int turn = 0; turn < args.parts; ++turn) {
+    if (part == turn) {
+      leave_sums(sums + (lane & 3) * 2 * pitch + own, sum, pitch, turn == 0);
+    }
+    wait_at(kSums, consumers * 32);
+  }
+
+  put_partials<kChannels>(args, block, sums, pitch, warp, consumers, lane);
+}

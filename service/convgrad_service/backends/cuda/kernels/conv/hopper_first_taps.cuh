@@ -1,0 +1,126 @@
+// What hopper_first_taps.cu and hopper_first_split.cu begin with: arguments, what a block has, its
+// steps, its rows of x. Their end is in hopper_first_sums.cuh.
+#pragma once
+
+#include "ptx/tma.cuh"
+
+namespace convgrad {
+
+struct HopperFirstTapsArgs {
+  TensorMap x_map;  // a part of a row, parts, H, N
+  TensorMap y_map;  // K, W, H, N
+  const void* x;
+  const void* y;
+  float* partials;
+  i64 x_stride[2];  // N H, in elements
+  i64 y_stride[3];  // N H W
+  int channels, y_channels;
+  int x_size[2];
+  int y_size[2];
+  int kernel[2];
+  int stride[2];
+  int pad[2];
+  int odd;                // numbers before a window's first, so that it starts at an even one
+  int window;             // numbers of it, an even number
+  int tiles, groups;      // of 64 of all windows' numbers, in a block; and such groups
+  int parts;              // warpgroups that share a tile
+  int segment, segments;  // columns of y, whole sixteens, and how many of them a row has
+  int lines, more;        // rows of y of a share, and one more of so many, the first ones
+  int added;              // rows of x that a step adds
+  int before;             // steps of a walk before its first row of y
+  int y_stages, x_stages;
+  int part;   // elements of a part of x's row
+  u32 x_row;  // bytes of a row of x
+  u32 x_stage, y_stage;
+  u32 made_at;  // float32: rows of y as numbers of bfloat16
+  u32 raws_at;
+};
+
+// Elements from a row's first to a column's window.
+__device__ __forceinline__ int window_of(const HopperFirstTapsArgs& args, int q) {
+  return (q * args.stride[1] - args.pad[1]) * args.channels - args.odd;
+}
+
+// What a block has: a group of tiles of 64 of all windows' numbers, channels of y, and a share of the
+// rows of y, from `line` to `end`.
+struct BlockAt {
+  int first_tile, first_channel, share, line, end;
+
+  __device__ __forceinline__ BlockAt(const HopperFirstTapsArgs& args, int channels) {
+    const int channel_block = blockIdx.x / args.groups;
+    first_tile = (blockIdx.x - channel_block * args.groups) * args.tiles;
+    first_channel = channel_block * channels;
+    share = blockIdx.y;
+    line = share * args.lines + min(share, args.more);
+    end = line + args.lines + (share < args.more);
+  }
+};
+
+// Where a step is. All roles go through the same ones. Divides where a walk begins, and then counts.
+struct Steps {
+  const HopperFirstTapsArgs& args;
+  int line, end;      // of y's rows, counted over segments of images
+  int n, segment, p;  // of the row of y
+  int left;           // steps of this walk before its next row of y
+  int part;           // of a row of x, in which the segment's first window begins: may be negative
+  u32 lead;           // bytes of it before that
+
+  __device__ __forceinline__ Steps(const HopperFirstTapsArgs& args, int line, int end)
+      : args(args), line(line), end(end), left(args.before) {
+    const int walk = line / args.y_size[0];
+    p = line - walk * args.y_size[0];
+    n = walk / args.segments;
+    segment = walk - n * args.segments;
+    begin();
+  }
+  __device__ __forceinline__ void begin() {
+    const int from = window_of(args, segment * args.segment);
+    part = (from >= 0 ? from : from - args.part + 1) / args.part;
+    lead = (from - part * args.part) * static_cast<int>(sizeof(ELEMENT));
+  }
+  __device__ __forceinline__ bool there() const { return line < end; }
+  __device__ __forceinline__ bool begins() const { return left == args.before && left > 0; }
+  __device__ __forceinline__ bool multiplies() const { return left == 0; }
+  // The first row of x that it adds.
+  __device__ __forceinline__ int row() const {
+    return (p - left) * args.stride[0] - args.pad[0] + args.kernel[0] - args.added;
+  }
+  __device__ __forceinline__ void next() {
+    if (left > 0) {
+      --left;
+      return;
+    }
+    ++line;
+    if (++p < args.y_size[0]) return;
+    p = 0, left = args.before;
+    if (++segment == args.segments) segment = 0, ++n;
+    if (args.segments > 1) begin();
+  }
+};
+
+// A place in a ring, and the parity of its turn.
+struct Place {
+  int at = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance(int size) {
+    if (++at == size) at = 0, parity ^= 1;
+  }
+};
+
+// One thread brings the rows of x that the block's steps add into their ring, whose barriers are at
+// `full` and `empty`.
+__device__ __forceinline__ void copy_rows_of_x(const HopperFirstTapsArgs& args, const BlockAt& block,
+                                               u32 ring, u32 full, u32 empty) {
+  Place at;
+  for (Steps step(args, block.line, block.end); step.there(); step.next()) {
+    const u32 barrier = full + at.at * 8;
+    wait_barrier(empty + at.at * 8, at.parity ^ 1);
+    arrive_and_expect_tx(barrier, args.added * args.x_row);
+    const int corner[4] = {0, step.part, step.row(), step.n};
+    tma_load(ring + args.raws_at + at.at * args.x_stage, args.x_map, barrier, corner);
+    at.advance(args.x_stages);
+  }
+}
+
+}  // namespace convgrad

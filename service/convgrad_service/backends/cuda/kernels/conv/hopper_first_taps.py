@@ -1,0 +1,389 @@
+"""The gradient of a first layer's weight on Hopper: windows from rows of the input to registers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.first_weight import (
+    first_sum,
+    first_sum_instances,
+    why_not_summed,
+)
+from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["PRODUCTS", "HopperFirstTaps", "Kind", "taps_launches", "why_not_taps"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+EVEN = 2
+"""Numbers of a window that are read together."""
+DEPTH, TILE = 16, 64
+"""Columns of y in a product; of all windows' numbers in a warpgroup."""
+WARPGROUPS = 3
+"""That multiply, at most."""
+ROW_BYTES, ALIGNMENT, STATIC_BYTES = 128, 1024, 1024
+PRODUCTS = range(2, 9)
+"""Of a warpgroup for a row of y."""
+MOST_BOX, MOST_SEGMENT, MOST_PART = 256, 128, 256
+MOST_STAGES = 16
+# Steps ahead that rings hold, the best first.
+AHEAD = (6, 5, 4, 3, 2)
+MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
+# Partial sums together take at most so much, unless the caller asks for more shares.
+PARTIAL_BYTES = 256 * 2**20
+
+
+class HopperFirstTapsArgs(ctypes.Structure):
+    """See ``hopper_first_taps.cuh``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("y_map", MapField),
+        *((name, ctypes.c_uint64) for name in ("x", "y", "partials")),
+        ("x_stride", ctypes.c_int64 * 2),
+        ("y_stride", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int32) for name in ("channels", "y_channels")),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "odd",
+                "window",
+                "tiles",
+                "groups",
+                "parts",
+                "segment",
+                "segments",
+                "lines",
+                "more",
+                "added",
+                "before",
+                "y_stages",
+                "x_stages",
+                "part",
+                "x_row",
+                "x_stage",
+                "y_stage",
+                "made_at",
+                "raws_at",
+            )
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kernel that goes by these steps: bytes of an element, channels of y in a block, threads
+    beside those that multiply; as how many numbers of bfloat16 y is taken, for how many rows."""
+
+    item: int
+    channels: int
+    others: int
+    made: int = 0
+    made_stages: int = 0
+
+    @property
+    def chunk(self) -> int:
+        """Elements of 16 bytes."""
+        return CHUNK_BYTES // self.item
+
+
+SIXTEEN_BITS = Kind(2, 64, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How windows are cut into tiles, columns of y of a step, parts of x's rows, and what rings
+    hold."""
+
+    kind: Kind
+    odd: int
+    window: int
+    tiles: int
+    groups: int
+    parts: int
+    segment: int
+    segments: int
+    part: int
+    reached: int
+    added: int
+    before: int
+    y_stages: int
+    x_stages: int
+
+    @property
+    def x_row(self) -> int:
+        return self.part * self.reached * self.kind.item
+
+    @property
+    def x_stage(self) -> int:
+        return ceil_div(self.added * self.x_row, 128) * 128
+
+    @property
+    def y_stage(self) -> int:
+        return self.segment * self.kind.channels * self.kind.item
+
+    @property
+    def products(self) -> int:
+        return self.segment // (DEPTH * self.parts)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.tiles * self.parts + self.kind.others
+
+    @property
+    def made_at(self) -> int:
+        return self.y_stages * self.y_stage
+
+    @property
+    def raws_at(self) -> int:
+        made = self.kind.made_stages * self.kind.made * self.segment * self.kind.channels * 2
+        return self.made_at + ceil_div(made, ALIGNMENT) * ALIGNMENT
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.raws_at + self.x_stages * self.x_stage
+        return ALIGNMENT + max(rings, self.kind.channels * (self.tiles * TILE + 4) * 4)
+
+
+class HopperFirstTaps:
+    """bwd_weight on sm_90a with at most ``MOST_CHANNELS`` channels of the input, of 16 bits, and
+    grad_output channels last."""
+
+    name = "hopper_first_taps"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        if work.dtype not in DTYPES:
+            return f"{work.dtype} is not for products of 16 bits"
+        return why_not_taps(work, device, SIXTEEN_BITS)
+
+    def launches(self, work: ConvWork, device: CudaDevice, splits: int | None = None) -> Fragment:
+        """See `Family.launches`; ``splits`` where another number than the chosen one is tried."""
+        return taps_launches(
+            self.name,
+            work,
+            device,
+            SIXTEEN_BITS,
+            lambda products: _instance(work.dtype, products),
+            splits,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(_instance(dtype, products) for dtype in DTYPES for products in PRODUCTS),
+            *first_sum_instances(),
+        ]
+
+
+def why_not_taps(work: ConvWork, device: CudaDevice, kind: Kind) -> str | None:
+    """Why not, whatever the type. Judged by what a cut along N or H does not change."""
+    if device.architecture not in HOPPER:
+        return f"{device.name} has no products of warpgroups"
+    if work.groups != 1 or work.in_channels > MOST_CHANNELS:
+        return f"{work.groups} groups of {work.in_channels} channels of the input"
+    if work.kernel[0] != 1 or work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
+        return "taps or planes along D"
+    if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+        return "dilated"
+    if work.stride[2] * work.in_channels % EVEN:
+        return f"{work.stride[2]} x {work.in_channels} elements from window to window are odd"
+    row = work.input[2] * work.in_channels
+    x, y = work.x, work.y
+    if (x.strides[2] != 1 and work.in_channels > 1) or x.strides[5] != work.in_channels:
+        return "the input's channels and W do not lie side by side"
+    if y.strides[2] != 1:
+        return "grad_output's channels do not lie side by side"
+    strides = (*(x.strides[axis] for axis in (0, 4)), *(y.strides[axis] for axis in (0, 4, 5)))
+    if any(one % kind.chunk for one in (row, work.out_channels, *strides)):
+        return "rows or pixels are no whole 16 bytes"
+    if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+        return "accumulate does not lie as the result does"
+    if work.pixels > MAX_INDEX or row * work.input[1] > MAX_INDEX:
+        return "positions are more than 32 bits count"
+    reason = why_not_reach(work) or why_not_summed(work)
+    if reason is not None:
+        return reason
+    cut = _cut(work, device, kind)
+    if cut is None:
+        return "rows do not fit into shared memory"
+    refused = (one.why_not() for one in _maps(work, cut))
+    return next((reason for reason in refused if reason is not None), None)
+
+
+def taps_launches(
+    name: str,
+    work: ConvWork,
+    device: CudaDevice,
+    kind: Kind,
+    instance_of: Callable[[int], Instance],
+    splits: int | None,
+) -> Fragment:
+    """The launches of a kernel of this kind, whose instances go by their number of products."""
+    cut = _cut(work, device, kind)
+    if cut is None:
+        raise ValueError("rows do not fit into shared memory")
+    lines = work.batch * cut.segments * work.output[1]
+    blocks = cut.groups * ceil_div(work.out_channels, kind.channels)
+    results = work.out_channels * work.in_channels * work.taps
+    splits = splits or _splits(work, lines, blocks, results, device)
+    args = _args(work, cut)
+    args.lines, args.more = divmod(lines, splits)
+    x_map, y_map = _maps(work, cut)
+    partials = f"{work.prefix}partials"
+    launch = Launch(
+        instance_of(cut.products),
+        (blocks, splits, 1),
+        (cut.threads, 1, 1),
+        pack_maps(
+            args,
+            {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
+            x=work.x,
+            y=work.y,
+            partials=partials,
+        ),
+        cut.shared_bytes,
+    )
+    return Fragment(
+        f"{name}/{splits}",
+        (launch, first_sum(work, partials, splits, device)),
+        (Workspace(partials, splits * results * 4),),
+    )
+
+
+def _cut(work: ConvWork, device: CudaDevice, kind: Kind) -> Cut | None:
+    """The one with the fewest columns in vain whose rings fit; None where none does."""
+    odd = work.pad[2] * work.in_channels % EVEN
+    window = ceil_div(work.kernel[2] * work.in_channels + odd, EVEN) * EVEN
+    all_tiles = ceil_div(work.kernel[1] * window, TILE)
+    groups = ceil_div(all_tiles, WARPGROUPS)
+    tiles = ceil_div(all_tiles, groups)
+    parts = 2 if tiles == 1 else 1
+    added = min(work.kernel[1], work.stride[1])
+    before = ceil_div(work.kernel[1] - added, added)
+    columns = work.output[2]
+    segments = sorted(
+        range(PRODUCTS[0] * DEPTH * parts, MOST_SEGMENT + 1, DEPTH * parts),
+        key=lambda one: (ceil_div(columns, one) * one, -one),
+    )
+    room = device.shared_bytes_per_block - STATIC_BYTES
+    for segment in segments:
+        count = ceil_div(columns, segment)
+        part, reached = _part(work, kind, segment, count, window, odd)
+        for ahead in AHEAD:
+            cut = Cut(
+                kind,
+                odd,
+                window,
+                tiles,
+                groups,
+                parts,
+                segment,
+                count,
+                part,
+                reached,
+                added,
+                before,
+                ahead,
+                before + ahead,
+            )
+            fits = cut.shared_bytes <= room and cut.x_stages <= MOST_STAGES
+            if fits and reached <= MOST_BOX and added <= MOST_BOX:
+                return cut
+    return None
+
+
+def _part(
+    work: ConvWork, kind: Kind, segment: int, count: int, window: int, odd: int
+) -> tuple[int, int]:
+    """Elements of a part of x's row, by which the copy engine counts, and how many parts a
+    segment's windows reach."""
+    row = work.input[2] * work.in_channels
+    step = work.stride[2] * work.in_channels
+
+    def reached(part: int) -> int:
+        # Places in a part come again after as many segments as it has elements, or fewer.
+        starts = (
+            (one * segment * work.stride[2] - work.pad[2]) * work.in_channels - odd
+            for one in range(min(count, part))
+        )
+        return max(ceil_div(start % part + (segment - 1) * step + window, part) for start in starts)
+
+    sizes = [
+        size for size in range(kind.chunk, min(row, MOST_PART) + 1, kind.chunk) if row % size == 0
+    ]
+    # A part costs the copy engine about as much as 64 bytes.
+    part = min(sizes, key=lambda size: reached(size) * (size * kind.item + 64))
+    return part, reached(part)
+
+
+def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaDevice) -> int:
+    """As many as fill the device once, where a share is so many blocks."""
+    if work.split_k is not None:
+        return max(1, min(work.split_k, lines, MAX_GRID_Y))
+    room = max(1, PARTIAL_BYTES // (results * 4))
+    return max(1, min(lines, room, MAX_GRID_Y, device.multiprocessors // blocks))
+
+
+def _args(work: ConvWork, cut: Cut) -> HopperFirstTapsArgs:
+    args = HopperFirstTapsArgs()
+    args.x_stride[:] = work.x.strides[0], work.x.strides[4]
+    args.y_stride[:] = work.y.strides[0], *work.y.strides[4:]
+    args.channels, args.y_channels = work.in_channels, work.out_channels
+    args.x_size[:], args.y_size[:] = work.input[1:], work.output[1:]
+    for name in ("kernel", "stride", "pad"):
+        getattr(args, name)[:] = getattr(work, name)[1:]
+    for name in ("odd", "window", "tiles", "groups", "parts", "segment", "segments", "added"):
+        setattr(args, name, getattr(cut, name))
+    for name in ("before", "y_stages", "x_stages", "part", "x_row", "x_stage", "y_stage"):
+        setattr(args, name, getattr(cut, name))
+    args.made_at, args.raws_at = cut.made_at, cut.raws_at
+    return args
+
+
+def _maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
+    """Of the input: a part of a row, parts, H, images. Of grad_output: channels, W, H, images."""
+    row = work.input[2] * work.in_channels
+    x = work.x.strides[4], work.x.strides[0]
+    y = work.y.strides[5], work.y.strides[4], work.y.strides[0]
+    x_sizes = (cut.part, row // cut.part, work.input[1], work.batch)
+    y_sizes = (work.out_channels, work.output[2], work.output[1], work.batch)
+    return (
+        TileMap(
+            work.dtype,
+            x_sizes,
+            _bytes(cut.kind, (cut.part, *x), x_sizes),
+            box=(cut.part, cut.reached, cut.added, 1),
+        ),
+        TileMap(
+            work.dtype,
+            y_sizes,
+            _bytes(cut.kind, y, y_sizes),
+            swizzle=128,
+            box=(ROW_BYTES // cut.kind.item, cut.segment, 1, 1),
+        ),
+    )
+
+
+def _bytes(kind: Kind, strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The stride of what there is one of may be anything; the hardware takes multiples of 16."""
+    return tuple(
+        kind.item * (stride if size > 1 else prod(sizes[:axis]))
+        for axis, (stride, size) in enumerate(zip(strides, sizes[1:], strict=True), start=1)
+    )
+
+
+def _instance(dtype: DType, products: int) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], "PRODUCTS": products}
+    return Instance.of("conv/hopper_first_taps.cu", defines, HOPPER)

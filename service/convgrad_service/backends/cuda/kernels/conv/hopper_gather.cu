@@ -1,0 +1,300 @@
+// A dense convolution on Hopper, forward or the gradient of the input, as an implicit GEMM:
+// M = pixels of one phase of the result (over the batch), N = the result's channels,
+// K = channels of the source in chunks of a row of shared memory (outer), taps (inner).
+// The host's side is hopper_gather.py; phases and taps are those of core/gather_axes.py: along each
+// dimension, result position y0 + m*y_step (m in [0, count)) of a phase meets, at its tap j in
+// [0, taps), source position x0 + m*x_step + j*x_tap and weight tap r0 + j*r_step.
+//
+// Grid: one block a multiprocessor, in clusters of CLUSTER = SHARING or SPLIT; each cluster takes one
+// tile of every turn over all phases (hopper_gather.cuh). Block: a tile of BM pixels x BN channels.
+// One warp looks ahead where tiles lie and which taps they meet; taps that no pixel of a tile meets
+// are left out. A thread starts the copies of the pixels of a step by im2col, zeros outside the
+// source, another those of the weights. CONSUMERS warpgroups multiply, each BM / CONSUMERS pixels; or
+// with PINGPONG two have every other tile to themselves, so that one stores while the other
+// multiplies: results are plain then. They meet in a ring of STAGES steps. SHARING blocks with
+// pixels of their own share weights, and copy a part each to all. Or else SPLIT of them take a part of
+// one tile's steps each, and a slab of its rows, of which the others send it their sums: then a cluster
+// has one tile, and all reductions of a phase are cut in the same places, whatever taps they leave out.
+// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM rows of 128 bytes and as
+// many bytes of weights as BN rows, or the next multiple of 64 of them; 8 KB for each warpgroup's
+// results on their way; two barriers a stage, two for each of four queued tiles with what is known of them,
+// and one for each of two warpgroups that take turns, or for the sums that other blocks send.
+// Relies on its launcher for tensor maps of sources whose strides are multiples of 16 bytes; one
+// group. The weight's rows run along the source's channels (ACROSS 0), or along the result's
+// (ACROSS 1), 16-bit types alone. Needs sm_90a.
+// Deterministic: one order of additions for each result, whatever the tile, but for SPLIT. Positions
+// outside the source enter as zeros.
+// Index limits: pixels of a phase and tiles below 2^31; 64-bit offsets. Warpgroups that take turns
+// count places of results in 16 bytes and 32 bits: less than 64 GiB (hopper_gather_plan.py: may_alternate).
+#include "conv/hopper_gather_copies.cuh"
+#include "conv/hopper_gather_pingpong.cuh"
+#include "conv/hopper_gather_planes.cuh"
+#include "core/opaque.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+constexpr int kArgumentWords = (sizeof(HopperGatherArgs) - sizeof(TensorMap) * (MAPS + 1)) / 4 - 1;
+
+// Starts the products of one step.
+__device__ __forceinline__ void multiply_step(float (&sum)[kParts][kFragments][4], u32 rows,
+                                              u32 weights, int add) {
+  auto one = [&](int i, int adds) {
+    const u64 b = ACROSS ? advance(operand_along_mn<128>(weights, kBoxBytes), i * kDeep * kRowBytes)
+                         : advance(operand_along_k<128>(weights), i * 32);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const u64 a = advance(operand_along_k<128>(rows + part * 64 * kRowBytes), i * 32);
+      multiply<T, kAlongK, kWeights>(sum[part], a, b, adds);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) one(i, i > 0 ? 1 : add);
+}
+
+// Warps of a warpgroup say that its products have read a stage.
+__device__ __forceinline__ void release(const Place& place, int stage) {
+  const int lane = threadIdx.x & 31;
+  if constexpr (SHARING > 1) {
+    if (lane < SHARING) arrive_at(place.read(stage), lane);
+  } else {
+    if (lane == 0) arrive(place.read(stage));
+  }
+}
+
+__device__ __forceinline__ void clear(float (&sum)[kParts][kFragments][4]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[part][j][e] = 0.0f;
+    }
+  }
+}
+
+#if !PINGPONG
+// Starts the products of a tile's steps; the last are under way still. Its last stage.
+__device__ __forceinline__ int multiply_steps(const Place& place, Turning<STAGES>& ring, int steps,
+                                              int first_row,
+                                              float (&sum)[kParts][kFragments][4]) {
+  if (steps == 0) clear(sum);
+  int before = 0;  // the stage whose products are under way
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    wait_barrier(place.filled(ring.at), ring.parity);
+    begin_products();
+    const u32 rows = place.stage(ring.at) + first_row * kRowBytes;
+    multiply_step(sum, rows, place.stage(ring.at) + kABytes, i > 0);
+    commit_products();
+    wait_products<1>();
+    if (i > 0) release(place, before);
+    before = ring.at;
+    ring.step();
+  }
+  return before;
+}
+
+// All warpgroups multiply each tile together, some of its rows each.
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  Turning<kTileQueue> turning(0);
+  Turning<STAGES> ring(0);
+#pragma unroll 1
+  for (;;) {
+    wait_barrier(place.queued(turning.at), turning.parity);
+    const QueuedTile& ahead = place.queue[turning.at];
+    const int steps = ahead.steps;
+    const GatherTile tile = {ahead.phase, ahead.first_pixel + place.row * BM + warpgroup * kRowsOf,
+                             ahead.first_channel};
+    __syncwarp();
+    if (lane == 0) arrive(place.taken(turning.at));
+    turning.step();
+    if (steps < 0) break;
+    float sum[kParts][kFragments][4];
+    const int last = multiply_steps(place, ring, steps, warpgroup * kRowsOf, sum);
+    // Where its rows go is found while the last products run.
+    const Results<T, kParts, kFragments> results(args, tile,
+                                                 place.staging + warpgroup * kStagingBytes);
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    if (steps > 0) release(place, last);
+    if constexpr (SPLIT > 1) {
+      // The ring's place is theirs once no product reads it, in this block and the others.
+      wait_at(1, CONSUMERS * 128);
+      cluster_arrive();
+      keep_sums<BN>(place.ring, warpgroup * kRowsOf, sum);
+    } else if constexpr (PLANES) {
+      store_planes(results, sum, 8 + warpgroup);
+    } else {
+      results.store(sum);
+    }
+  }
+}
+
+#else
+// Starts the products of a tile's steps and has the other warpgroup follow once it has started the
+// last; they are under way still. Its last stage.
+__device__ __forceinline__ int multiply_in_turn(const Place& place, Turning<STAGES>& ring, int steps,
+                                                u32 others_turn,
+                                                float (&sum)[kParts][kFragments][4]) {
+  const int lane = threadIdx.x & 31;
+  if (steps == 0 && lane == 0) arrive(others_turn);
+  int before = 0;  // the stage whose products are under way
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    wait_barrier(place.filled(ring.at), ring.parity);
+    begin_products();
+    multiply_step(sum, place.stage(ring.at), place.stage(ring.at) + kABytes, 1);
+    commit_products();
+    if (i == steps - 1 && lane == 0) arrive(others_turn);
+    wait_products<1>();
+    if (i > 0) release(place, before);
+    before = ring.at;
+    ring.step();
+  }
+  return before;
+}
+
+// Two warpgroups have every other tile to themselves: one stores while the other multiplies, at the
+// full rate, for steps are long enough to have the next one's products started in time.
+__device__ __forceinline__ void consume(const HopperGatherArgs& args, const Place& place) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  Turning<STAGES> ring(0);
+  // How many tiles it has taken from the queue, the other warpgroup's included: its turn is every other one.
+  u32 count_taken = 0;
+  auto take = [&](GatherTile& tile) {
+    const u32 at = count_taken % kTileQueue;
+    wait_barrier(place.queued(at), count_taken / kTileQueue & 1);
+    const QueuedTile& ahead = place.queue[at];
+    const int steps = ahead.steps;
+    tile = {ahead.phase, ahead.first_pixel + place.row * BM, ahead.first_channel};
+    __syncwarp();
+    if (lane == 0) arrive(place.taken(at));
+    ++count_taken;
+    return steps;
+  };
+  // What the other warpgroup has, and then its own.
+  auto skip_and_take = [&](GatherTile& tile) {
+    const int others = take(tile);
+    if (others < 0) return others;
+    ring.step_by(others);
+    return take(tile);
+  };
+  GatherTile tile;
+  int steps = warpgroup == 0 ? take(tile) : skip_and_take(tile);
+#pragma unroll 1
+  while (steps >= 0) {
+    // Cleared, while the other multiplies: a first product that ignores what they were would have them
+    // keep their registers from one tile to the next.
+    float sum[kParts][kFragments][4];
+    clear(sum);
+    wait_barrier(place.turn(warpgroup), ((count_taken - 1) / 2 & 1) ^ 1 ^ warpgroup);
+    const int last = multiply_in_turn(place, ring, steps, place.turn(warpgroup ^ 1), sum);
+    // While they run: where its rows go, and what comes next.
+    const PartRows<T, kParts> rows(args, tile);
+    GatherTile next;
+    const int next_steps = skip_and_take(next);
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    if (steps > 0) release(place, last);
+    store_parts<T>(args, tile, rows, place.staging + warpgroup * kStagingBytes, sum);
+    tile = next, steps = next_steps;
+  }
+}
+#endif
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        hopper_gather(const __grid_constant__ HopperGatherArgs args) {
+  extern __shared__ uint4 shared[];
+  Place place;
+  const u32 padding = -shared_address(shared) & 1023;
+  place.ring = shared_address(shared) + padding;
+  place.staging = place.ring + STAGES * kStageBytes;
+  place.barriers = place.staging + CONSUMERS * kStagingBytes;
+  char* const after = reinterpret_cast<char*>(shared) + (place.barriers - place.ring) + padding;
+  place.queue = reinterpret_cast<QueuedTile*>(after + kBarriers * 8);
+  const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
+  place.row = rank % SHARING, place.part = rank / SHARING;
+  const Turns turns = {static_cast<int>(blockIdx.x) / CLUSTER,
+                       static_cast<int>(gridDim.x) / CLUSTER, args.rounds * args.slots};
+  const int warp = threadIdx.x / 32;
+  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
+  const int ahead = reinterpret_cast<const int*>(&args.y)[min(warp * 16, kArgumentWords)];
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      init_barrier(place.filled(i), 2);
+      init_barrier(place.read(i), SHARING * kTogether * 4);
+    }
+    for (int i = 0; i < kTileQueue; ++i) {
+      init_barrier(place.queued(i), 1);
+      init_barrier(place.taken(i), 2 + CONSUMERS * 4);
+    }
+    if constexpr (PINGPONG) {
+      for (int i = 0; i < CONSUMERS; ++i) init_barrier(place.turn(i), 4);
+    }
+    if constexpr (SPLIT > 1) {
+      init_barrier(place.joined(), 1);
+    }
+    fence_barrier_init();
+    if constexpr (SPLIT > 1) {
+      arrive_and_expect_tx(place.joined(), Joined<BM, BN, SPLIT>::slab_bytes(place.part) * (SPLIT - 1));
+    }
+  }
+  if (threadIdx.x == 128) prefetch_tensor_map(args.weight), prefetch_tensor_map(args.source[0]);
+  opaque_use(ahead);
+  if constexpr (SHARING > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // Who looks ahead at tiles reads arguments alone.
+  if (warp != 2) wait_on_dependent_grids();
+  if (threadIdx.x < 128) {
+    leave_registers<PRODUCER_REGISTERS>();
+    if (warp == 0) {
+      if (elect_one()) copy_pixels(args, place);
+    } else if (warp == 1) {
+      if (elect_one()) copy_weights(args, place);
+    } else if (warp == 2) {
+      look_ahead(args, place, turns);
+    }
+    __syncwarp();
+    if constexpr (SPLIT > 1) {
+      for (int i = 0; i < 2; ++i) {
+        cluster_arrive();
+        cluster_wait();
+      }
+    }
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    consume(args, place);
+    if constexpr (SPLIT > 1) {
+      using Slabs = Joined<BM, BN, SPLIT>;
+      static_assert((BM + (SPLIT - 1) * Slabs::kMost) * Slabs::kRowBytes <= STAGES * kStageBytes,
+                    "sums and slabs have room where the ring was");
+      publish_shared();
+      wait_at(1, CONSUMERS * 128);
+      cluster_wait();
+      Slabs::send(place.ring, place.joined(), place.part, threadIdx.x - 128);
+      GatherTile tile;
+      tile_at<BM, BN>(args, turns.place(0), turns.all, tile);
+      const Results<T, kParts, kFragments> results(args, tile, place.staging);
+      wait_barrier(place.joined(), 0);
+      cluster_arrive();
+      results.template store_joined<BM, BN, SPLIT, CONSUMERS * 128>(place.ring, place.part);
+      cluster_wait();
+    }
+  }
+  // A block's shared memory stays until others of its cluster have been there for the last time.
+  if constexpr (SHARING > 1) cluster_sync();
+}

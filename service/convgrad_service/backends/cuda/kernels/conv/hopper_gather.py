@@ -1,0 +1,286 @@
+"""A dense convolution, forward or in its input, by Hopper's copy engine and tensor cores."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.dense_tiles import splits_factors
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import (
+    combined,
+    lowest,
+    sides_of,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    Schedule,
+    choose_schedule,
+    expected_s,
+    is_plain,
+    may_pingpong,
+    may_split,
+    may_start_with_images,
+    pixels_beside,
+    stores_planes,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    TILES,
+    HopperTile,
+    tiles_of,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of, divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TensorMap, pack_maps
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["HopperGather"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+# With fewer on either side most of a tile or of a step would be empty.
+LEAST_CHANNELS = 48
+# In TF32 a row of shared memory is 32 channels, and there is a tile as narrow for plain results.
+LEAST_CHANNELS_TF32 = 32
+# Results with an epilogue, and those with channels in no whole chunks, are stored more slowly
+# than by dense_gather: with sums of so many products it is worth it (measured on an H200).
+LEAST_TERMS_FINISHED, LEAST_TERMS_APART = 512, 1152
+# Of one kernel: its argument holds a map a phase.
+MAPS = (1, 8, 32)
+# A dimension's taps in one phase: a bit each.
+MAX_TAPS = 32
+MAX_PIXELS = 2**31 - 2048
+UNBOUNDED = 2**31 - 1
+
+
+class AxisArgs(ctypes.Structure):
+    """See ``hopper_gather.cuh``."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count", "low"))
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``hopper_gather.cuh``."""
+
+    _fields_ = (
+        ("axis", AxisArgs * 3),
+        *((name, ctypes.c_int32) for name in ("pixels", "share", "tiles")),
+        ("extent", ctypes.c_int32 * 3),
+        ("factor", ctypes.c_uint32 * 3),
+        ("shift", ctypes.c_int32 * 3),
+    )
+
+
+@cache
+def _args_type(maps: int) -> type[ctypes.Structure]:
+    """``HopperGatherArgs`` of ``hopper_gather.cuh`` with so many maps."""
+
+    class HopperGatherArgs(ctypes.Structure):
+        _fields_ = (
+            ("weight", MapField),
+            *((f"source{i}", MapField) for i in range(maps)),
+            *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
+            ("y_stride", ctypes.c_int64 * 6),
+            ("alpha", ctypes.c_float),
+            ("beta", ctypes.c_float),
+            *(
+                (name, ctypes.c_int32)
+                for name in (
+                    "in_channels",
+                    "out_channels",
+                    "activation",
+                    "plain",
+                    "wide_stores",
+                    "images_first",
+                    "dims",
+                    "rounds",
+                    "slots",
+                    "channel_tiles",
+                    "phases",
+                )
+            ),
+            *(
+                (name, ctypes.c_int32 * 3)
+                for name in ("x_size", "x_step", "x_tap", "y_step", "r_step")
+            ),
+            ("phase", PhaseArgs * maps),
+        )
+
+    return HopperGatherArgs
+
+
+class HopperGather:
+    """fwd and bwd_data of ungrouped layers, in 16 bits or in TF32 (``precision: high``)."""
+
+    name = "hopper_gather"
+
+    def __init__(self, everything: bool = False, schedule: Schedule | None = None) -> None:
+        """``everything`` that it can compute, though others may be faster; a schedule for all, in
+        place of the best one."""
+        self._everything = everything
+        self._schedule = schedule
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copy engine and products of warpgroups"
+        if work.dtype not in DTYPES or splits_factors(work):
+            return f"{work.dtype} with precision {work.precision}"
+        if work.groups != 1:
+            return f"{work.groups} groups"
+        read, written = _channels(work)
+        if not self._everything and min(read, written) < _least_channels(work):
+            return f"{read} to {written} channels would leave most of a tile"
+        least = _least_terms(work, written)
+        if not self._everything and read * work.taps < least:
+            return (
+                f"sums of {read * work.taps} products take less time than such results; not {least}"
+            )
+        axes = [axis_of(work, dim) for dim in range(3)]
+        phases = combined(axes)
+        if len(phases) > MAPS[-1]:
+            return f"{len(phases)} phases are more than {MAPS[-1]}"
+        if max(phase.taps for axis in axes for phase in axis.phases) > MAX_TAPS:
+            return f"more than {MAX_TAPS} taps along one dimension"
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.batch * max(prod(work.input), prod(work.output)) > MAX_PIXELS:
+            return f"the pixels are more than {MAX_PIXELS}"
+        return sides_of(work, device).why_not(axes, TILES[0])
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, schedule: Schedule | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        axes = [axis_of(work, dim) for dim in range(3)]
+        phases = combined(axes)
+        sides = sides_of(work, device)
+        if schedule is None:
+            schedule = self._schedule or choose_schedule(work, axes, device)
+        if not may_start_with_images(work, axes):
+            schedule = replace(schedule, images_first=False)
+        planes = stores_planes(work)
+        if planes:
+            schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
+        if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
+            schedule = replace(schedule, tile=replace(schedule.tile, split=1))
+        if schedule.tile.pingpong and not may_pingpong(work):
+            schedule = replace(schedule, tile=TILES[0])
+        tile = schedule.tile
+        stages = tile.stages(device)
+        maps = next(each for each in MAPS if each >= len(phases))
+        read, written = _channels(work)
+        result = sides.result
+        args = _args_type(maps)()
+        args.y_stride[:] = result.strides
+        args.alpha, args.beta = work.alpha, work.beta
+        args.in_channels, args.out_channels = read, written
+        args.activation = ACTIVATIONS[work.activation]
+        size = work.input if backward else work.output
+        args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+        args.plain = work.epilogue_free and args.wide_stores
+        if planes:
+            args.wide_stores = pixels_beside(work)
+        args.images_first = schedule.images_first
+        args.dims = work.conv.ndim + 2
+        args.rounds = schedule.rounds
+        args.channel_tiles = ceil_div(written, tile.n)
+        args.phases = len(phases)
+        for name in ("x_size", "x_step", "x_tap", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        shares = 0
+        given: dict[str, tuple[Operand | str, TensorMap]] = {
+            "weight": (sides.w, sides.weight_map(tile))
+        }
+        for i, phase in enumerate(phases):
+            here = args.phase[i]
+            for dim, along in enumerate(phase):
+                here.axis[dim] = AxisArgs(
+                    along.taps, along.r0, along.x0, along.y0, along.count, lowest(axes[dim], along)
+                )
+            counts = [along.count for along in reversed(phase)]
+            extents = counts
+            if schedule.images_first:
+                # The slowest goes on past its end, where nothing is stored.
+                extents = [work.batch, *counts[:2]]
+                if work.conv.ndim < 3:
+                    extents[work.conv.ndim] = UNBOUNDED
+            here.extent[:] = extents
+            here.factor[:], here.shift[:] = zip(*map(divider, extents), strict=True)
+            here.pixels = work.batch * prod(counts)
+            here.tiles = ceil_div(here.pixels, tile.pixels)
+            here.share = ceil_div(here.tiles, schedule.rounds)
+            shares += here.share
+            given[f"source{i}"] = (
+                sides.x,
+                sides.source_map(axes, phase, tile, schedule.images_first),
+            )
+        args.slots = shares * args.channel_tiles
+        blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
+        launch = Launch(
+            _instance(tile, work.dtype, sides.across, maps, stages, planes),
+            (blocks, 1, 1),
+            (tile.threads, 1, 1),
+            pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
+            tile.shared_bytes(stages),
+            overlaps=bool(sides.steps) or work.follows,
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{schedule}{'_planes' if planes else ''}",
+            (*sides.steps, launch),
+            sides.workspace,
+            expected_s=expected_s(work, axes, device, schedule),
+            order=f"split {tile.split}" if tile.split > 1 else "",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(tile, dtype, across, maps, tile.stages(H200), planes)
+            for dtype in DTYPES
+            for tile in tiles_of(dtype)
+            for across in ((False, True) if dtype.itemsize == 2 else (False,))
+            for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
+            for planes in ((False, True) if tile.split == 1 and not tile.pingpong else (False,))
+        ]
+
+
+def _least_channels(work: ConvWork) -> int:
+    narrow = work.dtype is DType.FLOAT32 and is_plain(work)
+    return LEAST_CHANNELS_TF32 if narrow else LEAST_CHANNELS
+
+
+def _least_terms(work: ConvWork, written: int) -> int:
+    """Products that a sum has at least, by how its result is stored."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    if stores_planes(work):
+        return 0
+    if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
+        return LEAST_TERMS_APART
+    return 0 if work.epilogue_free else LEAST_TERMS_FINISHED
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _instance(
+    tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int, planes: bool
+) -> Instance:
+    defines = tile.defines(dtype, across, maps, stages, planes)
+    return Instance(
+        "conv/hopper_gather.cu",
+        "hopper_gather",
+        tuple((name, str(value)) for name, value in defines.items()),
+        HOPPER,
+    )

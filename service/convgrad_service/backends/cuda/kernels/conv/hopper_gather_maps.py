@@ -1,0 +1,180 @@
+"""What the copy engine is told of a convolution's tensors: for hopper_gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import ROW_BYTES, HopperTile
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    CHUNK_BYTES,
+    overlapping,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Step, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["Combined", "Sides", "combined", "lowest", "sides_of"]
+
+Combined = tuple[Phase, Phase, Phase]
+"""A phase along each of D, H and W."""
+
+# The largest offset of a tap from the first, by the map's dimensions.
+MOST_OFFSET = {3: 65535, 4: 255, 5: 31}
+
+
+def combined(axes: Sequence[Axis]) -> list[Combined]:
+    """The phases of a convolution, that with the most taps first."""
+    every = [(d, h, w) for d, h, w in product(*(axis.phases for axis in axes))]
+    return sorted(every, key=lambda each: -each[0].taps * each[1].taps * each[2].taps)
+
+
+def lowest(axis: Axis, phase: Phase) -> int:
+    """The source position that a phase's first result meets with its lowest tap."""
+    return min(phase.x0, phase.x0 + (phase.taps - 1) * axis.x_tap) if phase.taps else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The operands as they are read and written, and the steps that make those that are not the
+    request's own."""
+
+    work: ConvWork
+    x: Operand
+    w: Operand
+    result: Operand
+    steps: tuple[Step, ...]
+    workspace: tuple[Workspace, ...]
+
+    @property
+    def _channels(self) -> tuple[int, int]:
+        """Read and written."""
+        channels = self.work.in_channels, self.work.out_channels
+        return channels[::-1] if self.work.direction == "bwd_data" else channels
+
+    @property
+    def across(self) -> bool:
+        """Whether the weight's rows run along the result's channels, not along the source's."""
+        return self.work.direction == "bwd_data" and not _turned(self.work)
+
+    @property
+    def _dims(self) -> int:
+        """Spatial ones."""
+        return self.work.conv.ndim
+
+    def source_map(
+        self, axes: Sequence[Axis], phase: Combined, tile: HopperTile, images_first: bool
+    ) -> PixelMap:
+        """The pixels that a phase reads for its lowest tap."""
+        x, channels = self.x, self._channels[0]
+        item = x.dtype.itemsize
+        dims = []  # size, stride, step, corners
+        for dim in (2, 1, 0)[: self._dims]:
+            axis, along = axes[dim], phase[dim]
+            low = lowest(axis, along)
+            high = (along.count - 1) * axis.x_step + low + 1 - axis.x_size
+            if not all(each.taps for each in phase):
+                low = high = 0  # nothing is read
+            dims.append((axis.x_size, x.strides[3 + dim] * item, axis.x_step, low, high))
+        images = (self.work.batch, x.strides[0] * item, 1, 0, 0)
+        dims = [images, *dims] if images_first else [*dims, images]
+        return PixelMap(
+            x.dtype,
+            (channels, *(size for size, *_ in dims)),
+            tuple(stride if size > 1 else _row_bytes(x, channels) for size, stride, *_ in dims),
+            swizzle=ROW_BYTES,
+            steps=(1, *(step for _, _, step, _, _ in dims)),
+            rounds=x.dtype is DType.FLOAT32,
+            lower=tuple(low for *_, low, _ in dims[:-1]),
+            upper=tuple(high for *_, high in dims[:-1]),
+            channels=ROW_BYTES // item,
+            pixels=tile.m,
+        )
+
+    def weight_map(self, tile: HopperTile) -> TileMap:
+        """A chunk of channels of one tap, for a block's part of the result's channels."""
+        item = self.w.dtype.itemsize
+        _, k, c, *kernel = self.w.strides
+        work = self.work
+        # Innermost, and outermost with its stride.
+        channels, others, step = work.in_channels, work.out_channels, k
+        if _turned(work):
+            channels, others, step = work.out_channels, work.in_channels, c
+        row = _row_bytes(self.w, channels)
+        sizes = *reversed(work.kernel), others
+        strides = *reversed(kernel), step
+        depth = ROW_BYTES // item
+        return TileMap(
+            self.w.dtype,
+            (channels, *sizes),
+            tuple(
+                stride * item if size > 1 else row
+                for size, stride in zip(sizes, strides, strict=True)
+            ),
+            swizzle=ROW_BYTES,
+            rounds=self.w.dtype is DType.FLOAT32,
+            box=(depth, 1, 1, 1, tile.weight_rows(depth if self.across else None)),
+        )
+
+    def why_not(self, axes: Sequence[Axis], tile: HopperTile) -> str | None:
+        """What the copy engine refuses of the pixels, in their own order."""
+        for phase in combined(axes):
+            reason = self.source_map(axes, phase, tile, images_first=False).why_not()
+            if reason is not None:
+                return reason
+            for axis, along in zip(axes, phase, strict=True):
+                if abs(axis.x_tap) * (along.taps - 1) > MOST_OFFSET[self._dims + 2]:
+                    return f"taps {abs(axis.x_tap)} apart reach beyond the copy engine's offsets"
+        return None
+
+
+def _turned(work: ConvWork) -> bool:
+    """Whether the weight's out_channels lie side by side: float32's products read both operands
+    along the reduction alone."""
+    return work.direction == "bwd_data" and work.dtype is DType.FLOAT32
+
+
+def sides_of(work: ConvWork, device: CudaDevice) -> Sides:
+    """Channels last, in whole chunks."""
+    backward = work.direction == "bwd_data"
+    source, result = gather_sides(work)
+    x = prepare_activation(
+        source,
+        work.batch,
+        work.groups,
+        work.out_channels if backward else work.in_channels,
+        work.output if backward else work.input,
+        f"{work.prefix}source_channels_last",
+        device,
+    )
+    w = prepare_weight(
+        work.w,
+        work.groups,
+        work.out_channels,
+        work.in_channels,
+        work.kernel,
+        f"{work.prefix}weight_channels_last",
+        device,
+        out_channels_last=_turned(work),
+        whole_lines=work.follows,
+    )
+    return Sides(
+        work,
+        x.operand,
+        w.operand,
+        result,
+        overlapping((*x.steps, *w.steps), device, first=work.follows),
+        (*x.workspace, *w.workspace),
+    )
+
+
+def _row_bytes(operand: Operand, channels: int) -> int:
+    """A stride that the copy engine takes, for a dimension of one position."""
+    return ceil_div(channels * operand.dtype.itemsize, CHUNK_BYTES) * CHUNK_BYTES

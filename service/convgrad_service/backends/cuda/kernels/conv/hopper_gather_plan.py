@@ -1,0 +1,260 @@
+"""Which tile hopper_gather takes: the time that each should take.
+
+A multiprocessor's tiles are known before a launch, and so are the taps that each of them meets. So
+the model counts the steps of the busiest one, each at the pace that its tile was measured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_maps import Combined, combined
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
+    ROW_BYTES,
+    HopperTile,
+    tiles_of,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = [
+    "Schedule",
+    "candidates",
+    "choose_schedule",
+    "expected_s",
+    "is_plain",
+    "kept_taps",
+    "may_pingpong",
+    "may_start_with_images",
+    "pixels_beside",
+    "stores_planes",
+]
+
+# Of the source, what is read by all phases of a round should stay in the L2 cache.
+ROUND_BYTES = 8 * 2**20
+# Turns of all multiprocessors that a round has at least.
+ROUND_TURNS = 3
+MOST_COUNTED = 1 << 16
+# What pixels of neighbouring images take more where warpgroups take turns: 1.1 to 1.4 measured.
+PINGPONG_BY_IMAGE = 1.13
+# Of 16 bytes, that warpgroups which take turns count in 32 bits; the last number is nowhere.
+MOST_CHUNKS = 2**32 - 1
+# With a larger one, a phase's pixels lie too far apart to be stored as they lie.
+MOST_STRIDE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a convolution runs: its tile, whether neighbouring pixels are those of neighbouring
+    images, and in how many rounds over the phases."""
+
+    tile: HopperTile
+    images_first: bool = False
+    rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.tile}_by_image" if self.images_first else str(self.tile)
+
+
+def stores_planes(work: ConvWork) -> bool:
+    """Whether results are stored as runs of pixels: where channels lie apart and pixels, of which
+    neighbours in a tile are neighbours in the result, side by side."""
+    stride = work.stride if work.direction == "bwd_data" else (1, 1, 1)
+    return (
+        work.epilogue_free
+        and gather_sides(work)[1].strides[2] != 1
+        and pixels_beside(work) > 0
+        and max(stride) <= MOST_STRIDE
+    )
+
+
+def pixels_beside(work: ConvWork) -> int:
+    """Of the result, how many pixels a store may have: whole numbers of them in each image and
+    channel, side by side and aligned. 0 where pixels do not lie side by side."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    inner = 1
+    for extent, stride in zip(reversed(size), reversed(result.strides[3:]), strict=True):
+        if extent > 1 and stride != inner:
+            return 0
+        inner *= extent
+    if work.direction == "bwd_data" and max(work.stride) > 1:
+        return 1
+    most = 16 // result.dtype.itemsize
+    return gcd(inner, result.strides[0] if work.batch > 1 else 0, result.strides[2], most)
+
+
+def may_start_with_images(work: ConvWork, axes: Sequence[Axis]) -> bool:
+    """Whether neighbouring images can be neighbouring pixels: the copy engine takes no steps along
+    the slowest dimension, which images would be otherwise."""
+    return axes[3 - work.conv.ndim].x_step == 1
+
+
+def may_split(work: ConvWork, axes: Sequence[Axis], device: CudaDevice, tile: HopperTile) -> bool:
+    """Whether each tile can have a cluster of its own."""
+    return count_tiles(work, axes, tile) <= tile.clusters(device)
+
+
+def is_plain(work: ConvWork) -> bool:
+    """Whether results are the sums themselves, in whole, aligned chunks of channels."""
+    backward = work.direction == "bwd_data"
+    size = work.input if backward else work.output
+    written = work.in_channels if backward else work.out_channels
+    result = gather_sides(work)[1]
+    return work.epilogue_free and in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+
+
+def may_pingpong(work: ConvWork) -> bool:
+    """Whether warpgroups can take turns: they have plain results, and count these in chunks."""
+    result = gather_sides(work)[1]
+    size = work.input if work.direction == "bwd_data" else work.output
+    extents = (work.batch, *size)
+    strides = (result.strides[0], *result.strides[3:])
+    reach = sum((count - 1) * stride for count, stride in zip(extents, strides, strict=True))
+    return is_plain(work) and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
+
+
+def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
+    """Of clusters, over all phases."""
+    written = work.in_channels if work.direction == "bwd_data" else work.out_channels
+    pixels = [
+        ceil_div(work.batch * prod(along.count for along in phase), tile.pixels)
+        for phase in combined(axes)
+    ]
+    return sum(pixels) * ceil_div(written, tile.n)
+
+
+def kept_taps(
+    axes: Sequence[Axis], phase: Combined, batch: int, pixels: int, images_first: bool
+) -> NDArray[np.int64]:
+    """How many taps each tile of so many pixels meets: `kept_taps` of hopper_gather.cuh."""
+    counts = [along.count for along in reversed(phase)]
+    extents = [batch, *counts[:2]] if images_first else counts
+    everything = batch * prod(counts)
+    first = np.arange(0, everything, pixels, dtype=np.int64)
+    last = np.minimum(first + pixels, everything) - 1
+    kept = np.ones_like(first)
+    # From the fastest dimension to the slowest: where a tile begins and ends, how often between.
+    for i in range(4):
+        if i < 3:
+            (above_first, start), (above_last, stop) = (
+                np.divmod(each, extents[i]) for each in (first, last)
+            )
+            turns = above_last - above_first
+            first, last = above_first, above_last
+        else:
+            start, stop, turns = first, last, np.zeros_like(first)
+        dim = 3 - i if images_first else 2 - i
+        if not 0 <= dim < 3:
+            continue
+        axis, along = axes[dim], phase[dim]
+        start = np.where(turns > 1, 0, start)
+        stop = np.where(turns > 1, along.count - 1, stop)
+        met = np.zeros_like(first)
+        for j in range(along.taps):
+            at = along.x0 + j * axis.x_tap
+
+            def meets(a: NDArray[np.int64] | int, b: NDArray[np.int64] | int) -> NDArray[np.bool_]:
+                step, size = axis.x_step, axis.x_size  # noqa: B023 - called here alone
+                return np.asarray((at + a * step < size) & (at + b * step >= 0))  # noqa: B023
+
+            whole = meets(start, stop)
+            broken = meets(start, along.count - 1) | meets(0, stop)
+            met += np.where(turns == 1, broken, whole)
+        kept = kept * met
+    return kept
+
+
+@lru_cache(maxsize=32)
+def _taps_of_tiles(
+    axes: tuple[Axis, ...], batch: int, pixels: int, images_first: bool
+) -> NDArray[np.int64]:
+    """`kept_taps` of all phases, one after another; remembered, for several tiles have the same."""
+    return np.concatenate(
+        [kept_taps(axes, phase, batch, pixels, images_first) for phase in combined(axes)]
+    )
+
+
+def choose_schedule(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Schedule:
+    """The one that should take the least time. All give the same bits but those that split."""
+    return min(
+        candidates(work, axes, device),
+        key=lambda schedule: expected_s(work, axes, device, schedule),
+    )
+
+
+def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iterator[Schedule]:
+    backward = work.direction == "bwd_data"
+    read = work.out_channels if backward else work.in_channels
+    written = work.in_channels if backward else work.out_channels
+    source = work.batch * read * work.dtype.itemsize * prod(axis.x_size for axis in axes)
+    phases, planes = combined(axes), stores_planes(work)
+    pads = any(
+        along.x0 + j * axis.x_tap < 0
+        or along.x0 + j * axis.x_tap + (along.count - 1) * axis.x_step >= axis.x_size
+        for axis in axes
+        for along in axis.phases
+        for j in range(along.taps)
+    )
+    pingpongs = may_pingpong(work)
+    for tile in tiles_of(work.dtype):
+        if tile.pingpong and not pingpongs:
+            continue
+        if tile.n - written >= 64 and tile.n > 64:
+            continue
+        if tile.split > 1:
+            if not planes and may_split(work, axes, device, tile):
+                yield Schedule(tile)
+            continue
+        rounds = 1
+        if len(phases) > 1:
+            pixels = sum(work.batch * prod(along.count for along in phase) for phase in phases)
+            turns = ceil_div(pixels, tile.m) * ceil_div(written, tile.n) // device.multiprocessors
+            rounds = max(1, min(source // ROUND_BYTES, turns // ROUND_TURNS))
+        yield Schedule(tile, False, rounds)
+        if pads and not planes and work.batch >= 4 and may_start_with_images(work, axes):
+            yield Schedule(tile, True, rounds)
+
+
+def expected_s(
+    work: ConvWork, axes: Sequence[Axis], device: CudaDevice, schedule: Schedule
+) -> float:
+    """The time of the busiest multiprocessor, and not less than memory takes."""
+    tile = schedule.tile
+    backward = work.direction == "bwd_data"
+    read = work.out_channels if backward else work.in_channels
+    written = work.in_channels if backward else work.out_channels
+    chunks = ceil_div(read * work.dtype.itemsize, ROW_BYTES)
+    columns = ceil_div(written, tile.n)
+    workers = tile.clusters(device)
+    taps = _taps_of_tiles(tuple(axes), work.batch, tile.pixels, schedule.images_first)
+    counts = np.repeat(taps * chunks, columns)
+    across = backward and work.dtype.itemsize == 2
+    step_s = tile.step_s(across)
+    if tile.split > 1:
+        step_s = max(step_s, tile.split_step_s(min(len(counts), workers)))
+    products = np.ceil(counts / tile.split) * step_s
+    if tile.pingpong and schedule.images_first:
+        products *= PINGPONG_BY_IMAGE
+    beside = tile.tile_s(work.result_dtype.itemsize)
+    if len(counts) > MOST_COUNTED:
+        times = products if tile.pingpong else products + beside
+        return float(times.sum() / workers + times.max() / 2)
+    turn, place = np.divmod(np.arange(len(counts)), workers)
+    worker = np.where(turn % 2, workers - 1 - place, place)
+    if not tile.pingpong:
+        return float(np.bincount(worker, weights=products + beside).max())
+    # Products follow one another, and what each warpgroup does beside them its own.
+    together = float(np.bincount(worker, weights=products).max()) + beside
+    alone = float(np.bincount(worker * 2 + turn % 2, weights=products + beside).max())
+    return max(together, alone)

@@ -1,0 +1,108 @@
+// From a warpgroup's sums to results whose pixels lie side by side and whose channels lie apart
+// (channels first), for hopper_gather.cu with PLANES: through shared memory, where sums of 64 pixels
+// are turned round, 128 bytes of channels at a time, so that a warp's stores are runs of pixels.
+#pragma once
+
+#include "conv/hopper_gather_result.cuh"
+
+#ifndef PLANES
+#define PLANES 0
+#endif
+
+namespace convgrad {
+
+// Of a block of shared memory: where pixel `pixel` of channel `channel` is. 16 bits: rows of 64 pixels,
+// chunks of eight in an order that keeps rows out of each other's banks. 32 bits: likewise for what a
+// warp's products leave, pixels of every second channel.
+template <class T>
+__device__ __forceinline__ u32 plane_at(u32 block, int channel, int pixel) {
+  if constexpr (sizeof(T) == 2) {
+    return block + channel * 128 + (pixel / 8 ^ (channel & 7)) * 16 + pixel % 8 * 2;
+  } else {
+    return block + channel * 256 + (pixel ^ (channel / 2 & 3) * 8) * 4;
+  }
+}
+
+// 64 pixels of as many channels as a block has, from fragment `first` on; the sums of one part.
+template <class T, int kFragments>
+__device__ __forceinline__ void turn_sums(u32 block, const float (&sum)[kFragments][4], int first) {
+  constexpr int kOf = 128 / static_cast<int>(sizeof(T)) / 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  if constexpr (sizeof(T) == 2) {
+    const int pixel = warp * 16 + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < kOf && first + j < kFragments; j += 2) {
+      const u32 to = plane_at<T>(block, (j + lane / 16) * 8 + lane % 8, pixel);
+      const u32 words[4] = {narrow_two<T>(sum[first + j][0], sum[first + j][1]),
+                            narrow_two<T>(sum[first + j][2], sum[first + j][3]),
+                            narrow_two<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
+                            narrow_two<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
+      stmatrix_trans(to, words);
+    }
+  } else {
+    const int pixel = warp * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < kOf && first + j < kFragments; ++j) {
+      const int channel = j * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        store_float(plane_at<T>(block, channel + e % 2, pixel + e / 2 * 8), sum[first + j][e]);
+      }
+    }
+  }
+}
+
+// Stores what lies in a block, `side` neighbouring pixels at once.
+template <class T, class Raw, int kThreads>
+__device__ __forceinline__ void store_runs(u32 block, T* to, i64 channel_step, bool there, int pixel,
+                                           int channels) {
+  constexpr int kSide = static_cast<int>(sizeof(Raw) / sizeof(T)), kOfRow = 64 / kSide;
+  constexpr int kStep = kThreads / kOfRow;
+#pragma unroll 4
+  for (int channel = threadIdx.x % kThreads / kOfRow; channel < channels; channel += kStep) {
+    Raw raw;
+    load_shared(plane_at<T>(block, channel, pixel), raw);
+    store_if(there, to + channel * channel_step, raw);
+  }
+}
+
+// Stores all sums of a warpgroup, whose threads pass `barrier` together. `staging`: 8 KB of its own.
+template <class T, int kParts, int kFragments>
+__device__ __forceinline__ void store_planes(const Results<T, kParts, kFragments>& to,
+                                             float (&sum)[kParts][kFragments][4], int barrier) {
+  constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kOf = kChannels / 8;
+  constexpr int kBlocks = (kFragments + kOf - 1) / kOf;
+  const HopperGatherArgs& args = to.args;
+  const int side = args.wide_stores, thread = threadIdx.x % 128;
+  const int pixel = thread % (64 / side) * side;
+  const i64 step = args.y_stride[2];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int at = to.first_pixel + part * 64 + pixel;
+    const bool there = at < to.phase.pixels;
+    T* const y = static_cast<T*>(args.y) + (there ? to.result_at(pixel_at(to.phase, at)) : 0) +
+                 to.first_channel * step;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const int left = min(args.out_channels - to.first_channel, kFragments * 8) - j * kChannels;
+      const int channels = min(left, kChannels);
+      wait_at(barrier, 128);
+      turn_sums<T>(to.staging, sum[part], j * kOf);
+      wait_at(barrier, 128);
+      T* const here = y + j * kChannels * step;
+      if (side * sizeof(T) == 16) {
+        store_runs<T, uint4, 128>(to.staging, here, step, there, pixel, channels);
+      } else if (side * sizeof(T) == 8) {
+        store_runs<T, uint2, 128>(to.staging, here, step, there, pixel, channels);
+      } else if (side * sizeof(T) == 4) {
+        store_runs<T, unsigned int, 128>(to.staging, here, step, there, pixel, channels);
+      } else {
+        if constexpr (sizeof(T) == 2) {
+          store_runs<T, unsigned short, 128>(to.staging, here, step, there, pixel, channels);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,177 @@
+"""Tiles of hopper_gather, and the time that one is expected to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+
+__all__ = ["ROW_BYTES", "TILES", "HopperTile", "tiles_of"]
+
+ROW_BYTES = 128
+"""Of an operand in shared memory: a step's depth."""
+BOX_ROWS = 64
+"""Of weights: what a stage has room for is a multiple of it."""
+STAGING_BYTES = 64 * ROW_BYTES
+ALIGNMENT, BARRIER_BYTES = 1024, 8
+# Of four tiles: two barriers each, and what is told of them.
+TOLD_BYTES = 4 * (2 * BARRIER_BYTES + 52)
+# Threads.
+WARPGROUP = 128
+# What an H200 does a second, fitted to tests/perf's dense layers: products of 16 bits (of TF32, the
+# same in bytes); bytes from its L2 cache to all multiprocessors. Blocks that share weights measured
+# hardly faster for it (SHARED). And what a tile takes beside its steps, with a byte of its results.
+MULTIPROCESSORS, FLOPS, L2_BYTES_S = 132, 865e12, 12e12
+TILE_S, BYTE_S, JOIN_S = 0.35e-6, 3.7e-11, 2.5e-6
+# What a block gets a second of other blocks' sums; and what those get that split few tiles, all of
+# them a second from L2, where they read few pixels over and over.
+JOINED_BYTES_S, SPLIT_L2_BYTES_S = 30e9, 5.5e12
+SHARED = 0.995
+# The same of warpgroups that take turns: power bounds products that go on under stores.
+PINGPONG_FLOPS, PINGPONG_L2_BYTES_S, PINGPONG_TILE_S = 800e12, 11.3e12, 0.9e-6
+# Of a tile in float32.
+MOST_SUMS = 128 * 256
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}
+"""By their size, how many an H200 runs at the same time where a block fills a multiprocessor."""
+# By the number of multiplying warpgroups: of a thread that copies, and of one that multiplies.
+REGISTERS = {2: (56, 224), 3: (56, 152)}
+MOST_SUMS_OF_FEW, REGISTERS_OF_MANY = 128 * 160, (40, 232)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """M pixels x N channels of a block, by so many warpgroups, in clusters of blocks that share
+    weights (``sharing`` of them, with pixels of their own), or that ``split`` one tile's reduction
+    among them. Warpgroups that ``pingpong`` have every other tile to themselves: one stores plain
+    results while the other multiplies.
+    """
+
+    m: int
+    n: int
+    warpgroups: int = 2
+    sharing: int = 1
+    split: int = 1
+    pingpong: bool = False
+
+    def __str__(self) -> str:
+        sharing = f"_x{self.sharing}" if self.sharing > 1 else ""
+        split = f"_k{self.split}" if self.split > 1 else ""
+        way = "a" if self.pingpong else f"w{self.warpgroups}"
+        return f"{self.m}x{self.n}{way}{sharing}{split}"
+
+    @property
+    def cluster(self) -> int:
+        """Blocks."""
+        return self.sharing * self.split
+
+    @property
+    def pixels(self) -> int:
+        """Of a cluster."""
+        return self.m * self.sharing
+
+    def step_s(self, across: bool) -> float:
+        """Of a step: products, or copies from the L2 cache, of which a multiprocessor gets no more
+        where others are idle. Weights ``across`` come in whole boxes."""
+        flops, l2_bytes_s = (
+            (PINGPONG_FLOPS, PINGPONG_L2_BYTES_S) if self.pingpong else (FLOPS, L2_BYTES_S)
+        )
+        products = self.m * self.n * ROW_BYTES / flops
+        shared = SHARED if self.sharing > 1 else 1.0
+        loaded = self.stage_bytes if across else (self.m + self.n) * ROW_BYTES
+        return max(products, loaded / l2_bytes_s) * MULTIPROCESSORS * shared
+
+    def split_step_s(self, tiles: int) -> float:
+        """Of a step of so many tiles at the same time, of which each block has a part."""
+        return self.stage_bytes * tiles * self.split / SPLIT_L2_BYTES_S
+
+    def tile_s(self, itemsize: int) -> float:
+        """Of a tile, beside its steps."""
+        joined = 0.0
+        if self.split > 1:
+            got = self.m * self.n * 4 * (self.split - 1) // self.split
+            joined = JOIN_S + got / JOINED_BYTES_S
+        fixed = PINGPONG_TILE_S if self.pingpong else TILE_S
+        return fixed + self.m * self.n * itemsize * BYTE_S + joined
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * WARPGROUP
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
+
+    def clusters(self, device: CudaDevice) -> int:
+        """How many run at the same time: some groups of multiprocessors come out odd."""
+        return device.multiprocessors * CLUSTERS[self.cluster] // MULTIPROCESSORS
+
+    def weight_rows(self, depth: int | None) -> int:
+        """What one block copies of a step's weights at a time: rows, each a channel of the result,
+        or each a channel of the source where a step has ``depth`` of those as rows."""
+        if depth is None:
+            return self.n // self.sharing
+        return depth // self.sharing if ceil_div(self.n, BOX_ROWS) % self.sharing else depth
+
+    def stages(self, device: CudaDevice) -> int:
+        """As many as fit."""
+        room = device.shared_bytes_per_block - self.shared_bytes(0)
+        return min(8, room // (self.stage_bytes + 2 * BARRIER_BYTES))
+
+    def shared_bytes(self, stages: int) -> int:
+        ring = stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+        turns = BARRIER_BYTES * (self.warpgroups if self.pingpong else int(self.split > 1))
+        return ALIGNMENT + ring + self.warpgroups * STAGING_BYTES + TOLD_BYTES + turns
+
+    def defines(
+        self, dtype: DType, across: bool, maps: int, stages: int, planes: bool = False
+    ) -> dict[str, object]:
+        """What hopper_gather.cu expects."""
+        producer, consumer = REGISTERS[self.warpgroups]
+        if self.pingpong and self.m * self.n > MOST_SUMS_OF_FEW:
+            producer, consumer = REGISTERS_OF_MANY
+        return {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "ACROSS": int(across),
+            "MAPS": maps,
+            "BM": self.m,
+            "BN": self.n,
+            "CONSUMERS": self.warpgroups,
+            "PINGPONG": int(self.pingpong),
+            "CLUSTER": self.cluster,
+            "SHARING": self.sharing,
+            "SPLIT": self.split,
+            "STAGES": stages,
+            "PRODUCER_REGISTERS": producer,
+            "CONSUMER_REGISTERS": consumer,
+            **({"PLANES": 1} if planes else {}),
+        }
+
+
+TILES = (
+    HopperTile(128, 256),
+    HopperTile(128, 256, sharing=2),
+    HopperTile(256, 128),
+    HopperTile(192, 128, 3),
+    HopperTile(256, 160),
+    HopperTile(128, 224),
+    HopperTile(128, 128),
+    HopperTile(256, 64),
+    HopperTile(128, 64),
+    *(HopperTile(128, n, split=split) for n in (64, 128) for split in (2, 3, 4, 6, 8)),
+    *(
+        HopperTile(m, n, pingpong=True)
+        for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
+    ),
+)
+"""Others lost everywhere: see HOPPER.md."""
+
+
+def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:
+    """Those whose sums leave the registers that results of this type take, and narrow ones where a
+    row of shared memory is as few channels."""
+    if dtype.itemsize == 2:
+        return tuple(tile for tile in TILES if tile.n >= BOX_ROWS)
+    return tuple(tile for tile in TILES if tile.m * tile.n <= MOST_SUMS)

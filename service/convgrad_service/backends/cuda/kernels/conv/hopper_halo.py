@@ -1,0 +1,344 @@
+"""A dense convolution with few channels on Hopper, forward or backward in its input."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    pixels_beside,
+    stores_planes,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tables import CHUNK
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
+    COLUMNS,
+    HaloTile,
+    halo_tiles,
+    some_tile_fits,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    in_whole_chunks,
+    overlapping,
+    prepare_activation,
+    prepare_weight,
+)
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["HopperHalo"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
+LEAST_CHANNELS = 16
+# Where others are faster, measured on an H200 (HOPPER.md).
+LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
+MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
+MAX_INDEX = 2**31 - 1
+THREADS = 384
+CLOCKS_A_SECOND = 1.7e9  # of an H200 under load
+
+
+class PassArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("first_step", ctypes.c_int32),
+        ("steps", ctypes.c_int32),
+        ("y0", ctypes.c_int32 * 3),
+        ("count", ctypes.c_int32 * 3),
+    )
+
+
+class SliceArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (("at", ctypes.c_int32 * 3),)
+
+
+class StepArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint8) for name in ("slice", "taps", "loads", "last")),
+        ("first_tap", ctypes.c_uint16),
+        ("first_load", ctypes.c_uint16),
+    )
+
+
+class TapArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (("pixel", ctypes.c_uint16), ("weight", ctypes.c_uint16))
+
+
+class LoadArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint16),
+        *((name, ctypes.c_int8) for name in ("t", "r", "s")),
+        ("block", ctypes.c_uint8),
+    )
+
+
+class TablesArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("pass", PassArgs * MAX_PASSES),
+        ("slice", SliceArgs * MAX_SLICES),
+        ("step", StepArgs * MAX_STEPS),
+        ("tap", TapArgs * MAX_TAPS),
+        ("load", LoadArgs * MAX_TAPS),
+    )
+
+
+class HopperHaloArgs(ctypes.Structure):
+    """See ``hopper_halo_args.cuh``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("w_map", MapField),
+        *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
+        ("y_stride", ctypes.c_int64 * 6),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "out_channels",
+                "activation",
+                "plain",
+                "wide_stores",
+                "planes",
+            )
+        ),
+        ("tile", ctypes.c_int32 * 3),
+        ("tiles", ctypes.c_int32 * 3),
+        ("channel_tiles", ctypes.c_int32),
+        ("all_tiles", ctypes.c_int32),
+        ("x_step", ctypes.c_int32 * 3),
+        ("y_step", ctypes.c_int32 * 3),
+        ("row_pixels", ctypes.c_int32),
+        ("row_factor", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "chunks",
+                "slices",
+                "stages",
+                "stage_bytes",
+                "box_bytes",
+                "slots",
+                "slot_bytes",
+                "load_bytes",
+                "all_loads",
+                "chunk_bytes",
+                "shared_weights",
+                "group_pixels",
+                "group_blocks",
+                "group_weights",
+                "row_channels",
+                "deeper_first",
+                "passes",
+            )
+        ),
+        ("tables", TablesArgs),
+    )
+
+
+class HopperHalo:
+    """fwd and bwd_data in 16 bits: each pixel of a tile and its halo is loaded once, and all taps
+    read it from there."""
+
+    name = "hopper_halo"
+
+    def __init__(self, *, anything: bool = False) -> None:
+        """``anything`` to take what other kernels compute faster too."""
+        self._anything = anything
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N, D or H does not change."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype} is not of 16 bits"
+        if work.groups > 1:
+            return f"{work.groups} groups of channels"
+        channels = work.in_channels, work.out_channels
+        if min(channels) < LEAST_CHANNELS:
+            return f"{channels[0]} and {channels[1]} channels would leave most of a product"
+        if not self._anything and (reason := _slower(work)) is not None:
+            return reason
+        result = gather_sides(work)[1]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "fwd" and max(work.stride[1:]) > MAX_STEP:
+            return f"stride {max(work.stride[1:])} forward, more than TMA's {MAX_STEP}"
+        if max(work.kernel) > MAX_KERNEL or work.taps > MAX_TAPS:
+            return f"a kernel of {work.kernel}"
+        reach = max(*work.input, *work.output, *(abs(pad) for pad in work.pad))
+        if reach > MAX_EXTENT:
+            return f"positions reach {reach}, beyond {MAX_EXTENT}"
+        if work.direction == "bwd_data" and prod(work.stride) > MAX_PASSES:
+            return f"a stride of {work.stride} makes more than {MAX_PASSES} phases"
+        axes = [axis_of(work, dim) for dim in range(3)]
+        rows = zip(axes[1:], result.strides[4:], strict=True)
+        if max(axis.y_step * stride for axis, stride in rows) * MAX_BOX * 2 > MAX_INDEX:
+            return f"rows of the result that lie {max(result.strides[3:])} elements apart"
+        if any(all(phase.taps == 0 for phase in axis.phases) for axis in axes):
+            return "no tap meets the input"
+        if not some_tile_fits(work, axes, device):
+            return "no tile and its halo fit into shared memory"
+        return None
+
+    def launches(
+        self, work: ConvWork, device: CudaDevice, tile: HaloTile | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``tile`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        axes = [axis_of(work, dim) for dim in range(3)]
+        if tile is None:
+            tile = halo_tiles(work, axes, device)[0]
+        read, written = tile.problem.channels
+        x = prepare_activation(
+            source,
+            work.batch,
+            1,
+            read,
+            work.output if backward else work.input,
+            f"{work.prefix}source_channels_last",
+            device,
+        )
+        w = prepare_weight(
+            work.w,
+            1,
+            work.out_channels,
+            work.in_channels,
+            work.kernel,
+            f"{work.prefix}weight_channels_last",
+            device,
+        )
+        before = overlapping((*x.steps, *w.steps), device)
+        args = HopperHaloArgs()
+        args.y_stride[:] = result.strides
+        args.alpha, args.beta = work.alpha, work.beta
+        args.out_channels = written
+        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        size = work.input if backward else work.output
+        args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
+        if stores_planes(work):
+            # Rows of a tile start and end as groups do, in the result and with their halo.
+            args.planes = next(
+                group
+                for group in ((8, 2, 1) if tile.staged else (2, 1))
+                if group == 1
+                or not (
+                    pixels_beside(work) % group
+                    or tile.extent[2] % group
+                    or size[2] % group
+                    or tile.row_pixels % 2
+                )
+            )
+        tile.describe(args)
+        maps = {
+            "x_map": (x.operand, _source_map(work, x.operand, axes, tile)),
+            "w_map": (w.operand, _weight_map(work, w.operand, tile, backward=backward)),
+        }
+        launch = Launch(
+            _instance(work.dtype, tile.columns, backward=backward),
+            (min(tile.count, device.multiprocessors), 1, 1),
+            (THREADS, 1, 1),
+            pack_maps(args, maps, y=result, accumulate=work.accumulate, bias=work.bias),
+            tile.dynamic_bytes,
+            overlaps=bool(before),
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{tile.name}",
+            (*before, launch),
+            (*x.workspace, *w.workspace),
+            expected_s=tile.clocks(device) / CLOCKS_A_SECOND,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, columns, backward=backward)
+            for dtype in DTYPES
+            for backward in (False, True)
+            for columns in COLUMNS
+        ]
+
+
+def _slower(work: ConvWork) -> str | None:
+    """Why another kernel is as fast or faster; judged by what HOPPER.md lists the times of."""
+    read, written = work.in_channels, work.out_channels
+    if work.direction == "bwd_data":
+        read, written = written, read
+    if max(work.stride) > 1:
+        return f"a stride of {work.stride}: each phase has few taps for a slice"
+    if work.taps < LEAST_TAPS:
+        return f"{work.taps} taps for a slice"
+    if read > MOST_READ or written > MOST_WRITTEN:
+        return f"{read} to {written} channels: all weights are read for each tile"
+    return None
+
+
+def _bytes(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides for a tensor map; what a dimension of one position has is not read."""
+    return tuple(max(stride * operand.dtype.itemsize, 16) for stride in strides)
+
+
+def _whole(channels: int) -> int:
+    """Prepared operands have zeros up to a whole chunk of 16 bytes."""
+    return ceil_div(channels, 8) * 8
+
+
+def _source_map(work: ConvWork, operand: Operand, axes: Sequence[Axis], tile: HaloTile) -> TileMap:
+    n, _, _, d, h, w = operand.strides
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(
+            _whole(tile.problem.channels[0]),
+            *(axis.x_size for axis in reversed(axes)),
+            work.batch,
+        ),
+        strides=_bytes(operand, (w, h, d, n)),
+        swizzle=2 * CHUNK,
+        steps=(1, axes[2].x_step, axes[1].x_step, 1, 1),
+        box=(CHUNK, tile.row_pixels * axes[2].x_step, tile.rows * axes[1].x_step, 1, 1),
+    )
+
+
+def _weight_map(work: ConvWork, operand: Operand, tile: HaloTile, *, backward: bool) -> TileMap:
+    _, k, _, t, r, s = operand.strides
+    channels, halves = (32, 2) if tile.twice else (64, 1)
+    tables = tile.tables
+    kernel = work.kernel[0], work.kernel[2], work.kernel[1]
+    box = (channels, CHUNK) if backward else (CHUNK, channels)
+    reach = (halves - 1) * tables.t_step + 1, (tables.run - 1) * tables.s_step + 1
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(_whole(work.in_channels), work.out_channels, *kernel),
+        strides=_bytes(operand, (k, t, s, r)),
+        swizzle=2 * box[0],
+        steps=(1, 1, tables.t_step, tables.s_step, 1),
+        box=(*box, *reach, 1),
+    )
+
+
+def _instance(dtype: DType, columns: int, *, backward: bool) -> Instance:
+    defines = (
+        ("ELEMENT", CUDA_TYPES[dtype]),
+        ("ACROSS", str(int(backward))),
+        ("COLUMNS", str(columns)),
+    )
+    return Instance("conv/hopper_halo.cu", "hopper_halo", defines, HOPPER)

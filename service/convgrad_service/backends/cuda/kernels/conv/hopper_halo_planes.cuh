@@ -1,0 +1,109 @@
+// From hopper_halo.cu's sums to results whose positions lie side by side and whose channels lie apart
+// (channels first). A warp has 16 of a tile's channels.
+#pragma once
+
+#include "conv/hopper_halo_args.cuh"
+
+namespace convgrad {
+
+// Of each multiplying warp: 16 rows of 64 columns on their way, rows 16 bytes more apart.
+constexpr u32 kHaloPitch = 64 * 2 + 16, kHaloStaging = 16 * kHaloPitch;
+
+// Where rows of a tile are whole chunks of eight positions: through shared memory, a ring of columns,
+// from which chunks go out once all of their columns are there, two at a time, so that sectors of 32
+// bytes are written whole. Results is HaloResults.
+template <class T, class Results, int kFragments>
+__device__ __forceinline__ void put_chunks(const Results& to, const float (&sum)[kFragments][4],
+                                           u32 staging) {
+  constexpr int kAll = kFragments * 8, kBatch = 4;
+  const HopperHaloArgs& args = to.args;
+  const int lane = threadIdx.x & 31, left = args.out_channels - to.channel;
+  const int across = args.tile[2] / 8, all = to.rows * across;
+  const u32 factor = 0xffffffffu / across + 1;  // for dividing by it
+  T* const y = static_cast<T*>(args.y) + to.at;
+  // How many chunks end before a position, counted along rows with their halo.
+  const auto ended = [&](int position) {
+    const int h = __umulhi(position, args.row_factor), w = position - h * args.row_pixels;
+    return min(h * across + min(w / 8, across), all);
+  };
+  int done = ended(to.first_column);
+#pragma unroll
+  for (int j = 0; j < kFragments; j += kBatch) {
+#pragma unroll
+    for (int k = j; k < j + kBatch && k < kFragments; k += 2) {
+      const u32 words[4] = {narrow_two<T>(sum[k][0], sum[k][1]), narrow_two<T>(sum[k][2], sum[k][3]),
+                            narrow_two<T>(sum[k + 1][0], sum[k + 1][1]),
+                            narrow_two<T>(sum[k + 1][2], sum[k + 1][3])};
+      stmatrix(staging + lane % 16 * kHaloPitch + (k + lane / 16) % 8 * 16, words);
+    }
+    __syncwarp();
+    const bool last = j + kBatch >= kFragments;
+    const int there = last ? kAll : (j + kBatch) * 8;
+    int end = ended(to.first_column + there);
+    if (!last) {
+      end = max(end & ~1, done);
+    } else if (end < all) {
+      // The other warpgroup has the rest of this chunk's columns, if it begins here.
+      const int h = __umulhi(end, factor);
+      end += h * args.row_pixels + (end - h * across) * 8 < to.first_column + kAll;
+    }
+    for (int chunk = done + lane % 4; chunk < end; chunk += 4) {
+      const int h = __umulhi(chunk, factor), w = (chunk - h * across) * 8;
+      const int column = h * args.row_pixels + w - to.first_column;
+      const bool whole = column >= 0 && column + 8 <= kAll;
+      T* const here = y + h * to.row_step + w;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + half * 8;
+        const bool real = row < left && w < to.width;
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          word[i] = load_word(staging + row * kHaloPitch + (column + 2 * i & 63) * 2);
+        }
+        T* const at = here + row * args.y_stride[2];
+        if (whole) store_if(real, at, make_uint4(word[0], word[1], word[2], word[3]));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool own = real && column + 2 * i >= 0 && column + 2 * i < kAll;
+          if (!whole) store_if(own, at + 2 * i, word[i]);
+        }
+      }
+    }
+    done = end;
+    __syncwarp();
+  }
+}
+
+// Elsewhere: a lane's two neighbouring columns together where rows and planes have even numbers of
+// them, else one by one.
+template <class T, class Results, int kFragments>
+__device__ __forceinline__ void put_pairs(const Results& to, const float (&sum)[kFragments][4]) {
+  const HopperHaloArgs& args = to.args;
+  const int lane = threadIdx.x & 31, row = lane / 4, left = args.out_channels - to.channel;
+  const bool low_there = row < left, high_there = row + 8 < left;
+  T* const y = static_cast<T*>(args.y) + to.at + row * args.y_stride[2];
+  T* const y_high = y + 8 * args.y_stride[2];
+#pragma unroll
+  for (int j = 0; j < kFragments; ++j) {
+    const u32 low = narrow_two<T>(sum[j][0], sum[j][1]);
+    const u32 high = narrow_two<T>(sum[j][2], sum[j][3]);
+    const int column = j * 8 + lane % 4 * 2;
+    int h, w;
+    const bool there = to.position(column, h, w);
+    const int at = to.offset(h, w);
+    if (args.planes > 1) {
+      store_if(there && low_there, y + at, low);
+      store_if(there && high_there, y_high + at, high);
+      continue;
+    }
+    const bool next_there = to.position(column + 1, h, w);
+    const int next = to.offset(h, w);
+    store_if(there && low_there, y + at, static_cast<unsigned short>(low));
+    store_if(next_there && low_there, y + next, static_cast<unsigned short>(low >> 16));
+    store_if(there && high_there, y_high + at, static_cast<unsigned short>(high));
+    store_if(next_there && high_there, y_high + next, static_cast<unsigned short>(high >> 16));
+  }
+}
+
+}  // namespace convgrad

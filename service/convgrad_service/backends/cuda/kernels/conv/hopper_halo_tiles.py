@@ -1,0 +1,322 @@
+"""Tiles of hopper_halo.cu: which fit, and the time that each is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any, Literal
+
+from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
+    pixels_beside,
+    stores_planes,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tables import (
+    CHUNK,
+    TAP_BYTES,
+    Halo,
+    Tables,
+    depth_step,
+    halo_of,
+    tables_of,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Size3
+
+__all__ = ["COLUMNS", "GROUPS", "TABLE_BYTES", "HaloTile", "halo_tiles", "some_tile_fits"]
+
+COLUMNS = (64, 112, 144, 176, 208, 240)
+"""Of a product: as many as a warpgroup has registers for, in steps that leave few of them empty."""
+GROUPS = 2
+"""Warpgroups that multiply."""
+ROW_BYTES = 2 * CHUNK
+# Of positions that are stored together; and of all warps' results on their way, aligned.
+GROUP, STAGING_BYTES = 8, 8 * 16 * (64 * 2 + 16) + 16
+MOST_BOX, MOST_STEP = 256, 8
+LEAST_WIDTH = 7
+MOST_STAGES = 16
+SLOTS = (6, 4, 3, 2)
+ALIGNMENT = 1024
+TABLES = {"passes": 8, "steps": 64, "taps": 128, "loads": 128}
+MOST_SLICES = 16
+TABLE_BYTES = 2304
+"""What the argument has room for."""
+# What tiles are weighed with, in clocks of an H200: what a pass takes beside its products, what
+# weights that do not stay do in a tile, what a launch does, and bytes that a multiprocessor is
+# given in one.
+PASS_CLOCKS, STREAM_CLOCKS, LAUNCH_CLOCKS, BYTES_A_CLOCK = 1500, 1200, 6000, 22
+
+Split = Literal["columns", "channels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a tile is cut from: the source's and the result's channels, and the axes; and whether
+    results wait in shared memory for those that lie beside them."""
+
+    channels: tuple[int, int]
+    batch: int
+    axes: tuple[Axis, ...]
+    staged: bool = False
+
+    @property
+    def extents(self) -> Size3:
+        """Positions along D, H, W, of the largest phase."""
+        d, h, w = (max(phase.count for phase in axis.phases) for axis in self.axes)
+        return d, h, w
+
+    @property
+    def twice(self) -> bool:
+        """Whether the result's channels leave half of a product to those of another depth."""
+        step = depth_step(self.axes)
+        few = self.channels[1] <= CHUNK and self.extents[0] > 1
+        return few and step is not None and step <= MOST_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class HaloTile:
+    """A way to cut a problem: ``extent`` is a tile's positions along D, H, W; ``split`` says what
+    the two warpgroups share, the columns or the result's channels; ``slots`` is 0 where all
+    weights stay in shared memory.
+    """
+
+    problem: Problem
+    halo: Halo
+    tables: Tables
+    split: Split
+    columns: int
+    extent: Size3
+    stages: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        d, h, w = self.extent
+        return f"{d}x{h}x{w}_{self.split}{self.columns}{'_stay' if self.slots == 0 else ''}"
+
+    @property
+    def twice(self) -> bool:
+        return self.problem.twice
+
+    @property
+    def staged(self) -> bool:
+        return self.problem.staged
+
+    @property
+    def tiles(self) -> Size3:
+        d, h, w = (
+            ceil_div(whole, part)
+            for whole, part in zip(self.problem.extents, self.extent, strict=True)
+        )
+        return d, h, w
+
+    @property
+    def blocks(self) -> int:
+        """Of the result's channels, in a tile."""
+        return GROUPS if self.split == "channels" else 1
+
+    @property
+    def channel_tiles(self) -> int:
+        return ceil_div(self.problem.channels[1], 64 * self.blocks)
+
+    @property
+    def count(self) -> int:
+        return self.problem.batch * prod(self.tiles) * self.channel_tiles
+
+    @property
+    def row_pixels(self) -> int:
+        return self.extent[2] + self.halo.beyond[1]
+
+    @property
+    def rows(self) -> int:
+        return self.extent[1] + self.halo.beyond[0]
+
+    @property
+    def box_bytes(self) -> int:
+        return self.row_pixels * self.rows * ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return ceil_div(self.box_bytes, ALIGNMENT) * ALIGNMENT
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.problem.channels[0], CHUNK)
+
+    @property
+    def load_bytes(self) -> int:
+        return self.tables.run * TAP_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.slots or self.chunks) * self.tables.slot_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """What aligns it, stages, weights and barriers; products read past a slice's end."""
+        barriers = 16 * (self.stages + (self.slots or self.chunks))
+        columns = self.columns * GROUPS // self.blocks
+        last = max(tap.pixel for tap in self.tables.taps) + columns
+        past = last * ROW_BYTES - self.stage_bytes
+        staging = STAGING_BYTES if self.staged else 0
+        return (
+            TABLE_BYTES
+            + ALIGNMENT
+            + self.stages * self.stage_bytes
+            + max(self.weight_bytes + barriers + staging, past)
+        )
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Of ``shared_bytes``, what the kernel does not declare itself."""
+        return self.shared_bytes - TABLE_BYTES
+
+    def clocks(self, device: CudaDevice) -> float:
+        """What it is expected to take."""
+        depths = 2 * self.chunks
+        products = len(self.tables.taps) * depths * self.columns / 2 * GROUPS
+        moved = self.chunks * len(self.halo.slices) * self.box_bytes
+        if self.slots:
+            moved += self.chunks * len(self.tables.loads) * self.load_bytes
+        tile = max(products, moved / BYTES_A_CLOCK) + PASS_CLOCKS * len(self.tables.passes)
+        if self.slots:
+            tile += STREAM_CLOCKS
+        # Where weights stay, the first product waits for all of a chunk's.
+        first = self.tables.slot_bytes / BYTES_A_CLOCK
+        return ceil_div(self.count, device.multiprocessors) * tile + first + LAUNCH_CLOCKS
+
+    def describe(self, args: Any) -> None:
+        """Fill in the argument's part of it."""
+        tables, halo, axes = self.tables, self.halo, self.problem.axes
+        args.tile[:], args.tiles[:] = self.extent, self.tiles
+        args.channel_tiles, args.all_tiles = self.channel_tiles, self.count
+        args.x_step[:] = [axis.x_step for axis in axes]
+        args.y_step[:] = [axis.y_step for axis in axes]
+        args.row_pixels = self.row_pixels
+        args.row_factor = ceil_div(2**32, self.row_pixels)
+        args.chunks, args.slices, args.stages = self.chunks, len(halo.slices), self.stages
+        args.stage_bytes, args.box_bytes = self.stage_bytes, self.box_bytes
+        args.slots, args.slot_bytes = self.slots, tables.slot_bytes
+        args.load_bytes = self.load_bytes
+        args.all_loads, args.chunk_bytes = len(tables.loads), tables.slot_bytes
+        args.shared_weights = self.stages * self.stage_bytes
+        if self.split == "columns":
+            args.group_pixels = self.columns
+        else:
+            args.group_blocks, args.group_weights = 1, self.load_bytes // 16
+        args.row_channels = CHUNK if self.twice else 64
+        args.deeper_first = axes[0].x_tap > 0
+        args.passes = len(tables.passes)
+        for index, one in enumerate(tables.passes):
+            into = getattr(args.tables, "pass")[index]
+            into.first_step, into.steps = one.first_step, one.steps
+            into.y0[:], into.count[:] = one.y0, one.count
+        for index, place in enumerate(halo.slices):
+            args.tables.slice[index].at[:] = place
+        for index, step in enumerate(tables.steps):
+            for name in ("slice", "taps", "loads", "last", "first_tap", "first_load"):
+                setattr(args.tables.step[index], name, int(getattr(step, name)))
+        for index, tap in enumerate(tables.taps):
+            args.tables.tap[index].pixel = tap.pixel * ROW_BYTES // 16
+            args.tables.tap[index].weight = tap.weight // 16
+        for index, load in enumerate(tables.loads):
+            into = args.tables.load[index]
+            into.to, into.block = load.to // 16, load.block
+            into.t, into.r, into.s = load.tap
+
+
+def some_tile_fits(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> bool:
+    """Whether some tile does, however many positions there are: one row of the least tile."""
+    extents = 2, 1, 2 * LEAST_WIDTH - 1
+    few = [
+        replace(axis, phases=tuple(replace(phase, count=count) for phase in axis.phases))
+        for axis, count in zip(axes, extents, strict=True)
+    ]
+    return bool(halo_tiles(work, few, device))
+
+
+def halo_tiles(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> tuple[HaloTile, ...]:
+    """Those that fit, the one that should take the least time first."""
+    channels = work.in_channels, work.out_channels
+    if work.direction == "bwd_data":
+        channels = channels[::-1]
+    chunks = stores_planes(work) and pixels_beside(work) == GROUP == gcd(
+        axes[2].phases[0].count, GROUP
+    )
+    return _tiles(Problem(channels, work.batch, tuple(axes), chunks), device)
+
+
+@lru_cache(maxsize=256)
+def _tiles(problem: Problem, device: CudaDevice) -> tuple[HaloTile, ...]:
+    halo = halo_of(problem.axes, twice=problem.twice)
+    if len(halo.slices) > MOST_SLICES:
+        return ()
+    found: list[HaloTile] = []
+    splits: tuple[Split, ...] = ("columns", "channels")
+    for split in splits if problem.channels[1] > 64 else splits[:1]:
+        groups = GROUPS if split == "columns" else 1
+        for width, rows, columns in _shapes(problem, halo, groups):
+            extent = 2 if problem.twice else 1, rows, width
+            for stay in (True, False):
+                tile = _fitted(problem, device, halo, split, columns, extent, stay=stay)
+                if tile is not None:
+                    found.append(tile)
+    return tuple(sorted(found, key=lambda tile: tile.clocks(device)))
+
+
+def _shapes(problem: Problem, halo: Halo, groups: int) -> Iterator[tuple[int, int, int]]:
+    """Widths and rows of tiles, and columns that hold them."""
+    extents, steps = problem.extents, [axis.x_step for axis in problem.axes[1:]]
+    for parts in range(1, extents[2] + 1):
+        width = ceil_div(extents[2], parts)
+        if parts > 1 and width == ceil_div(extents[2], parts - 1):
+            continue
+        if parts > 1 and width < LEAST_WIDTH:
+            return
+        pixels = width + halo.beyond[1]
+        if pixels > MOST_BOX // steps[1]:
+            continue
+        for rows in range(1, min(extents[1], MOST_BOX // steps[0] - halo.beyond[0]) + 1):
+            needed = (rows - 1) * pixels + width
+            columns = next((n for n in COLUMNS if n * groups >= needed), None)
+            if columns is None:
+                break
+            yield width, rows, columns
+
+
+def _fitted(
+    problem: Problem,
+    device: CudaDevice,
+    halo: Halo,
+    split: Split,
+    columns: int,
+    extent: Size3,
+    *,
+    stay: bool,
+) -> HaloTile | None:
+    """With as many slots and stages as fit; None where too few do."""
+    tables = tables_of(
+        problem.axes,
+        halo,
+        extent[2] + halo.beyond[1],
+        twice=problem.twice,
+        blocks=GROUPS if split == "channels" else 1,
+        stay=stay,
+    )
+    if any(len(getattr(tables, name)) > most for name, most in TABLES.items()):
+        return None
+    chunks = ceil_div(problem.channels[0], CHUNK)
+    # What several passes read stays until the last of them.
+    least = chunks * len(halo.slices) if len(tables.passes) > 1 else 2
+    for slots in (0,) if stay else SLOTS:
+        tile = HaloTile(problem, halo, tables, split, columns, extent, least, slots)
+        if stay and tile.channel_tiles > 1:
+            return None
+        room = device.shared_bytes_per_block - tile.shared_bytes
+        if room >= 0:
+            more = room // (tile.stage_bytes + 16)
+            return replace(tile, stages=max(least, min(least + more, MOST_STAGES)))
+    return None

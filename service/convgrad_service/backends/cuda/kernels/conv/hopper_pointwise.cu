@@ -1,0 +1,275 @@
+// A 1x1 convolution of stride 1 on Hopper whose channels lie apart (channels first), forward or the
+// gradient of the input, as a GEMM for each image: M = the result's channels, N = pixels, K = the
+// source's channels. Both sides are read and written as they lie. The host's side is
+// hopper_pointwise.py.
+//
+// y[n, m, p] = sum over k of w[k, m] (ACROSS: weights lie along the result's channels; else w[m, k])
+// * x[n, k, p].
+//
+// With SPREAD, the gradient of the input where each pixel of the output has taps of its own (stride =
+// kernel, along W 2; no padding): M = the result's channels x taps, each row of sums a channel's pixels
+// of one tap. Rows of two taps along W that follow each other are put together for the result's rows.
+//
+// Grid: one block a multiprocessor, which takes tiles blockIdx.x, + gridDim.x, ... of BM channels
+// (fastest) x BN pixels of one image. Block: a thread starts the copies of a step's source, 64 channels
+// of BN pixels, which products read along N; another one those of the weights. Two warpgroups multiply,
+// each half of the tile's channels, or where BM is 64 half of its pixels. They meet in a ring of STAGES
+// steps. Results leave by the copy engine, 64 x 64 of a warpgroup at a time, each through one of two
+// buffers, which cuts off what is beyond the image and the channels; with SPREAD from registers.
+// Dynamic shared memory: 1,024 bytes to align it by; the ring, each stage BM + BN rows of 128 bytes; two
+// times 8 KB for each warpgroup's results; two barriers a stage.
+// Relies on its launcher for images and channels that start at multiples of 16 bytes. Needs sm_90a.
+// Deterministic: one order of additions.
+// Index limits: tiles below 2^31.
+#include "ptx/load_store.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/warpgroup.cuh"
+
+namespace convgrad {
+
+struct HopperPointwiseArgs {
+  TensorMap x_map;  // pixels, the source's channels, images: boxes of 64 x 64
+  TensorMap w_map;  // boxes of 64 x 64 (ACROSS), or of 64 of the source's channels x BM
+  TensorMap y_map;  // pixels, the result's channels, images: boxes of 64 x 64
+  void* y;          // with SPREAD
+  i64 y_stride[6];  // N G C D H W, in elements
+  int channels;     // of the source
+  int rows;         // with SPREAD: the result's channels x taps
+  int channel_tiles;
+  int pixel_tiles;  // of an image
+  int tiles;
+  int taps[3];      // with SPREAD: T R S
+  int size[3];      // with SPREAD: of the source, D H W, of which W is a multiple of 8
+};
+
+}  // namespace convgrad
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kDepth = 64, kRowBytes = 128, kGroups = 2;
+constexpr u32 kBoxBytes = 64 * kRowBytes;
+constexpr u32 kABytes = BM * kRowBytes, kBBytes = BN * kRowBytes, kStageBytes = kABytes + kBBytes;
+// Of a warpgroup: 64 channels each part, and fragments of 8 pixels.
+constexpr bool kPixelsApart = BM == 64;
+constexpr int kParts = kPixelsApart ? 1 : BM / 128, kColumns = kPixelsApart ? BN / 2 : BN;
+constexpr int kFragments = kColumns / 8, kBlocks = kColumns / 64;
+static_assert(BN % 128 == 0 && (kPixelsApart || BM % 128 == 0), "whole boxes for each");
+
+struct Place {
+  u32 ring, staging, barriers;
+
+  __device__ __forceinline__ u32 stage(int i) const { return ring + i * kStageBytes; }
+  __device__ __forceinline__ u32 filled(int i) const { return barriers + i * 8; }
+  __device__ __forceinline__ u32 read(int i) const { return barriers + (STAGES + i) * 8; }
+};
+
+struct Turning {
+  int at = 0;
+  u32 parity;
+
+  __device__ __forceinline__ explicit Turning(u32 parity) : parity(parity) {}
+  __device__ __forceinline__ void step() {
+    if (++at == STAGES) at = 0, parity ^= 1;
+  }
+};
+
+struct Tile {
+  int channel, pixel, image;
+
+  __device__ __forceinline__ Tile(const HopperPointwiseArgs& args, int index) {
+    const u32 pixels = static_cast<u32>(index) / static_cast<u32>(args.channel_tiles);
+    channel = (index - pixels * args.channel_tiles) * BM;
+    image = pixels / static_cast<u32>(args.pixel_tiles);
+    pixel = (pixels - image * args.pixel_tiles) * BN;
+  }
+};
+
+// One thread: all of a block's tiles, of the source or of the weights.
+template <bool kSource>
+__device__ __forceinline__ void copy(const HopperPointwiseArgs& args, const Place& place) {
+  Turning ring(1);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    const Tile tile(args, index);
+#pragma unroll 1
+    for (int k = 0; k < args.channels; k += kDepth) {
+      wait_barrier(place.read(ring.at), ring.parity);
+      const u32 barrier = place.filled(ring.at);
+      arrive_and_expect_tx(barrier, kSource ? kBBytes : kABytes);
+      if constexpr (kSource) {
+        const u32 to = place.stage(ring.at) + kABytes;
+#pragma unroll
+        for (int i = 0; i < BN / 64; ++i) {
+          tma_load<3>(to + i * kBoxBytes, args.x_map, barrier, {tile.pixel + i * 64, k, tile.image});
+        }
+      } else if constexpr (ACROSS) {
+#pragma unroll
+        for (int i = 0; i < BM / 64; ++i) {
+          tma_load<2>(place.stage(ring.at) + i * kBoxBytes, args.w_map, barrier,
+                       {tile.channel + i * 64, k}, kKeepMost);
+        }
+      } else {
+        tma_load<2>(place.stage(ring.at), args.w_map, barrier, {k, tile.channel}, kKeepMost);
+      }
+      ring.step();
+    }
+  }
+}
+
+// A warpgroup's sums to the result as they lie, 64 x 64 at a time, through one of two buffers.
+__device__ __forceinline__ void store_planes(const HopperPointwiseArgs& args, const Tile& tile,
+                                             u32 staging, const float (&sum)[kParts][kFragments][4]) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x % 128 / 32;
+  const int channel = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts * 64);
+  const int pixel = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0);
+  const bool stores = threadIdx.x % 128 == 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const u32 buffer = staging + (part * kBlocks + block) % 2 * kBoxBytes;
+      if (stores) tma_store_wait_read<1>();
+      wait_at(1 + warpgroup, 128);
+      const int row = warp * 16 + lane % 16, chunk = lane / 16;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const float(&first)[4] = sum[part][block * 8 + j];
+        const float(&second)[4] = sum[part][block * 8 + j + 1];
+        const u32 words[4] = {narrow_two<T>(first[0], first[1]), narrow_two<T>(first[2], first[3]),
+                              narrow_two<T>(second[0], second[1]),
+                              narrow_two<T>(second[2], second[3])};
+        stmatrix(buffer + row * kRowBytes + ((j + chunk) ^ (row & 7)) * 16, words);
+      }
+      publish_shared();
+      wait_at(1 + warpgroup, 128);
+      if (stores) {
+        tma_store<3>(args.y_map, buffer, {pixel + block * 64, channel + part * 64, tile.image});
+        tma_store_commit();
+      }
+    }
+  }
+}
+
+// Two words of two neighbours each, first and second, as four in turns.
+__device__ __forceinline__ uint2 by_turns(u32 first, u32 second) {
+  return {__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632)};
+}
+
+// A warpgroup's sums with SPREAD: of two rows that are neighbours along W a lane stores two pixels each.
+__device__ __forceinline__ void store_spread(const HopperPointwiseArgs& args, const Tile& tile,
+                                             const float (&sum)[kParts][kFragments][4]) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x % 128 / 32, row = lane / 4;
+  const bool odd = row & 1;
+  const int first = tile.pixel + (kPixelsApart ? warpgroup * kColumns : 0) + lane % 4 * 2;
+  const int pixels = args.size[0] * args.size[1] * args.size[2];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int at = tile.channel + (kPixelsApart ? 0 : warpgroup * kParts + part) * 64 + warp * 16 +
+                   (odd ? row + 7 : row);
+    u32 rest = static_cast<u32>(at) / 2;
+    const int r = rest % args.taps[1];
+    rest /= args.taps[1];
+    const int t = rest % args.taps[0], channel = rest / args.taps[0];
+    T* const y = static_cast<T*>(args.y) + tile.image * args.y_stride[0] +
+                 channel * args.y_stride[2] + t * args.y_stride[3] + r * args.y_stride[4];
+    int w = first % args.size[2], h = first / args.size[2] % args.size[1];
+    int d = first / args.size[2] / args.size[1];
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const u32 low = narrow_two<T>(sum[part][j][0], sum[part][j][1]);
+      const u32 high = narrow_two<T>(sum[part][j][2], sum[part][j][3]);
+      const u32 other = __shfl_xor_sync(~0u, odd ? low : high, 4);
+      const i64 to = d * args.taps[0] * args.y_stride[3] + h * args.taps[1] * args.y_stride[4] + w * 2;
+      store_if(at < args.rows && first + j * 8 < pixels, y + to,
+               odd ? by_turns(other, high) : by_turns(low, other));
+      w += 8;
+      if (w >= args.size[2]) w -= args.size[2], ++h;
+      if (h >= args.size[1]) h -= args.size[1], ++d;
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply_tiles(const HopperPointwiseArgs& args, const Place& place) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
+  const u32 own_a = kPixelsApart ? 0 : warpgroup * kParts * kBoxBytes;
+  const u32 own_b = kABytes + (kPixelsApart ? warpgroup * kBlocks * kBoxBytes : 0);
+  const u32 staging = place.staging + warpgroup * 2 * kBoxBytes;
+  constexpr Major kWeights = ACROSS ? kAlongMn : kAlongK;
+  constexpr u32 kNextA = ACROSS ? 16 * kRowBytes : 32;
+  Turning ring(0);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    float sum[kParts][kFragments][4];
+    int before = -1;  // the stage whose products are under way
+#pragma unroll 1
+    for (int k = 0; k < args.channels; k += kDepth) {
+      wait_barrier(place.filled(ring.at), ring.parity);
+      const u32 from = place.stage(ring.at);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < kDepth / 16; ++i) {
+        const u64 b = advance(operand_along_mn<128>(from + own_b, kBoxBytes), i * 16 * kRowBytes);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const u32 at = from + own_a + part * kBoxBytes;
+          const u64 a = ACROSS ? operand_along_mn<128>(at) : operand_along_k<128>(at);
+          multiply<T, kWeights, kAlongMn>(sum[part], advance(a, i * kNextA), b, i > 0 || k > 0);
+        }
+      }
+      commit_products();
+      wait_products<1>();
+      if (before >= 0 && lane == 0) arrive(place.read(before));
+      before = ring.at;
+      ring.step();
+    }
+    const Tile tile(args, index);
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) hold_sums(sum[part]);
+    if (lane == 0) arrive(place.read(before));
+    if constexpr (SPREAD) {
+      store_spread(args, tile, sum);
+    } else {
+      store_planes(args, tile, staging, sum);
+    }
+  }
+  if (!SPREAD && threadIdx.x % 128 == 0) tma_store_wait<0>();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
+    hopper_pointwise(const __grid_constant__ HopperPointwiseArgs args) {
+  extern __shared__ uint4 shared[];
+  Place place;
+  place.ring = (shared_address(shared) + 1023) & ~1023u;
+  place.staging = place.ring + STAGES * kStageBytes;
+  place.barriers = place.staging + kGroups * 2 * kBoxBytes;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      init_barrier(place.filled(i), 2);
+      init_barrier(place.read(i), kGroups * 4);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  wait_on_dependent_grids();
+  if (threadIdx.x < 128) {
+    leave_registers<40>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      if (elect_one()) copy<true>(args, place);
+    } else if (warp == 1) {
+      if (elect_one()) copy<false>(args, place);
+    }
+  } else {
+    take_registers<232>();
+    multiply_tiles(args, place);
+  }
+}

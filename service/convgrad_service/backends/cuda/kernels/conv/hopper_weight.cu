@@ -1,0 +1,248 @@
+// The gradient of a dense convolution's weight on Hopper, as an implicit GEMM: M = channels of
+// grad_output, N = taps x channels of the input, K = pixels of grad_output. The host's side is
+// hopper_weight.py.
+//
+// w[k, c, r] = sum over pixels (n, o) of y[n, k, o] * x[n, c, o*stride + r*dilation - pad].
+//
+// A step is 64 pixels. Of y it takes boxes of 64 channels; of x boxes of CHANNELS channels, each of
+// one tap, or of `shared_taps` neighbouring taps along W, which find their pixels in the same box,
+// `dilation` rows further on each. For that rows of y are `halo` pixels longer, zeros that TMA puts
+// there, so that pixels that follow each other in memory do so along W too, at each tap. Both
+// operands lie in shared memory as they do in global memory, channels side by side (along M and N).
+//
+// Block: a unit is a tile, whole or a share of its pixels; a block takes units blockIdx.x, +
+// gridDim.x, ... Four threads copy (TMA, im2col), WARPGROUPS warpgroups multiply: each has ROWS times
+// 64 rows of the tile's WARPGROUPS*ROWS*64 and all its columns, or where they SPREAD all of ROWS*64
+// rows and its part of the columns: PRODUCTS times COLUMNS of them. Dynamic shared memory: 1,024
+// bytes to align it by, a ring of `stages` steps; hopper_weight_tiles.py counts it.
+// With PLANES (1x1 kernels of stride 1, channels first) an image is one row of y, its last step filled
+// with zeros by `halo`; boxes are planes of channels, 128 bytes of pixels each, and products read them
+// along K: of 16 bits, or of float32 as TF32, whose steps are 32 pixels.
+// Clusters of CLUSTER blocks: SUMS of them with shares of one tile, a unit each, which they add up
+// through their shared memory (hopper_weight_cluster_reduce.cuh); and CLUSTER / SUMS with neighbouring tiles
+// and one share, of which each copies a part of the boxes that all need, to all of these.
+// Sums of a whole tile become results here, the others partial sums. Where each block has at most one
+// of those, its last unit, a tile's blocks then add them up (`met`, hopper_weight_grid_reduce.cuh), else
+// hopper_weight_sum.cu does.
+// Relies on its launcher for channels that TMA can read (rows of whole 16 bytes), and for whole tiles
+// for a result that is the sum itself, its channels side by side and eight (float32: two) aligned.
+// Deterministic: one order of additions for each result and number of shares. Positions outside the
+// input and beyond a row of y enter as zeros. float32 by scaled halves: what a channel lost might show in
+// few sums, which are taken again by the definition.
+// Index limits: pixels, with the halo, below 2^31; elements and results 64-bit.
+#include "conv/hopper_weight_cluster_reduce.cuh"
+#include "conv/hopper_weight_copies.cuh"
+#include "conv/hopper_weight_grid_reduce.cuh"
+#include "core/opaque.cuh"
+#include "ptx/warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using Layout = Step<SPREAD ? ROWS : ROWS * WARPGROUPS, 64, sizeof(T)>;
+constexpr int kRowBytes = CHANNELS * static_cast<int>(sizeof(T));  // of a pixel in a box of x
+constexpr Major kMajor = PLANES ? kAlongK : kAlongMn;
+// Of one product's depth, and how far on the next one's operands are.
+constexpr int kDeep = 32 / static_cast<int>(sizeof(T));
+constexpr u32 kNextA = PLANES ? 32 : kDeep * 128, kNextB = PLANES ? 32 : kDeep * kRowBytes;
+constexpr int kFragments = COLUMNS / 8, kBlocks = COLUMNS / CHANNELS;
+constexpr int kMostBoxes = kBlocks * PRODUCTS * (SPREAD ? WARPGROUPS : 1);
+constexpr int kTurns = 4, kMostCopied = (Layout::kYBoxes + kMostBoxes + kTurns - 1) / kTurns;
+constexpr int kThreads = (WARPGROUPS + 1) * 128;
+constexpr int kArgumentWords = (sizeof(HopperWeightArgs) - sizeof(TensorMap) * 2) / 4 - 1;
+// What the blocks of a cluster do together: copy what their tiles share, or sum shares of one tile.
+constexpr int kCopying = CLUSTER / SUMS;
+constexpr bool kSums = SUMS > 1, kCopies = kCopying > 1;
+using Sums = ClusterSums<SUMS, kCopying, ROWS, PRODUCTS, kFragments>;
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+    hopper_weight(const __grid_constant__ HopperWeightArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[2 * kMostStages + (kSums ? Sums::kMost : 0)];
+  __shared__ Copied copied[kTurns][kMostCopied];  // of each thread that copies
+  const int thread = threadIdx.x, warpgroup = thread / 128, warp = thread / 32, lane = thread & 31;
+  const WeightResult& of = args.result;
+  // Each warp has some of the argument fetched, so that nobody waits for one line after another.
+  const int ahead = reinterpret_cast<const int*>(&of)[min(warp * 16, kArgumentWords)];
+  const u32 padding = -shared_address(shared) & 1023;
+  char* const base = reinterpret_cast<char*>(shared) + padding;
+  const u32 full = shared_address(barriers);
+  Ring ring = {shared_address(base), static_cast<u32>(args.stage_bytes), full,
+               full + kMostStages * 8, args.stages};
+  if (thread < args.stages) {
+    init_barrier(ring.filled(thread), 1);
+    init_barrier(ring.emptied(thread), WARPGROUPS * 4 * kCopying);
+    fence_barrier_init();
+  }
+  // Its number among the blocks that copy together, and among those that sum together.
+  const int block = CLUSTER > 1 ? cluster_rank() : 0;
+  const int copier = kSums ? block % kCopying : block, summer = kSums ? block / kCopying : 0;
+  const int first_copier = block - copier;
+  const u32 joined = full + 2 * kMostStages * 8;  // where a cluster's sums come
+  if (kSums && thread == 0) {
+    for (int i = 0; i < Sums::kMost; ++i) init_barrier(joined + i * 8, 1);
+    fence_barrier_init();
+    for (int i = 0; i < Sums::kMost; ++i) {
+      arrive_and_expect_tx(joined + i * 8, Sums::kQuadBytes * (SUMS - 1));
+    }
+  }
+  if (thread == WARPGROUPS * 128) prefetch_tensor_map(args.x_map), prefetch_tensor_map(args.y_map);
+  __shared__ Box boxes[2][kMostBoxes];  // of the tiles of this unit and of the one before
+  opaque_use(ahead);
+  if (kCopies) {
+    // What their barriers start as has been published.
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  launch_dependent_grids();
+  wait_on_dependent_grids();
+  const int steps = steps_of(args);
+  const int units =
+      (of.whole + (of.row_tiles * of.column_tiles - of.whole) * of.shares) / kCopying;
+  auto cluster_unit_of = [&](int index) {
+    return cluster_unit_at(of, index, steps, SUMS, summer, kCopying, copier);
+  };
+  auto unit_of = [&](int index) {
+    if (!kSums) return unit_at(of, index, steps, kCopying, copier);
+    const ClusterUnit unit = cluster_unit_of(index);
+    return Unit{unit.all.tile, unit.all.share, unit.step, unit.end, false};
+  };
+  const int unit_step = gridDim.x / CLUSTER;
+  // In this order the code of what copies stands first, and is fetched sooner.
+  if (warpgroup < WARPGROUPS) {
+    take_registers<CONSUMER_REGISTERS>();
+    const bool shares_box = of.shared_taps > 1;
+    const u32 next_box = shares_box ? args.source.dilation[2] * kRowBytes : args.box_bytes;
+    const int boxes_each = shares_box ? 1 : kBlocks;  // of one product
+    const int own_box = SPREAD ? warpgroup * PRODUCTS * boxes_each : 0;
+    const int own_row = SPREAD ? 0 : warpgroup * ROWS;
+    // Here and not among the units, or the compiler no longer sees that a warp's threads agree on
+    // the ring's stages, and its products wait for the registers of single threads.
+    auto last_unit = [&]() {
+      int last = opaque_value(blockIdx.x) / CLUSTER;
+      while (last + unit_step < units) last += unit_step;
+      return unit_of(last);
+    };
+    const bool together = !kSums && args.met != nullptr;
+    if (together && thread == 0 && !last_unit().whole) {
+      begin_party(args.met + (last_unit().tile - of.whole));
+    }
+    int turn = 0;
+    float sum[ROWS][PRODUCTS][kFragments][4];
+    auto hold = [&]() {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) hold_sums(sum[i][j]);
+      }
+    };
+    // A stage is free when no block of the cluster reads it any more.
+    auto release = [&](int last) {
+      if (last < 0) return;
+      if (!kCopies) {
+        if (lane == 0) arrive(ring.emptied(last));
+      } else if (lane < kCopying) {
+        arrive_at(ring.emptied(last), first_copier + lane);
+      }
+    };
+    for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
+      const Unit unit = unit_of(index);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) {
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][j][f][e] = 0;
+          }
+        }
+      }
+      int last = -1;
+      hold();
+#pragma unroll 1
+      for (int step = unit.step; step < unit.end; ++step) {
+        const u32 from = ring.here();
+        const u32 y_at = from + own_row * Layout::kYBoxBytes;
+        const u32 x_at = from + Layout::kXAt + own_box * args.box_bytes;
+        u64 a, b;
+        if constexpr (PLANES) {
+          a = operand_along_k<128>(y_at), b = operand_along_k<128>(x_at);
+        } else {
+          a = operand_along_mn<128>(y_at), b = operand_along_mn<kRowBytes>(x_at, next_box);
+        }
+        wait_barrier(ring.filled(ring.stage), ring.parity);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kPixels / kDeep; ++k) {
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j) {
+              multiply<T, kMajor, kMajor>(
+                  sum[i][j], advance(a, i * Layout::kYBoxBytes + k * kNextA),
+                  advance(b, j * boxes_each * args.box_bytes + k * kNextB), 1);
+            }
+          }
+        }
+        commit_products();
+        wait_products<1>();
+        // Where blocks leave without more ado, none arrives where nobody waits.
+        if (!(kSums && kCopies) || step - 1 + ring.stages < unit.end) release(last);
+        last = ring.stage;
+        ring.next();
+      }
+      wait_products<0>();
+      hold();
+      if (!(kSums && kCopies)) release(last);
+      // Worked out again: the sums leave few registers.
+      const Unit done = unit_of(opaque_value(index));
+      turn ^= 1;
+      if (thread < of.boxes) {
+        boxes[turn][thread] = box_at(of, place_of(of, done.tile).column * of.boxes + thread);
+      }
+      // All of the block have read the ring, and the boxes of the unit before the last.
+      wait_at(1, WARPGROUPS * 128);
+      if constexpr (kSums) {
+        cluster_arrive();
+        Sums::leave(base, joined, summer, copier, sum);
+      } else {
+        put_sums<T>(args, done, warpgroup, thread % 128, boxes[turn], sum);
+      }
+    }
+    if (together && !last_unit().whole) {
+      add_together<ROWS, PRODUCTS, kFragments>(args, last_unit(), boxes[turn],
+                                               reinterpret_cast<float4*>(base));
+    }
+    if constexpr (kSums) {
+      Sums::add(args, cluster_unit_of(blockIdx.x / CLUSTER).all,
+                reinterpret_cast<const float4*>(base), joined, summer, boxes[turn]);
+    }
+  } else {
+    leave_registers<PRODUCER_REGISTERS>();
+    if (elect_one()) {
+      const int turn = warp % 4;
+      for (int index = blockIdx.x / CLUSTER; index < units; index += unit_step) {
+        copy_steps<Layout, kCopying, kTurns>(args, unit_of, index, ring, turn, copier,
+                                             first_copier, args.box_bytes, copied[turn]);
+      }
+    }
+    if (kSums) {
+      __syncwarp();
+      for (int i = 0; i < 2; ++i) {
+        cluster_arrive();
+        cluster_wait();
+      }
+    }
+  }
+  // No block ends while another may still arrive at its barriers.
+  if (kCopies && !kSums) {
+    __syncwarp();
+    cluster_sync();
+  }
+}

@@ -1,0 +1,333 @@
+"""The gradient of a dense convolution's weight on Hopper: TMA, and products of warpgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.conv import scaled_halves
+from convgrad_service.backends.cuda.kernels.conv.dense_weight import weight_expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_args import (
+    WeightSumArgs,
+    arguments,
+    beside,
+    dims_of,
+    fill_result,
+    fill_source,
+)
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_model import expected_s
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
+    PIXELS,
+    ROWS,
+    TILES,
+    Cut,
+    cuts,
+    plane_pixels,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import PixelMap, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    Prepared,
+    overlapping,
+    prepare_activation,
+)
+from convgrad_service.backends.cuda.kernels.layout.planes import flat_planes, plane_map
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import (
+    ZEROS,
+    Fragment,
+    Instance,
+    Launch,
+    Step,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+
+__all__ = ["HopperWeight", "reachable"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+# What is read, and what is written.
+RESULTS = (
+    *((dtype, dtype) for dtype in (*DTYPES, DType.FLOAT32)),
+    *((dtype, DType.FLOAT32) for dtype in DTYPES),
+)
+LEAST_CHANNELS = 16
+# dense_weight in TF32 on an H200, over its model; and what this kernel takes beside its own.
+DENSE_SLOWER, MARGIN_S = 1.2, 1e-6
+# A step may count past the last pixel.
+MAX_PIXELS, MAX_GRID_Y = 2**31 - 2**16, 65535
+MOST_STEP = 8
+# What a pixel may be moved by in its window, by the number of dimensions.
+MOST_SHIFT = {1: 65535, 2: 255, 3: 31}
+# Of hopper_weight_sum.cu: threads, vectors of each, the most slices of a block, and the threads
+# that keep an H200 busy.
+SUM_BLOCK, SUM_EACH, MOST_SLICES, SUM_THREADS = 256, 4, 8, 132 * 1024
+
+
+class HopperWeight:
+    """bwd_weight on sm_90a, of 16-bit tensors and of float32 (``precision: high``)."""
+
+    name = "hopper_weight"
+
+    def __init__(self, least_channels: int = LEAST_CHANNELS, *, everywhere: bool = False) -> None:
+        """The fewest channels on either side; whether it takes float32 that others do faster."""
+        self._least_channels = least_channels
+        self._everywhere = everywhere
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`; judged by channels and kernel where not by what TMA can reach."""
+        if device.architecture != "sm_90a":
+            return f"{device.name} is not sm_90a"
+        if work.dtype not in DTYPES and (work.dtype, work.precision) != (DType.FLOAT32, "high"):
+            return f"{work.dtype} of {work.precision} precision is not for products of 16 bits"
+        if work.groups > 1:
+            return f"{work.groups} groups of channels"
+        if min(work.in_channels, work.out_channels) < self._least_channels:
+            return (
+                f"{work.in_channels} channels to {work.out_channels} would leave most of a tile; "
+                f"expected {self._least_channels} on either side"
+            )
+        dims = dims_of(work)
+        for dim in range(3 - dims, 3):
+            shift = (work.kernel[dim] - 1) * work.dilation[dim]
+            if shift > MOST_SHIFT[dims]:
+                return f"taps reach over {shift} pixels; expected at most {MOST_SHIFT[dims]}"
+        if max(work.stride) > MOST_STEP:
+            return f"a stride of {max(work.stride)}; expected at most {MOST_STEP}"
+        if work.pixels > MAX_PIXELS:
+            return f"{work.pixels} pixels; expected at most {MAX_PIXELS}"
+        if work.accumulate is not None and work.accumulate.strides != work.w.strides:
+            return "accumulate does not lie as the result does"
+        best = _best(work, device)
+        if best is None:
+            return "windows lie too far from the input's corners for TMA"
+        if best.scaled_bytes and not self._everywhere:
+            others_s = DENSE_SLOWER * weight_expected_s(work, device)
+            if expected_s(best, device) + MARGIN_S > others_s:
+                return "float32 of few products for its size: copies would cost more than they save"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        cut = cut or _best(work, device)
+        if cut is None:
+            raise ValueError("a convolution that why_not refuses")
+        planes = flat_planes(work)
+        if planes is not None:
+            work = planes
+        x, y = (
+            Prepared(operand)
+            if planes
+            else prepare_activation(
+                operand, work.batch, 1, channels, size, f"{work.prefix}{name}_channels_last", device
+            )
+            for operand, channels, size, name in (
+                (work.x, work.in_channels, work.input, "input"),
+                (work.y, work.out_channels, work.output, "grad_output"),
+            )
+        )
+        steps: list[Step] = [*overlapping((*x.steps, *y.steps), device)]
+        workspace = [*x.workspace, *y.workspace]
+        multiplied, read, ranges = work, (x.operand, y.operand), None
+        if cut.scaled_bytes:
+            ranges = f"{work.prefix}ranges"
+            more, space = scaled_halves.copies_of(*read, work, ranges, device)
+            steps += more
+            workspace += space
+            multiplied = scaled_halves.copies(work)
+            read = multiplied.x, multiplied.y
+        x_map, y_map = _plane_maps(work, cut) if planes else _maps(multiplied, cut, *read)
+        partials = f"{work.prefix}partials" if cut.parted else None
+        steps.append(
+            Launch(
+                cut.tile.instance(
+                    multiplied.dtype,
+                    cut.cluster,
+                    summing=cut.summing,
+                    planes=planes is not None,
+                    scaled=ranges is not None,
+                ),
+                (cut.blocks(device), 1, 1),
+                (cut.tile.threads, 1, 1),
+                pack_maps(
+                    arguments(
+                        multiplied, cut, x.operand, y.operand, device, planes=planes is not None
+                    ),
+                    {"x_map": (read[0], x_map), "y_map": (read[1], y_map)},
+                    x=x.operand,
+                    y=y.operand,
+                    w=work.w,
+                    accumulate=work.accumulate,
+                    partials=partials,
+                    ranges=ranges,
+                    met=ZEROS if cut.together else None,
+                ),
+                cut.shared_bytes(device),
+                overlaps=bool(steps),
+            )
+        )
+        if partials is not None:
+            workspace.append(Workspace(partials, cut.partial_bytes))
+            if not cut.together:
+                steps.append(_sum(work, cut, x.operand, y.operand, partials, ranges))
+        return Fragment(
+            f"{self.name}_{cut.name}{'_planes' if planes else ''}",
+            tuple(steps),
+            tuple(workspace),
+            expected_s=expected_s(cut, device),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(
+                tile.instance(dtype, cluster, summing=summing)
+                for dtype in DTYPES
+                for tile in TILES
+                for cluster, summing in tile.clusters
+            ),
+            *(
+                tile.instance(dtype, cluster, summing=summing, planes=True)
+                for dtype in (*DTYPES, DType.FLOAT32)
+                for tile in TILES
+                for cluster, summing in tile.clusters
+                if cluster == summing
+            ),
+            *(
+                tile.instance(DType.FLOAT16, cluster, summing=summing, scaled=True)
+                for tile in TILES
+                for cluster, summing in tile.clusters
+            ),
+            *scaled_halves.instances(),
+            _sum_instance(DType.FLOAT32, DType.FLOAT32, scaled=True),
+            *(_sum_instance(dtype, result) for dtype, result in RESULTS),
+        ]
+
+
+@lru_cache(maxsize=16)
+def _best(work: ConvWork, device: CudaDevice) -> Cut | None:
+    """Asked for twice by each plan, and long to find."""
+    return min(reachable(work, device), key=lambda one: expected_s(one, device), default=None)
+
+
+def reachable(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
+    """The cuts that can be counted, and whose tensor maps the hardware takes."""
+    count = 2 if work.result_dtype is DType.FLOAT32 else 8
+    direct = work.epilogue_free and beside(work, count)
+    planes = flat_planes(work)
+    halves = scaled_halves.copies(work)
+    taken: dict[tuple[int, int, int, bool], bool] = {}  # by all that maps take of a cut
+    for cut in cuts(planes or work, device, direct=direct, planes=planes is not None):
+        pixels = cut.steps * (PIXELS if planes is None else plane_pixels(work.dtype))
+        if pixels > MAX_PIXELS or cut.parted > MAX_GRID_Y:
+            continue
+        read = cut.tile.channels, cut.box_pixels, cut.halo, cut.scaled_bytes > 0
+        if read not in taken:
+            maps: tuple[PixelMap | TileMap, ...]
+            if planes:
+                maps = _plane_maps(planes, cut)
+            else:
+                maps = _maps(halves if cut.scaled_bytes else work, cut)
+            taken[read] = all(one.why_not() is None for one in maps)
+        if taken[read]:
+            yield cut
+
+
+def _plane_maps(work: ConvWork, cut: Cut) -> tuple[TileMap, TileMap]:
+    """Of the input and grad_output: planes of a box's channels."""
+    x = plane_map(work.x, work.batch, work.in_channels, work.output[2], cut.tile.channels)
+    return x, plane_map(work.y, work.batch, work.out_channels, work.output[2], ROWS)
+
+
+def _sum(
+    work: ConvWork, cut: Cut, x: Operand, y: Operand, partials: str, ranges: str | None
+) -> Launch:
+    """Adds up the partial sums and finishes them."""
+    args = WeightSumArgs()
+    fill_result(args, work, cut)
+    fill_source(args, work, x, y)
+    vectors = cut.tile.sums // 4
+    threads = vectors * cut.parted // SUM_EACH
+    # A block stays within a box, of 16 vectors a channel.
+    args.slices = max(1, SUM_BLOCK * SUM_EACH // (16 * cut.tile.channels))
+    while args.slices < min(MOST_SLICES, cut.shares) and threads * args.slices < SUM_THREADS:
+        args.slices *= 2
+    each = SUM_BLOCK // args.slices * SUM_EACH
+    return Launch(
+        _sum_instance(work.dtype, work.result_dtype, scaled=ranges is not None),
+        (vectors // each, cut.parted, 1),
+        (SUM_BLOCK, 1, 1),
+        pack(
+            args, x=x, y=y, w=work.w, accumulate=work.accumulate, partials=partials, ranges=ranges
+        ),
+        overlaps=True,
+    )
+
+
+def _sum_instance(dtype: DType, result: DType, *, scaled: bool = False) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], "RESULT": CUDA_TYPES[result]}
+    if scaled:
+        defines["SCALED"] = "1"
+    return Instance.of("conv/hopper_weight_sum.cu", defines, HOPPER)
+
+
+def _maps(
+    work: ConvWork, cut: Cut, x: Operand | None = None, y: Operand | None = None
+) -> tuple[PixelMap, PixelMap]:
+    """Of the input, every pixel that is a window's corner; of grad_output, every pixel, and a halo
+    of zeros after each row. Without operands, of ones that lie in order."""
+    halo = 0, 0, cut.halo
+    upper = tuple(
+        (out - 1) * stride - pad - (size - 1) + more
+        for out, stride, pad, size, more in zip(
+            work.output, work.stride, work.pad, work.input, halo, strict=True
+        )
+    )
+    lower = tuple(-pad for pad in work.pad)
+    tile = cut.tile
+    of_x = x, work.in_channels, work.input, lower, upper, work.stride
+    of_y = y, work.out_channels, work.output, (0, 0, 0), halo, (1, 1, 1)
+    return (
+        _map(work, *of_x, tile.channels, cut.box_pixels),
+        _map(work, *of_y, ROWS, PIXELS),
+    )
+
+
+def _map(
+    work: ConvWork,
+    operand: Operand | None,
+    channels: int,
+    size: Size3,
+    lower: tuple[int, ...],
+    upper: tuple[int, ...],
+    step: Size3,
+    box_channels: int,
+    pixels: int,
+) -> PixelMap:
+    itemsize = work.dtype.itemsize
+    spatial = range(2, 2 - dims_of(work), -1)
+    sizes = (channels, *(size[dim] for dim in spatial), work.batch)
+    whole = ceil_div(channels, 8) * 8
+    strides = tuple(whole * prod(sizes[1:axis]) for axis in range(1, len(sizes)))
+    if operand is not None:
+        given = (*(operand.strides[3 + dim] for dim in spatial), operand.strides[0])
+        # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+        strides = tuple(
+            theirs if extent > 1 else ours
+            for theirs, ours, extent in zip(given, strides, sizes[1:], strict=True)
+        )
+    return PixelMap(
+        work.dtype,
+        sizes,
+        tuple(stride * itemsize for stride in strides),
+        swizzle=box_channels * itemsize,
+        steps=(1, *(step[dim] for dim in spatial), 1),
+        lower=tuple(lower[dim] for dim in spatial),
+        upper=tuple(upper[dim] for dim in spatial),
+        channels=box_channels,
+        pixels=pixels,
+    )

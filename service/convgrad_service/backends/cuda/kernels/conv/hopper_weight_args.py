@@ -1,0 +1,188 @@
+"""The arguments of hopper_weight.cu and hopper_weight_sum.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
+    PIXELS,
+    Cut,
+    plane_pixels,
+)
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = [
+    "HopperWeightArgs",
+    "WeightSumArgs",
+    "arguments",
+    "beside",
+    "dims_of",
+    "fill_result",
+    "fill_source",
+    "least_terms",
+]
+
+DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
+# WeightResult of hopper_weight.cuh; a multiple of 8 bytes, as that is.
+RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
+    *((name, ctypes.c_uint64) for name in ("w", "accumulate", "partials")),
+    ("w_stride", ctypes.c_int64 * 6),
+    ("alpha", ctypes.c_float),
+    ("beta", ctypes.c_float),
+    ("in_channels", ctypes.c_int32),
+    ("out_channels", ctypes.c_int32),
+    ("kernel", ctypes.c_int32 * 3),
+    *(
+        (name, ctypes.c_int32)
+        for name in (
+            "shared_taps",
+            "along",
+            "boxes",
+            "row_tiles",
+            "column_tiles",
+            "rows_first",
+            "whole",
+            "shares",
+            "share_steps",
+            "warpgroups",
+            "rows",
+            "products",
+            "fragments",
+            "channels",
+            "spread",
+            "pairs",
+            "eights",
+            "wide",
+        )
+    ),
+    *((name, ctypes.c_uint32 * 2) for name in DIVIDERS),
+)
+
+
+# WeightSource of hopper_weight.cuh.
+SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("x", ctypes.c_uint64),
+    ("y", ctypes.c_uint64),
+    *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
+    ("batch", ctypes.c_int32),
+    *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
+    ("doubt", ctypes.c_float),
+    ("ranges", ctypes.c_uint64),
+)
+
+
+class HopperWeightArgs(ctypes.Structure):
+    """See ``hopper_weight.cu``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("y_map", MapField),
+        *RESULT_FIELDS,
+        *SOURCE_FIELDS,
+        *(
+            (name, ctypes.c_int32)
+            for name in ("dims", "halo", "box_bytes", "stages", "stage_bytes", "step_bytes")
+        ),
+        ("by_size", ctypes.c_uint32 * 2 * 3),
+        ("met", ctypes.c_uint64),
+        ("slices", ctypes.c_int32),
+    )
+
+
+class WeightSumArgs(ctypes.Structure):
+    """See ``hopper_weight_sum.cu``."""
+
+    _fields_ = (*RESULT_FIELDS, *SOURCE_FIELDS, ("slices", ctypes.c_int32))
+
+
+def dims_of(work: ConvWork) -> int:
+    """Spatial dimensions that there are."""
+    for dim in range(2):
+        if max(work.input[dim], work.output[dim], work.kernel[dim]) > 1 or work.pad[dim] != 0:
+            return 3 - dim
+    return 1
+
+
+def beside(work: ConvWork, count: int) -> bool:
+    """Whether so many channels of the result lie side by side, and aligned."""
+    strides = work.w.strides
+    outer = zip((strides[1], *strides[3:]), (work.out_channels, *work.kernel), strict=True)
+    return (
+        strides[2] == 1
+        and work.in_channels % count == 0
+        and all(stride % count == 0 for stride, extent in outer if extent > 1)
+    )
+
+
+def fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut) -> None:
+    """Where tiles belong."""
+    args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
+    args.alpha, args.beta = work.alpha, work.beta
+    args.in_channels, args.out_channels = work.in_channels, work.out_channels
+    for name in ("shared_taps", "boxes", "row_tiles", "column_tiles"):
+        setattr(args, name, getattr(cut, name))
+    for name in ("rows_first", "whole", "shares"):
+        setattr(args, name, getattr(cut, name))
+    for name in ("warpgroups", "rows", "products", "channels", "spread"):
+        setattr(args, name, getattr(cut.tile, name))
+    args.fragments = cut.tile.columns // 8
+    args.share_steps = cut.steps // (cut.shares * cut.summing)
+    args.along = ceil_div(work.kernel[2], cut.shared_taps)
+    groups = work.kernel[0] * work.kernel[1] * args.along
+    row = cut.row_tiles if cut.rows_first else cut.column_tiles
+    parted = (cut.tiles if cut.sums else cut.parted) // cut.copying
+    counts = groups, args.along, work.kernel[1], row, max(1, parted)
+    for name, count in zip(DIVIDERS, counts, strict=True):
+        getattr(args, name)[:] = divider(count)
+    args.eights = work.epilogue_free and beside(work, 8)
+    args.pairs, args.wide = beside(work, 2), work.result_dtype is DType.FLOAT32
+
+
+def fill_source(
+    args: HopperWeightArgs | WeightSumArgs, work: ConvWork, x: Operand, y: Operand
+) -> None:
+    """What is summed, as it is defined."""
+    args.x_stride[:], args.y_stride[:] = x.strides, y.strides
+    args.batch = work.batch
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.doubt = 2.0**17 / least_terms(work)
+
+
+def least_terms(work: ConvWork) -> int:
+    """Of the sums that have any: outputs that meet the input at a tap."""
+    least = work.batch
+    for taps, stride, dilation, pad, size, out in zip(
+        work.kernel, work.stride, work.dilation, work.pad, work.input, work.output, strict=True
+    ):
+        met = (
+            min(out, (size - 1 + pad - at) // stride + 1) - max(0, -((at - pad) // stride))
+            for at in range(0, taps * dilation, dilation)
+        )
+        least *= min((count for count in met if count > 0), default=1)
+    return least
+
+
+def arguments(
+    work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice, *, planes: bool
+) -> HopperWeightArgs:
+    """Of hopper_weight.cu; ``x`` and ``y`` are what it was given, not scaled copies."""
+    args = HopperWeightArgs()
+    fill_result(args, work, cut)
+    fill_source(args, work, x, y)
+    pixels = plane_pixels(work.dtype) if planes else PIXELS
+    args.dims, args.box_bytes = dims_of(work), cut.box_bytes
+    args.halo = -work.output[2] % pixels if planes else cut.halo
+    args.stages = cut.stages(device)
+    args.stage_bytes, args.step_bytes = cut.stage_bytes, cut.arriving_bytes
+    for dim, size in enumerate((*work.output[:2], work.output[2] + args.halo)):
+        args.by_size[dim][:] = divider(size)
+    args.slices = cut.slices if cut.together else 1
+    return args

@@ -1,0 +1,140 @@
+// The partial sums of a tile, added up by the blocks that left them, each some of the tile's vectors.
+// Part of hopper_weight.cu. The units of a tile meet at a word of its own (core/rendezvous.cuh), so there are
+// at most 255 shares.
+#pragma once
+
+#include "conv/hopper_weight_result.cuh"
+#include "core/rendezvous.cuh"
+#include "ptx/warpgroup.cuh"
+
+namespace convgrad {
+
+// Adds to kEach sums what lies `each` vectors apart, of up to kShares shares, all read at once.
+template <int kEach, int kShares>
+__device__ __forceinline__ void add_shares(const float4* from, int each, i64 share_size, int shares,
+                                           float4 (&sum)[kEach]) {
+  float4 four[kEach][kShares];
+#pragma unroll
+  for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) {
+      four[v][i] = {};
+      if (i < shares) four[v][i] = __ldcg(from + i * share_size + v * each);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kShares; ++i) {
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) {
+      const float4& one = four[v][i];
+      sum[v].x += one.x, sum[v].y += one.y, sum[v].z += one.z, sum[v].w += one.w;
+    }
+  }
+}
+
+// A block's part of a tile's vectors, from `met.rank` on, every met.blocks-th.
+template <int kRows, int kProducts, int kFragments>
+struct Adding {
+  static constexpr int kThreads = WARPGROUPS * 128;
+  static constexpr int kVectors = kThreads * kRows * kProducts * kFragments, kQuads = kVectors / 512;
+
+  const HopperWeightArgs& args;
+  const Box* boxes;
+  float4* room;
+  const float4* partials;
+  i64 share_size;
+  Place place;
+  Met met;
+
+  // By warpgroups: four neighbouring fragments, which are finished together, of all shares; or where
+  // there are no more of them than shares, each warpgroup its part of the shares.
+  __device__ __forceinline__ void add_quads() const {
+    constexpr int kShares = 4;
+    const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 128, shares = args.result.shares;
+    const bool apart = kQuads <= shares;
+    const int each = apart ? (shares + WARPGROUPS - 1) / WARPGROUPS : shares;
+    const int first = apart ? warpgroup * each : 0, last = min(first + each, shares);
+    const int step = apart ? met.blocks : met.blocks * WARPGROUPS;
+#pragma unroll 1
+    for (int quad = apart ? met.rank : met.rank * WARPGROUPS + warpgroup; quad < kQuads;
+         quad += step) {
+      const int index = quad * 512 + lane;
+      float4 sum[4] = {};
+#pragma unroll 1
+      for (int share = first; share < last; share += kShares) {
+        add_shares<4, kShares>(partials + share * share_size + index, 128, share_size, last - share,
+                               sum);
+      }
+      if (apart) {
+        wait_at(1, kThreads);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) room[v * kThreads + threadIdx.x] = sum[v];
+        wait_at(1, kThreads);
+        if (warpgroup > 0) continue;
+        for (int other = 1; other < WARPGROUPS; ++other) {
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const float4 four = room[v * kThreads + other * 128 + lane];
+            sum[v].x += four.x, sum[v].y += four.y, sum[v].z += four.z, sum[v].w += four.w;
+          }
+        }
+      }
+      finish_quad<kRows, kProducts, kFragments>(args, place, index, sum, boxes);
+    }
+  }
+  // Many shares: groups of `lanes` vectors, each of which `slices` parts of the block add up.
+  __device__ __forceinline__ void add_many(int slices) const {
+    constexpr int kShares = 16;
+    const int thread = threadIdx.x, lanes = kThreads / slices, slice = thread / lanes;
+    const int lane = thread - slice * lanes, shares = args.result.shares;
+    const int each = (shares + slices - 1) / slices, first = slice * each;
+    const int last = min(first + each, shares), groups = (kVectors + lanes - 1) / lanes;
+#pragma unroll 1
+    for (int group = met.rank; group < groups; group += met.blocks) {
+      const int index = group * lanes + lane;
+      float4 sum[1] = {};
+#pragma unroll 1
+      for (int share = first; share < last && index < kVectors; share += kShares) {
+        add_shares<1, kShares>(partials + share * share_size + index, 0, share_size, last - share,
+                               sum);
+      }
+      wait_at(1, kThreads);
+      room[thread] = sum[0];
+      wait_at(1, kThreads);
+      if (slice > 0 || index >= kVectors) continue;
+      for (int other = 1; other < slices; ++other) {
+        const float4 four = room[other * lanes + lane];
+        sum[0].x += four.x, sum[0].y += four.y, sum[0].z += four.z, sum[0].w += four.w;
+      }
+      finish_four<kRows, kProducts, kFragments>(args, place, index, sum[0], boxes);
+    }
+  }
+};
+
+// By all threads that multiplied; `room` is shared memory that nobody reads any more.
+template <int kRows, int kProducts, int kFragments>
+__device__ __forceinline__ void add_together(const HopperWeightArgs& args, const Unit& unit,
+                                             const Box* boxes, float4* room) {
+  using Adds = Adding<kRows, kProducts, kFragments>;
+  __shared__ Met met;
+  const WeightResult& of = args.result;
+  const int parted = unit.tile - of.whole;
+  u32* const word = args.met + parted;
+  wait_at(1, Adds::kThreads);
+  if (threadIdx.x == 0) met = meet(word, begun_by_now(word), of.shares);
+  const i64 share_size = static_cast<i64>(of.row_tiles * of.column_tiles - of.whole) * Adds::kVectors;
+  const float4* const partials =
+      reinterpret_cast<const float4*>(of.partials) + static_cast<i64>(parted) * Adds::kVectors;
+  const Place place = place_of(of, unit.tile);
+  wait_at(1, Adds::kThreads);
+  if (met.blocks == 0) return;
+  const Adds adds = {args, boxes, room, partials, share_size, place, met};
+  if (of.shares <= Adds::kQuads) {
+    adds.add_quads();
+  } else {
+    adds.add_many(args.slices);
+  }
+  if (threadIdx.x == 0) leave_meeting(word, met);
+}
+
+}  // namespace convgrad

@@ -1,0 +1,52 @@
+"""What a cut of hopper_weight.cu should take."""
+
+from __future__ import annotations
+
+from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import Cut
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+
+__all__ = ["expected_s"]
+
+# What an H200 takes, fitted to the cuts of tests/perf's dense layers (HOPPER.md): a launch; a cycle
+# of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks of a
+# cluster share; of products and copies the shorter one, so much beside the longer; what a unit
+# writes of partial sums; the second kernel, and its bytes; sums of a cluster, and the bytes that a
+# block gets of them; blocks that meet, beside the same bytes; copies in float16, and their bytes.
+LAUNCH_S, CYCLE_S, COPIED_BYTES_PER_S = 5.2e-6, 1 / 1.82e9, 8.4e12
+BOX_S, SHARED_BOX_S, BESIDE = 45e-9, 8e-9, 0.12
+PARTIAL_BYTES_PER_S, SUM_S, SUM_BYTES_PER_S = 3.6e12, 6.3e-6, 6.0e12
+CLUSTER_SUM_S, CLUSTER_BYTES_PER_S, TOGETHER_S = 2.0e-6, 30e9, 4.2e-6
+HALVES_S, HALVES_BYTES_PER_S = 8e-6, 4.2e12
+
+
+def expected_s(cut: Cut, device: CudaDevice) -> float:
+    """What a cut should take on an H200; for others it serves to choose as well."""
+    tile, blocks = cut.tile, device.multiprocessors
+    busy = cut.blocks(device)
+    products = tile.step_cycles * CYCLE_S
+    copies = max(
+        cut.copied_bytes * busy / COPIED_BYTES_PER_S,
+        cut.copied_boxes * BOX_S,
+    )
+    step_s = max(products, copies) + BESIDE * min(products, copies)
+    partial_s = tile.sums * 4 * busy / PARTIAL_BYTES_PER_S
+    seconds = LAUNCH_S
+    if cut.scaled_bytes:
+        seconds += HALVES_S + cut.scaled_bytes / HALVES_BYTES_PER_S
+    if cut.copying > 1:
+        step_s += SHARED_BOX_S * (cut.boxes if cut.rows_first else tile.row_boxes)
+    if cut.sums:
+        seconds += ceil_div(cut.steps, cut.shares * cut.summing) * step_s
+        got = tile.sums * 4 * (cut.summing - 1) / cut.summing
+        seconds += CLUSTER_SUM_S + got / CLUSTER_BYTES_PER_S
+        if cut.parted:
+            seconds += partial_s / cut.summing
+    else:
+        whole = ceil_div(cut.whole, blocks)
+        parted = ceil_div(cut.parted * cut.shares, blocks)
+        seconds += (whole * cut.steps + parted * ceil_div(cut.steps, cut.shares)) * step_s
+        seconds += parted * partial_s
+    if cut.parted:
+        seconds += (TOGETHER_S if cut.together else SUM_S) + cut.partial_bytes / SUM_BYTES_PER_S
+    return seconds

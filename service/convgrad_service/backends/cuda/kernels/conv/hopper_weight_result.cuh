@@ -1,0 +1,285 @@
+// Sums of hopper_weight.cu's tiles on their way: from registers to partial sums or results, and from
+// partial sums, a vector of four as one thread had them, to results.
+#pragma once
+
+#include "conv/hopper_weight_units.cuh"
+
+namespace convgrad {
+
+// Gives four neighbouring lanes, which have each a word of four rows, a row of four words each.
+__device__ __forceinline__ void turn_words(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int way = 1; way < 4; way *= 2) {
+    const bool odd = (lane & way) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int low = way == 1 ? pair * 2 : pair, high = low + way;
+      const u32 other = __shfl_xor_sync(~0u, odd ? words[low] : words[high], way);
+      words[low] = odd ? other : words[low];
+      words[high] = odd ? words[high] : other;
+    }
+  }
+}
+
+// The tap, and the first channel, of a block of columns of a warpgroup's product, from the boxes of
+// its tile.
+template <int kProducts, int kBlocks>
+__device__ __forceinline__ Box box_of(const WeightResult& of, const Box* boxes, int warpgroup,
+                                      int product, int block) {
+  const int index = product + (SPREAD ? warpgroup * kProducts : 0);
+  // Read when it is wanted, not all beforehand: there are few registers.
+  const volatile Box& found = boxes[of.shared_taps > 1 ? index : index * kBlocks + block];
+  Box box = {found.c, found.t, found.r, found.s, found.real};
+  if (of.shared_taps > 1) box.s += block;
+  box.real &= box.s < of.kernel[2];
+  return box;
+}
+
+// Stores a thread's sums of a whole tile: the results themselves. `boxes` are the tile's; what is
+// found there need not be kept in registers.
+template <class E, int kRows, int kProducts, int kFragments>
+__device__ __forceinline__ void put_whole(const HopperWeightArgs& args, const Unit& unit,
+                                          int warpgroup, int thread, const Box* boxes,
+                                          const float (&sum)[kRows][kProducts][kFragments][4]) {
+  const WeightResult& of = args.result;
+  // The sum itself: of 16 bits eight neighbouring channels a store, of 32 bits two.
+  constexpr int kBlocks = kFragments / kInBlock;
+  thread = opaque_value(thread);  // what follows from it is not worked out before there is room for it
+  const Own own(of, unit.tile, warpgroup, thread);
+  const int lane = thread % 4;
+  bool doubted = false;
+  Inverse rows[kScaled ? kRows : 1][2];
+  if constexpr (kScaled) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[i][half] = inverse_at(of, args.source, own.k + i * 64 + half * 8);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kProducts; ++j) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, j, block);
+      const i64 first_row = result_at(of, own.k, box);
+      if constexpr (kScaled) {
+        const int channels = box.real ? of.in_channels - box.c : 0;
+        constexpr int kBeside = kRows * kProducts * kFragments > 32 ? 2 : 4;  // as registers allow
+#pragma unroll
+        for (int group = 0; group < kInBlock; group += kBeside) {
+          InversePair columns[kBeside];  // before any result of theirs is stored
+#pragma unroll
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = min((group + f) * 8 + own.column, max(channels - 2, 0));
+            columns[f] = inverses_at(of, args.source, box.real ? box.c + c : 0);
+          }
+#pragma unroll
+          for (int f = 0; f < kBeside; ++f) {
+            const int c = (group + f) * 8 + own.column;
+            if (c >= channels) continue;
+            float* const to = static_cast<float*>(of.w) + first_row + c;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const float(&from)[4] = sum[i][j][block * kInBlock + group + f];
+                if (own.k + i * 64 + half * 8 >= of.out_channels) continue;
+                const float first = unscaled(from[half * 2], columns[f].first, rows[i][half]);
+                const float second = unscaled(from[half * 2 + 1], columns[f].second, rows[i][half]);
+                doubted |= is_doubted(first) || is_doubted(second);
+                put_pair(to + (i * 64 + half * 8) * of.w_stride[1], first, second);
+              }
+            }
+          }
+        }
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int k = own.k + i * 64 + half * 8;
+          const i64 row = first_row + (i * 64 + half * 8) * of.w_stride[1];
+          const int channels = box.real && k < of.out_channels ? of.in_channels - box.c : 0;
+          if (sizeof(E) == 4 || of.wide) {
+#pragma unroll
+            for (int f = 0; f < kInBlock; ++f) {
+              const float(&from)[4] = sum[i][j][block * kInBlock + f];
+              const float first = from[half * 2], second = from[half * 2 + 1];
+              if (f * 8 + own.column >= channels) continue;
+              put_pair(static_cast<float*>(of.w) + row + f * 8 + own.column, first, second);
+            }
+          } else if constexpr (sizeof(E) == 2) {
+#pragma unroll
+            for (int f = 0; f < kInBlock; f += 4) {
+              u32 words[4];
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const float(&from)[4] = sum[i][j][block * kInBlock + f + e];
+                words[e] = narrow_two<E>(from[half * 2], from[half * 2 + 1]);
+              }
+              turn_words(words, lane);
+              store_if((f + lane) * 8 < channels,
+                       static_cast<E*>(of.w) + row + (f + lane) * 8,
+                       make_uint4(words[0], words[1], words[2], words[3]));
+            }
+          }
+        }
+      }
+    }
+  }
+  if constexpr (kScaled) {
+    if (!doubted) return;
+#pragma unroll 1
+    for (int i = 0; i < kRows * kProducts * kFragments * 4; ++i) {
+      const int f = i / 4 % kFragments, outer = i / 4 / kFragments;
+      Box box = own.box(of, outer % kProducts, f / kInBlock);
+      const int k = own.k + outer / kProducts * 64 + i / 2 % 2 * 8;
+      box.c += f % kInBlock * 8 + own.column + i % 2;
+      if (!box.real || k >= of.out_channels || box.c >= of.in_channels) continue;
+      float* const at = static_cast<float*>(of.w) + result_at(of, k, box);
+      if (is_doubted(*at)) *at = defined_sum<SOURCE>(args.source, k, box);
+    }
+  }
+}
+
+// A thread's sums of a unit: ROWS times 64 rows, products beside each other, fragments of 8 columns.
+template <class E, int kRows, int kProducts, int kFragments>
+__device__ __forceinline__ void put_sums(const HopperWeightArgs& args, const Unit& unit,
+                                         int warpgroup, int thread, const Box* boxes,
+                                         const float (&sum)[kRows][kProducts][kFragments][4]) {
+  const WeightResult& of = args.result;
+  if (unit.whole) {
+    put_whole<E, kRows, kProducts, kFragments>(args, unit, warpgroup, thread, boxes, sum);
+    return;
+  }
+  const int parted = of.row_tiles * of.column_tiles - of.whole;
+  constexpr int kEach = kRows * kProducts * kFragments;
+  const i64 first = (static_cast<i64>(unit.share) * parted + (unit.tile - of.whole)) *
+                        WARPGROUPS + warpgroup;
+  float4* const to = reinterpret_cast<float4*>(of.partials) + first * (kEach * 128) + thread;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kProducts; ++j) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const float(&from)[4] = sum[i][j][f];
+        to[((i * kProducts + j) * kFragments + f) * 128] =
+            make_float4(from[0], from[1], from[2], from[3]);
+      }
+    }
+  }
+}
+
+// Finishes a vector of a tile's sums, the one of number `index` as partial sums lie. `boxes` are the
+// tile's.
+template <int kRows, int kProducts, int kFragments>
+__device__ __forceinline__ void finish_four(const HopperWeightArgs& args, const Place& place,
+                                            int index, float4 sum, const Box* boxes,
+                                            const InversePair* of_columns = nullptr,
+                                            const InversePair* of_rows = nullptr) {
+  const WeightResult& of = args.result;
+  constexpr int kEach = kRows * kProducts * kFragments * 128;
+  const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+  const int f = fragment % kFragments, outer = fragment / kFragments, in_box = f / kInBlock;
+  constexpr int kBlocks = kFragments / kInBlock;
+  Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, in_box);
+  box.c += f % kInBlock * 8 + owner % 4 * 2;
+  if (!box.real || box.c >= of.in_channels) return;
+  const bool both = box.c + 1 < of.in_channels;
+  const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+  const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+  if constexpr (kScaled) {
+    const InversePair x = of_columns == nullptr ? inverses_at(of, args.source, box.c) : *of_columns;
+    const InversePair y = of_rows == nullptr ? InversePair{inverse_at(of, args.source, k),
+                                                           inverse_at(of, args.source, k + 8)}
+                                             : *of_rows;
+    sum = unscaled_four(sum, x, y);
+    if (some_doubted(sum)) sum = settled_four<SOURCE>(of, args.source, k, box, sum);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float first = half == 0 ? sum.x : sum.z, second = half == 0 ? sum.y : sum.w;
+    if (k + half * 8 >= of.out_channels) continue;
+    const i64 at = result_at(of, k + half * 8, box);
+    if (sizeof(T) == 4 || of.wide) {
+      put_two<float>(of, at, first, second, both);
+    } else {
+      put_two<T>(of, at, first, second, both);
+    }
+  }
+}
+
+// The same where it is seldom wanted, and should not make the code longer.
+template <int kRows, int kProducts, int kFragments>
+__device__ __noinline__ void finish_seldom(const HopperWeightArgs& args, int row, int column,
+                                           int index, float4 sum, const Box* boxes) {
+  finish_four<kRows, kProducts, kFragments>(args, {row, column}, index, sum, boxes);
+}
+
+// Finishes four vectors that a thread of a warpgroup has of neighbouring fragments, the first of them
+// of number `index`. Where results of 16 bits are the sums themselves, each lane stores eight
+// channels of a row, as in put_sums.
+template <int kRows, int kProducts, int kFragments, class E = T>
+__device__ __forceinline__ void finish_quad(const HopperWeightArgs& args, const Place& place,
+                                            int index, const float4 (&sum)[4], const Box* boxes) {
+  const WeightResult& of = args.result;
+  if constexpr (sizeof(E) == 2 && !kScaled) {
+    if (of.eights && !of.wide) {
+      constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
+      const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+      const int f = fragment % kFragments, outer = fragment / kFragments, lane = owner % 4;
+      Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
+      box.c += (f % kInBlock + lane) * 8;
+      const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+      const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+      const bool real = box.real && box.c < of.in_channels;
+      E* const to = static_cast<E*>(of.w) + result_at(of, k, box);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 words[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float first = half == 0 ? sum[e].x : sum[e].z;
+          const float second = half == 0 ? sum[e].y : sum[e].w;
+          words[e] = narrow_two<E>(first, second);
+        }
+        turn_words(words, lane);
+        store_if(real && k + half * 8 < of.out_channels, to + half * 8 * of.w_stride[1],
+                 make_uint4(words[0], words[1], words[2], words[3]));
+      }
+      return;
+    }
+  }
+  InversePair columns[4], y;
+  if constexpr (kScaled) {
+    constexpr int kEach = kRows * kProducts * kFragments * 128, kBlocks = kFragments / kInBlock;
+    const int warpgroup = index / kEach, fragment = index % kEach / 128, owner = index % 128;
+    const int f = fragment % kFragments, outer = fragment / kFragments;
+    const Box box = box_of<kProducts, kBlocks>(of, boxes, warpgroup, outer % kProducts, f / kInBlock);
+    const int rows = (place.row * (SPREAD ? 1 : WARPGROUPS) + (SPREAD ? 0 : warpgroup)) * kRows;
+    const int k = (rows + outer / kProducts) * 64 + owner / 32 * 16 + owner % 32 / 4;
+    // All at once, before any result is stored.
+    y = {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int c = box.c + (f % kInBlock + e) * 8 + owner % 4 * 2;
+      columns[e] = inverses_at(of, args.source, min(c, in_eights(of.in_channels) - 2));
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if constexpr (kScaled) {
+      finish_four<kRows, kProducts, kFragments>(args, place, index + e * 128, sum[e], boxes,
+                                                &columns[e], &y);
+    } else {
+      finish_seldom<kRows, kProducts, kFragments>(args, place.row, place.column, index + e * 128,
+                                                  sum[e], boxes);
+    }
+  }
+}
+
+}  // namespace convgrad

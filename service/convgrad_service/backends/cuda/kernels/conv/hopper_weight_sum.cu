@@ -1,0 +1,106 @@
+// Adds up the partial sums of hopper_weight.cu, in the order of its shares, and finishes them.
+// The host's side is hopper_weight.py.
+//
+// Block: 256 threads for neighbouring vectors of one tile, blockIdx.y, and one box of its columns in
+// one warpgroup's 64 rows. A vector is four sums side by side among partial sums, as one thread had
+// them; a thread adds four vectors, so that enough reads are under way. The shares are divided among
+// `slices` parts of the block, whose sums go through shared memory, 16 KB.
+// Relies on its launcher for the grid, and for slices that are a power of two, at most 8, and so many
+// that a block's vectors are of one box.
+// Deterministic: slices follow from the problem, and are added in order.
+// Index limits: 64-bit throughout.
+#include "conv/hopper_weight.cuh"
+#include "ptx/pdl.cuh"
+
+#ifndef SCALED  // whether sums are of scaled channels
+#define SCALED 0
+#endif
+
+using namespace convgrad;
+
+struct WeightSumArgs {
+  WeightResult result;
+  WeightSource source;
+  int slices;
+};
+
+extern "C" __global__ void __launch_bounds__(256, SCALED ? 2 : 3)
+    hopper_weight_sum(const __grid_constant__ WeightSumArgs args) {
+  constexpr int kThreads = 256, kEach = 4;
+  __shared__ float4 of_slices[kEach][kThreads];
+  const WeightResult& of = args.result;
+  const int thread = threadIdx.x, lanes = kThreads / args.slices;
+  const int lane = thread & (lanes - 1), slice = thread / lanes;
+
+  // The box: of a warpgroup's rows, products, and what lies beside each other in one.
+  const int box_vectors = of.channels / 8 * 128, blocks = box_vectors / (lanes * kEach);
+  const int in_tile = blockIdx.x / blocks, part = blockIdx.x - in_tile * blocks;
+  const int beside = of.fragments * 8 / of.channels;
+  const int outer = in_tile / beside, block = in_tile - outer * beside;
+  const int row_of = outer / of.products, product = outer - row_of * of.products;
+  const int warpgroup = row_of / of.rows, row = row_of - warpgroup * of.rows;
+  const Own own(of, of.whole + blockIdx.y, warpgroup, 0);
+  const Box box = own.box(of, product, block);
+  const int tiles = of.row_tiles * of.column_tiles - of.whole;
+  const int vectors = of.warpgroups * of.rows * of.products * of.fragments * 128;
+  const int first_vector = part * lanes * kEach + lane;
+
+  const int each = (of.shares + args.slices - 1) / args.slices;
+  const int first = slice * each, last = box.real ? min(first + each, of.shares) : 0;
+  const i64 share_size = static_cast<i64>(tiles) * vectors;
+  const float4* from = reinterpret_cast<const float4*>(of.partials) + first * share_size +
+                       static_cast<i64>(blockIdx.y) * vectors + in_tile * box_vectors +
+                       first_vector;
+  wait_on_dependent_grids();
+  float sum[kEach][4] = {};
+  auto add = [&](int v, const float4& four) {
+    sum[v][0] += four.x;
+    sum[v][1] += four.y;
+    sum[v][2] += four.z;
+    sum[v][3] += four.w;
+  };
+#pragma unroll 4
+  for (int share = first; share < last; ++share, from += share_size) {
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) add(v, from[v * lanes]);
+  }
+  if (args.slices > 1) {
+#pragma unroll
+    for (int v = 0; v < kEach; ++v) {
+      of_slices[v][thread] = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+    }
+    __syncthreads();
+    for (int other = 1; other < args.slices && slice == 0; ++other) {
+#pragma unroll
+      for (int v = 0; v < kEach; ++v) add(v, of_slices[v][other * lanes + lane]);
+    }
+  }
+  if (slice > 0 || !box.real) return;
+
+  // Where a result is: of vector v, in the lower or upper of its rows, its first or second channel.
+  const i64 rows_apart = 8 * of.w_stride[1];
+  auto place = [&](int v, Box& at) {
+    const int index = first_vector + v * lanes, owner = index & 127;
+    at.c += index / 128 * 8 + owner % 4 * 2;
+    return own.k + row * 64 + owner / 32 * 16 + owner % 32 / 4;
+  };
+#pragma unroll
+  for (int v = 0; v < kEach; ++v) {
+    Box at = box;
+    const int k = place(v, at);
+    if (at.c >= of.in_channels) continue;
+    const bool both = at.c + 1 < of.in_channels;
+    const i64 to = result_at(of, k, at);
+    if (SCALED) {
+      float4 four = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+      four = unscaled_four(four, inverses_at(of, args.source, at.c),
+                           {inverse_at(of, args.source, k), inverse_at(of, args.source, k + 8)});
+      if (some_doubted(four)) four = settled_four<ELEMENT>(of, args.source, k, at, four);
+      sum[v][0] = four.x, sum[v][1] = four.y, sum[v][2] = four.z, sum[v][3] = four.w;
+    }
+    if (k < of.out_channels) put_two<RESULT>(of, to, sum[v][0], sum[v][1], both);
+    if (k + 8 < of.out_channels) {
+      put_two<RESULT>(of, to + rows_apart, sum[v][2], sum[v][3], both);
+    }
+  }
+}

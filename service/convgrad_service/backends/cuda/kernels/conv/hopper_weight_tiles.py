@@ -1,0 +1,398 @@
+"""Tiles of hopper_weight.cu, and how blocks share tiles and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.scaled_halves import copied_bytes
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Instance, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["PIXELS", "ROWS", "TILES", "Cut", "WeightTile", "cuts", "plane_pixels"]
+
+# Of a product, of a box of grad_output (both channels), and of a step; what is copied, 16 bits.
+ROWS, PIXELS, ITEM_BYTES = 64, 64, 2
+
+MOST_STAGES, LEAST_STAGES = 16, 3
+# The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
+ALIGNMENT, BESIDE_BYTES = 1024, 1152
+# Blocks of columns that share a box lie a row apart; compute-sanitizer takes each product to read
+# them one after another, of up to 256 columns and 16 pixels (HOPPER.md).
+BELIEVED_BYTES = 3 * 16 * 128
+# Partial sums take at most so much, unless the caller asks for more; more waves do not pay.
+PARTIAL_BYTES = 256 * 2**20
+MOST_WAVES = 3
+
+# Blocks that an H200's processors keep in clusters of so many, and its multiprocessors.
+CLUSTERS, MEASURED_ON = {2: 66, 3: 39, 4: 30, 8: 15}, 132
+# Sums that are added up and finished together: four fragments of a warpgroup.
+QUAD_BYTES = 4 * 128 * 16
+# Clusters of so many blocks, of which so many sum one tile and the others share what they copy: of
+# tiles and those that were ever the fastest.
+SUMMING = {"128x192": ((3, 3), (4, 4), (8, 4)), "256x128": ((4, 4), (8, 4))}
+# Partial sums that a thread reads at a time, and units that a tile's word counts
+# (hopper_weight_grid_reduce.cuh).
+TOGETHER_BATCH, MOST_TOGETHER = 16, 255
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTile:
+    """How the warpgroups of a block share a tile.
+
+    Each has ``rows`` times 64 channels of grad_output, and ``products`` of ``columns`` columns
+    beside each other. Where they ``spread`` all have the same rows and columns of their own, else
+    rows of their own and the same columns. ``channels`` of the input are copied at a time.
+    """
+
+    warpgroups: int
+    rows: int
+    products: int
+    columns: int
+    channels: int
+    spread: bool
+
+    @property
+    def threads(self) -> int:
+        """One warpgroup more copies."""
+        return (self.warpgroups + 1) * 128
+
+    @property
+    def row_boxes(self) -> int:
+        """Times 64 rows."""
+        return self.rows if self.spread else self.rows * self.warpgroups
+
+    @property
+    def blocks_each(self) -> int:
+        """Taps x channels of a box, of one product."""
+        return self.columns // self.channels
+
+    @property
+    def blocks(self) -> int:
+        """The same of the tile."""
+        return self.blocks_each * self.products * (self.warpgroups if self.spread else 1)
+
+    @property
+    def sums(self) -> int:
+        """Of the tile: rows times columns."""
+        return self.row_boxes * ROWS * self.blocks * self.channels
+
+    @property
+    def name(self) -> str:
+        return f"{self.row_boxes * ROWS}x{self.blocks * self.channels}"
+
+    @property
+    def step_cycles(self) -> int:
+        """Of the tensor cores: a product of 64 rows and 16 pixels takes one for two columns."""
+        products = self.warpgroups * self.rows * self.products
+        return products * (PIXELS // 16) * self.columns // 2
+
+    @property
+    def copying(self) -> tuple[int, ...]:
+        """Clusters of so many blocks share what they copy: where their code finds the registers."""
+        return () if self.rows * self.columns > 256 else (2,)
+
+    @property
+    def clusters(self) -> tuple[tuple[int, int], ...]:
+        """All, a block by itself first: blocks, and those of them that sum one tile."""
+        summing = SUMMING.get(self.name, ())
+        return ((1, 1), *((copying, 1) for copying in self.copying), *summing)
+
+    def joined_bytes(self, summing: int) -> int:
+        """Of sums, and slices from the other blocks that sum (hopper_weight_cluster_reduce.cuh)."""
+        quads = self.sums * 4 // QUAD_BYTES
+        return (quads + (summing - 1) * ceil_div(quads, summing)) * QUAD_BYTES
+
+    def instance(
+        self,
+        dtype: DType,
+        cluster: int = 1,
+        *,
+        summing: int = 1,
+        planes: bool = False,
+        scaled: bool = False,
+    ) -> Instance:
+        """``planes``: of operands that lie along the pixels, which float32's products can read.
+        ``scaled``: of float16 that stands for float32."""
+        # Registers of threads that copy, and that multiply: together no more than the block starts
+        # with, or it waits for ever.
+        if self.warpgroups == 3:
+            copies, multiplies = 32, 160
+        else:
+            copies, multiplies = (40, 232) if cluster > 1 else (24, 240)
+        defines: tuple[tuple[str, str], ...] = (
+            ("ELEMENT", CUDA_TYPES[dtype]),
+            ("PIXELS", str(plane_pixels(dtype) if planes else PIXELS)),
+            ("WARPGROUPS", str(self.warpgroups)),
+            ("ROWS", str(self.rows)),
+            ("PRODUCTS", str(self.products)),
+            ("COLUMNS", str(self.columns)),
+            ("CHANNELS", str(self.channels)),
+            ("SPREAD", str(int(self.spread))),
+            ("CLUSTER", str(cluster)),
+            ("SUMS", str(summing)),
+            ("PRODUCER_REGISTERS", str(copies)),
+            ("CONSUMER_REGISTERS", str(multiplies)),
+        )
+        if planes:
+            defines = (*defines, ("PLANES", "1"))
+        if scaled:
+            defines = (*defines, ("SOURCE", "float"))
+        return Instance("conv/hopper_weight.cu", "hopper_weight", defines, HOPPER)
+
+
+TILES = (
+    WeightTile(2, 2, 1, 192, 64, spread=False),
+    WeightTile(2, 1, 1, 192, 64, spread=False),
+    WeightTile(2, 2, 1, 128, 64, spread=False),
+    WeightTile(2, 1, 1, 128, 64, spread=False),
+    WeightTile(2, 2, 1, 64, 64, spread=False),
+    WeightTile(3, 1, 1, 192, 64, spread=True),
+    WeightTile(3, 1, 1, 96, 32, spread=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tile, how many taps along W share a box of the input, and who sums what.
+
+    The first ``whole`` tiles are summed by one block each, the others by ``shares`` blocks, each
+    of its share of the ``steps``. The blocks of a ``cluster`` have neighbouring tiles: of the same
+    columns where tiles run along the rows first (``rows_first``), and they share boxes of the
+    input then, else of the same rows, and they share boxes of grad_output. Or ``summing`` of them
+    have the same tile, and a share is what these sum: then there are no whole tiles. Blocks that
+    have partial sums of one tile add them up ``together``, or a second kernel does.
+    ``scaled_bytes`` are what it takes to copy float32 to float16 first (scaled_halves.py), else 0.
+    """
+
+    tile: WeightTile
+    shared_taps: int
+    halo: int
+    row_tiles: int
+    column_tiles: int
+    steps: int
+    whole: int
+    shares: int
+    cluster: int = 1
+    rows_first: bool = True
+    summing: int = 1
+    together: bool = False
+    scaled_bytes: int = 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether blocks of a cluster sum one tile."""
+        return self.summing > 1
+
+    @property
+    def copying(self) -> int:
+        """Blocks of a cluster that share what they copy."""
+        return self.cluster // self.summing
+
+    @property
+    def boxes(self) -> int:
+        """Of the input, in a tile."""
+        return self.tile.blocks // self.shared_taps
+
+    @property
+    def tiles(self) -> int:
+        return self.row_tiles * self.column_tiles
+
+    @property
+    def parted(self) -> int:
+        """Tiles whose sums are partial at first."""
+        return 0 if self.sums and self.shares == 1 else self.tiles - self.whole
+
+    @property
+    def units(self) -> int:
+        """Of blocks."""
+        if self.sums:
+            return self.tiles * self.shares * self.summing
+        return self.whole + self.parted * self.shares
+
+    def blocks(self, device: CudaDevice) -> int:
+        """That run, each unit after unit: whole clusters."""
+        return min(self.units, device.multiprocessors) // self.cluster * self.cluster
+
+    @property
+    def partial_bytes(self) -> int:
+        return self.parted * self.shares * self.tile.sums * 4
+
+    @property
+    def slices(self) -> int:
+        """Of the warps of a block that adds up partial sums ``together``, each its part of the
+        shares: those with which a thread waits for memory least often."""
+        warps = self.tile.warpgroups * 4
+
+        def waits(slices: int) -> int:
+            groups = ceil_div(self.tile.sums // 4, warps * 32 // slices)
+            each = ceil_div(self.shares, slices)
+            return ceil_div(groups, self.shares) * ceil_div(each, TOGETHER_BATCH)
+
+        whole = (count for count in range(1, warps + 1) if warps % count == 0)
+        return min(whole, key=waits)
+
+    @property
+    def box_pixels(self) -> int:
+        """Of the input."""
+        return PIXELS + self.halo
+
+    @property
+    def _operand_bytes(self) -> tuple[int, int]:
+        """Of a step: the input's, grad_output's."""
+        x = self.boxes * self.box_pixels * self.tile.channels * ITEM_BYTES
+        return x, self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of a step, in a block's shared memory."""
+        return sum(self._operand_bytes)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of a step and a block, from L2."""
+        x, y = self._operand_bytes
+        return x // self.copying + y if self.rows_first else x + y // self.copying
+
+    @property
+    def copied_boxes(self) -> float:
+        """Of a step and a block."""
+        y = self.tile.row_boxes
+        return self.boxes / self.copying + y if self.rows_first else self.boxes + y / self.copying
+
+    @property
+    def box_bytes(self) -> int:
+        """From one box of the input to the next, as products read them."""
+        return _aligned(self.box_pixels * self.tile.channels * ITEM_BYTES)
+
+    @property
+    def stage_bytes(self) -> int:
+        y = self.tile.row_boxes * ROWS * PIXELS * ITEM_BYTES
+        return y + self.boxes * self.box_bytes
+
+    def stages(self, device: CudaDevice) -> int:
+        room = device.shared_bytes_per_block - ALIGNMENT - BESIDE_BYTES
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    def ring_bytes(self, device: CudaDevice) -> int:
+        return self.stages(device) * self.stage_bytes
+
+    def shared_bytes(self, device: CudaDevice) -> int:
+        """Dynamic, with what checking tools believe that products read where there is room."""
+        room = device.shared_bytes_per_block - BESIDE_BYTES
+        ring = self.ring_bytes(device)
+        if self.sums:
+            ring = max(ring, self.tile.joined_bytes(self.summing))
+        return min(ring + ALIGNMENT + BELIEVED_BYTES, room)
+
+    @property
+    def name(self) -> str:
+        taps = f"_{self.shared_taps}taps" if self.shared_taps > 1 else ""
+        shared = "" if self.copying == 1 else "_x" if self.rows_first else "_y"
+        shared += f"_sum{self.summing}" if self.sums else ""
+        together = "_together" if self.together else ""
+        together += "_halves" if self.scaled_bytes else ""
+        return f"{self.tile.name}{taps}{shared}{together}/{self.shares}"
+
+
+def _aligned(size_bytes: int) -> int:
+    return ceil_div(size_bytes, ALIGNMENT) * ALIGNMENT
+
+
+def plane_pixels(dtype: DType) -> int:
+    """Of a step of planes: 128 bytes."""
+    return 128 // dtype.itemsize
+
+
+def cuts(
+    work: ConvWork, device: CudaDevice, *, direct: bool, planes: bool = False
+) -> Iterator[Cut]:
+    """All that may be worth while; ``direct`` where whole tiles need no second kernel. Of
+    ``planes`` each image has whole steps."""
+    for cut in _all_tiled(work, device, planes=planes):
+        for found in _shared_out(work, device, cut, direct):
+            yield found
+            if _meets(found, device):
+                yield replace(found, together=True)
+
+
+def _all_tiled(work: ConvWork, device: CudaDevice, *, planes: bool) -> Iterator[Cut]:
+    """By every tile, not yet shared out."""
+    if planes:
+        steps = work.batch * ceil_div(prod(work.output), plane_pixels(work.dtype))
+        for tile in TILES:
+            for cut in _tiled(work, tile, 1):
+                if cut.copying == 1:
+                    yield replace(cut, steps=steps)
+        return
+    scaled = copied_bytes(work) if work.dtype is DType.FLOAT32 else 0
+    for tile in TILES:
+        shared = {1}
+        if work.stride[2] == 1 and work.kernel[2] > 1:
+            shared.add(tile.blocks_each)
+        for taps in sorted(shared):
+            for cut in _tiled(work, tile, taps):
+                if cut.stages(device) >= LEAST_STAGES:
+                    yield replace(cut, scaled_bytes=scaled)
+
+
+def _tiled(work: ConvWork, tile: WeightTile, taps: int) -> Iterator[Cut]:
+    """With clusters and without, not yet shared out."""
+    halo = (taps - 1) * work.dilation[2]
+    outer = work.kernel[0] * work.kernel[1] * ceil_div(work.kernel[2], taps)
+    boxes = outer * ceil_div(work.in_channels, tile.channels)
+    column_tiles = ceil_div(boxes, tile.blocks // taps)
+    row_tiles = ceil_div(work.out_channels, tile.row_boxes * ROWS)
+    rows = work.batch * work.output[0] * work.output[1]
+    steps = ceil_div(rows * (work.output[2] + halo), PIXELS)
+    cut = Cut(tile, taps, halo, row_tiles, column_tiles, steps, 0, 1)
+    for cluster, summing in tile.clusters:
+        found, copying = replace(cut, cluster=cluster, summing=summing), cluster // summing
+        if copying == 1:
+            yield found
+            continue
+        if row_tiles > 1:
+            yield replace(found, row_tiles=ceil_div(row_tiles, copying) * copying)
+        if column_tiles > 1 and tile.row_boxes > 1:
+            whole = ceil_div(column_tiles, copying) * copying
+            yield replace(found, column_tiles=whole, rows_first=False)
+
+
+def _shared_out(work: ConvWork, device: CudaDevice, cut: Cut, direct: bool) -> Iterator[Cut]:
+    tiles, blocks = cut.tiles, device.multiprocessors // cut.cluster * cut.cluster
+    if cut.sums:
+        # One unit a block, whose ring then holds the sums.
+        room = CLUSTERS[cut.cluster] * device.multiprocessors // MEASURED_ON
+        most = min(room * cut.copying // tiles, cut.steps // cut.summing)
+        least = cut.tile.joined_bytes(cut.summing) + ALIGNMENT + BESIDE_BYTES
+        if work.split_k is None and most >= 1 and least <= device.shared_bytes_per_block:
+            yield replace(cut, shares=most)
+        return
+    if work.split_k is not None:
+        whole = tiles if direct and work.split_k == 1 else 0
+        yield replace(cut, whole=whole, shares=min(work.split_k, cut.steps))
+        return
+    if direct:
+        yield replace(cut, whole=tiles)
+    full = tiles // blocks if direct else 0
+    for waves in {full, max(0, full - 1), 0}:
+        rest = tiles - waves * blocks
+        if rest == 0:
+            continue
+        counts = {max(1, times * blocks // rest) for times in range(1, MOST_WAVES + 1)}
+        for count in sorted(counts):
+            shares = min(count, cut.steps)
+            found = replace(cut, whole=waves * blocks, shares=shares)
+            if shares == 1 or found.partial_bytes <= PARTIAL_BYTES:
+                yield found
+
+
+def _meets(cut: Cut, device: CudaDevice) -> bool:
+    """Whether blocks can add up the partial sums: each has those of one unit at most, its last."""
+    if cut.sums or cut.parted == 0 or cut.shares > MOST_TOGETHER:
+        return False
+    return cut.parted * cut.shares <= device.multiprocessors // cut.cluster * cut.cluster

@@ -1,0 +1,158 @@
+// hopper_weight.cu's argument, how its blocks walk over tiles and pixels, and its copies of boxes. The
+// host's side is hopper_weight.py.
+// Macros: ELEMENT that is multiplied, SOURCE that it was copied from (float: it is scaled, see
+// scaled_halves.cuh) or the same, PIXELS of a step, CHANNELS of a box of x, WARPGROUPS that have sums.
+#pragma once
+
+#include "ptx/tma.cuh"
+#include "conv/hopper_weight.cuh"
+#include "core/opaque.cuh"
+#include "ptx/pdl.cuh"
+
+#ifndef PLANES
+#define PLANES 0
+#endif
+
+namespace convgrad {
+
+#ifndef SOURCE
+#define SOURCE ELEMENT
+#endif
+
+using T = ELEMENT;
+constexpr bool kScaled = sizeof(SOURCE) > sizeof(T);
+constexpr int kPixels = PIXELS, kInBlock = CHANNELS / 8, kMostStages = 16;
+
+struct HopperWeightArgs {
+  TensorMap x_map;
+  TensorMap y_map;
+  WeightResult result;
+  WeightSource source;
+  int dims;       // spatial, as the maps have them
+  int halo;       // pixels by which a row of y is longer
+  int box_bytes;  // from a box of x to the next
+  int stages;
+  int stage_bytes;
+  int step_bytes;  // that are copied to a stage
+  Divider by_size[3];  // planes, rows, and pixels of a row with its halo
+  u32* met;           // zeros, a word for each parted tile, where their blocks add up their sums; or null
+  int slices;         // parts of a block that divide the shares among them then
+};
+
+// What a block sums at a time: a tile over its share of the steps.
+struct Unit {
+  int tile, share, step, end;
+  bool whole;
+};
+
+__device__ __forceinline__ int steps_of(const HopperWeightArgs& args) {
+  const int row = args.source.y_size[2] + args.halo;
+  const u32 pixels = args.source.batch * args.source.y_size[0] * args.source.y_size[1] * row;
+  return (pixels + kPixels - 1) / kPixels;
+}
+
+// The first step of a part: `each` has so many, or one more.
+__device__ __forceinline__ int part_at(const WeightResult& of, int steps, int parts, int part) {
+  return of.share_steps * part + min(part, steps - of.share_steps * parts);
+}
+
+// That of a block of a cluster, which has neighbouring tiles and one share.
+__device__ __forceinline__ Unit unit_at(const WeightResult& of, int index, int steps, int cluster = 1,
+                                        int block = 0) {
+  const int whole = of.whole / cluster;
+  if (index < whole) return {index * cluster + block, 0, 0, steps, true};
+  const int parted = of.row_tiles * of.column_tiles / cluster - whole;
+  const int share = divide(index - whole, of.by_parted);
+  return {(index - share * parted) * cluster + block, share,
+          part_at(of, steps, of.shares, share), part_at(of, steps, of.shares, share + 1),
+          false};
+}
+
+// That of the blocks of a cluster that sum one tile, and a block's own part of its steps; of
+// `copying` neighbouring tiles the one of number `copier`.
+struct ClusterUnit {
+  Unit all;
+  int step, end;
+};
+
+__device__ __forceinline__ ClusterUnit cluster_unit_at(const WeightResult& of, int index, int steps,
+                                                       int cluster, int block, int copying,
+                                                       int copier) {
+  const int groups = of.row_tiles * of.column_tiles / copying, share = divide(index, of.by_parted);
+  const int part = share * cluster;
+  auto at = [&](int of_part) { return part_at(of, steps, of.shares * cluster, of_part); };
+  return {{(index - share * groups) * copying + copier, share, at(part), at(part + cluster), false},
+          at(part + block),
+          at(part + block + 1)};
+}
+
+struct Pixel {
+  int n, d, h, w;
+};
+
+__device__ __forceinline__ Pixel pixel_at(const HopperWeightArgs& args, int index) {
+  const int(&size)[3] = args.source.y_size;
+  const int rest2 = divide(index, args.by_size[2]), rest1 = divide(rest2, args.by_size[1]);
+  const int n = divide(rest1, args.by_size[0]);
+  return {n, rest1 - n * size[0], rest2 - rest1 * size[1], index - rest2 * (size[2] + args.halo)};
+}
+
+// The steps of a unit, one after another, without a division each.
+struct Walk {
+  Pixel at, by;
+
+  // The way of a step is worked out here: from the argument it would be read for each step anew.
+  __device__ __forceinline__ Walk(const HopperWeightArgs& args, int step)
+      : at(pixel_at(args, step * kPixels)), by(pixel_at(args, kPixels)) {}
+
+  __device__ __forceinline__ void next(const HopperWeightArgs& args) {
+    at.w += by.w, at.h += by.h, at.d += by.d, at.n += by.n;
+    if (at.w >= args.source.y_size[2] + args.halo) at.w -= args.source.y_size[2] + args.halo, ++at.h;
+    if (at.h >= args.source.y_size[1]) at.h -= args.source.y_size[1], ++at.d;
+    if (at.d >= args.source.y_size[0]) at.d -= args.source.y_size[0], ++at.n;
+  }
+};
+
+// A box of x from the corners of windows on: its channels, and its tap's way from the corner.
+struct alignas(16) Source {
+  int c, d, h, w;
+};
+
+// To this block, or to kCluster of the cluster.
+template <int kCluster = 1>
+__device__ __forceinline__ void load_box(const HopperWeightArgs& args, const TensorMap& map, u32 to,
+                                         u32 full, const Pixel& at, const Source& from,
+                                         int first_block = 0) {
+  const u32 blocks = ((1u << kCluster) - 1) << first_block;
+  if constexpr (PLANES) {
+    const int where[3] = {at.w, from.c, at.n};
+    if constexpr (kCluster > 1) tma_load_multicast<3>(blocks, to, map, full, where);
+    else tma_load<3>(to, map, full, where);
+  } else if (args.dims == 2) {
+    const int where[4] = {from.c, at.w, at.h, at.n}, by[2] = {from.w, from.h};
+    if constexpr (kCluster > 1) tma_load_im2col_multicast<4>(blocks, to, map, full, where, by);
+    else tma_load_im2col<4>(to, map, full, where, by);
+  } else if (args.dims == 3) {
+    const int where[5] = {from.c, at.w, at.h, at.d, at.n}, by[3] = {from.w, from.h, from.d};
+    if constexpr (kCluster > 1) tma_load_im2col_multicast<5>(blocks, to, map, full, where, by);
+    else tma_load_im2col<5>(to, map, full, where, by);
+  } else {
+    const int where[3] = {from.c, at.w, at.n}, by[1] = {from.w};
+    if constexpr (kCluster > 1) tma_load_im2col_multicast<3>(blocks, to, map, full, where, by);
+    else tma_load_im2col<3>(to, map, full, where, by);
+  }
+}
+
+// That of one of a tile's columns' boxes.
+__device__ __forceinline__ Source source_of(const HopperWeightArgs& args, int column_tile, int i) {
+  const Box box = box_at(args.result, column_tile * args.result.boxes + i);
+  return {box.c, box.t * args.source.dilation[0], box.r * args.source.dilation[1], box.s * args.source.dilation[2]};
+}
+
+// The corner of a pixel's window.
+__device__ __forceinline__ Pixel corner_of(const HopperWeightArgs& args, const Pixel& at) {
+  return {at.n, at.d * args.source.stride[0] - args.source.pad[0], at.h * args.source.stride[1] - args.source.pad[1],
+          at.w * args.source.stride[2] - args.source.pad[2]};
+}
+
+}  // namespace convgrad

@@ -1,0 +1,162 @@
+"""First layers of patches that do not overlap, as plain products of their numbers.
+
+Where every dimension's stride is its kernel's extent, without padding, an output position meets a
+patch of the input that no other meets. With the patches copied one after another, in the order in
+which the weights of an output channel lie, the layer is a product of matrices: a pointwise
+convolution of taps * C channels, which the dense kernels compute in any dtype and layout. The copy
+reads and writes the input once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import COPIES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Family, choose
+from convgrad_service.plans.cuda.program import Fragment, Instance, Step, Workspace
+from convgrad_service.plans.cuda.works import (
+    ConvWork,
+    Copy,
+    CopyAxis,
+    Operand,
+    contiguous_strides,
+)
+
+__all__ = ["PatchProducts"]
+
+# Numbers of a patch from which on; in true float32 kernels for few channels are slower.
+LEAST_PATCH, LEAST_EXACT_PATCH = 128, 32
+CHANNEL = 2
+"""The axis of an operand's channels in a group; D, H and W, or T, R and S, are behind it."""
+
+
+class PatchProducts:
+    """Every direction, by the first of ``families`` that takes the product."""
+
+    name = "patch_products"
+
+    def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
+        self._families = families
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.groups != 1 or work.in_channels > MOST_CHANNELS:
+            return f"{work.groups} groups of {work.in_channels} channels of the input"
+        if work.kernel != work.stride or any(work.pad):
+            return "patches that overlap, or lie apart"
+        if any(k > 1 and d > 1 for k, d in zip(work.kernel, work.dilation, strict=True)):
+            return "dilated"
+        numbers = work.taps * work.in_channels
+        exact = work.dtype is DType.FLOAT32 and work.precision != "high"
+        if numbers < (LEAST_EXACT_PATCH if exact else LEAST_PATCH):
+            return f"patches of {numbers} numbers"
+        if _order(work) is None:
+            return "the weights of an output channel do not follow one another"
+        if work.direction == "bwd_data":
+            if work.bias is not None or work.accumulate is not None:
+                return "an epilogue of the gradient of the input"
+            if any(extent % k for extent, k in zip(work.input, work.kernel, strict=True)):
+                return "positions of the input beyond the last patch"
+        elif work.direction == "bwd_weight":
+            accumulate = work.accumulate or work.w
+            if accumulate.strides != work.w.strides:
+                return "accumulate does not lie as the weight does"
+        reasons = [family.why_not(_product(work), device) for family in self._families]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        product = _product(work)
+        chosen = choose(self._families, product, device)
+        copy = _copy(work, product.x)
+        if work.direction == "bwd_data":
+            axes = tuple(replace(one, source=one.target, target=one.source) for one in copy.axes)
+            copy = replace(copy, source=copy.target, target=copy.source, axes=axes)
+        copied = choose(COPIES, copy, device).fragment.steps
+        inner = chosen.fragment
+        steps: tuple[Step, ...] = (*copied, *inner.steps)
+        if work.direction == "bwd_data":
+            steps = (*inner.steps, *copied)
+        size_bytes = work.batch * prod(work.output) * product.in_channels * work.dtype.itemsize
+        return replace(
+            inner,
+            kernel=f"{self.name}_{inner.kernel}",
+            steps=steps,
+            workspace=(Workspace(product.x.buffer, size_bytes), *inner.workspace),
+            order=f"{chosen.family} {inner.order}",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`: those of the other families."""
+        return [instance for family in self._families for instance in family.instances()]
+
+
+def _extents(work: ConvWork) -> tuple[int, ...]:
+    """Of a patch, by axes from ``CHANNEL`` on."""
+    return (work.in_channels, *work.kernel)
+
+
+def _order(work: ConvWork) -> list[int] | None:
+    """The axes of a patch as the weights of an output channel lie, outermost first, if they follow
+    one another."""
+    extents = dict(enumerate(_extents(work), CHANNEL))
+    axes = [axis for axis, extent in extents.items() if extent > 1]
+    axes.sort(key=lambda axis: -work.w.strides[axis])
+    wanted = contiguous_strides(tuple(extents[axis] for axis in axes))
+    return axes if tuple(work.w.strides[axis] for axis in axes) == wanted else None
+
+
+def _product(work: ConvWork) -> ConvWork:
+    """The same work with a patch's numbers as channels."""
+    numbers, conv, ones = work.taps * work.in_channels, work.conv, (1,) * work.conv.ndim
+    image, plane, row, pixel, _ = contiguous_strides((work.batch, *work.output, numbers))
+    x = Operand(
+        f"{work.prefix}{work.direction}.patches",
+        work.dtype,
+        (image, numbers, 1, plane, row, pixel),
+    )
+    accumulate = work.accumulate
+    if accumulate is not None and work.direction == "bwd_weight":
+        accumulate = _flat(accumulate)
+    return replace(
+        work,
+        conv=replace(
+            conv,
+            in_channels=numbers,
+            input_size=conv.output_size,
+            kernel_size=ones,
+            stride=ones,
+            dilation=ones,
+            padding=((0, 0),) * conv.ndim,
+        ),
+        x=x,
+        w=_flat(work.w),
+        accumulate=accumulate,
+        follows=work.follows and work.direction == "bwd_data",
+    )
+
+
+def _flat(weight: Operand) -> Operand:
+    """With all of an output channel's numbers as channels."""
+    group, channel, *_ = weight.strides
+    return replace(weight, strides=(group, channel, 1, 0, 0, 0))
+
+
+def _copy(work: ConvWork, patches: Operand) -> Copy:
+    """Of the input's patches, one after another."""
+    order, extents = _order(work), dict(enumerate(_extents(work), CHANNEL))
+    if order is None:
+        raise ValueError("the weights of an output channel do not follow one another")
+    target = dict(zip(order, contiguous_strides(tuple(extents[a] for a in order)), strict=True))
+    axes = [CopyAxis(work.batch, work.x.strides[0], patches.strides[0])]
+    axes += [
+        CopyAxis(extent, k * work.x.strides[axis], patches.strides[axis])
+        for axis, (extent, k) in enumerate(zip(work.output, work.kernel, strict=True), CHANNEL + 1)
+    ]
+    axes += [CopyAxis(extents[axis], work.x.strides[axis], target[axis]) for axis in order]
+    return Copy(work.x.buffer, patches.buffer, work.dtype, tuple(axes))

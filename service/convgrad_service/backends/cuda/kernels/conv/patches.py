@@ -1,0 +1,112 @@
+"""First layers whose strided positions along W become channels, for the dense kernels.
+
+Where the stride along W divides the taps, the padding and W, and channels last lie side by side,
+position w of the input is channel (w mod stride, c) of position w div stride: the same tensors are
+those of a convolution with stride*C channels, S / stride taps along W and stride 1, which the dense
+kernels compute with full tiles where C alone would leave most of one. Nothing is copied for it. It
+is worth it where patches do not overlap and a patch's row fills chunks, and in one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Family, choose
+from convgrad_service.plans.cuda.program import Fragment, Instance
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["Patches"]
+
+LEAST_FOLDED = 32
+
+
+class Patches:
+    """Every direction, by the first of ``families`` that takes the folded convolution."""
+
+    name = "patches"
+
+    def __init__(self, families: Sequence[Family[ConvWork]]) -> None:
+        self._families = families
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        stride, channels = work.stride[2], work.in_channels
+        if work.groups != 1 or channels > MOST_CHANNELS:
+            return f"{work.groups} groups of {channels} channels of the input"
+        if work.bias is not None and work.direction == "bwd_data":
+            return "a bias for each channel"
+        if stride == 1 or (work.kernel[2] > 1 and work.dilation[2] != 1):
+            return "no stride, or dilated"
+        whole = work.kernel[2], work.pad[2], work.input[2]
+        if any(extent % stride for extent in whole):
+            return f"taps, padding or W are no multiple of the stride {stride}"
+        folded = stride * channels
+        # A cut along W would change what folds, and with it the order of sums: not where W is cut.
+        cut = work.conv.ndim == 1 and work.direction != "bwd_weight"
+        flat = work.kernel[0] == work.kernel[1] == 1
+        apart = work.kernel[2] == stride
+        fills = folded >= LEAST_FOLDED and folded * work.dtype.itemsize % CHUNK_BYTES == 0
+        if cut:
+            return "large problems are cut along W"
+        if not (flat or (apart and fills)):
+            return f"a position's {folded} numbers do not fill a tile"
+        if not all(
+            (channels == 1 or operand.strides[2] == 1) and operand.strides[5] == channels
+            for operand in (work.x, work.w)
+        ):
+            return "W and channels do not lie side by side"
+        result = {"fwd": work.y, "bwd_data": work.x, "bwd_weight": work.w}[work.direction]
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        reasons = [family.why_not(_folded(work), device) for family in self._families]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        chosen = choose(self._families, _folded(work), device)
+        fragment = chosen.fragment
+        return replace(
+            fragment,
+            kernel=f"{self.name}_{fragment.kernel}",
+            order=f"{chosen.family} {fragment.order}",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`: those of the other families."""
+        return [instance for family in self._families for instance in family.instances()]
+
+
+def _folded(work: ConvWork) -> ConvWork:
+    """The same work, with what the stride along W steps over among the channels."""
+    conv, stride = work.conv, work.stride[2]
+    step = stride * work.in_channels
+    x, w, accumulate = _joined(work.x, step), _joined(work.w, step), work.accumulate
+    if accumulate is not None:
+        result = {"fwd": work.y, "bwd_data": x, "bwd_weight": w}[work.direction]
+        accumulate = replace(accumulate, strides=result.strides)
+    before, after = conv.padding[-1]
+    return replace(
+        work,
+        conv=replace(
+            conv,
+            in_channels=conv.in_channels * stride,
+            input_size=(*conv.input_size[:-1], conv.input_size[-1] // stride),
+            kernel_size=(*conv.kernel_size[:-1], conv.kernel_size[-1] // stride),
+            stride=(*conv.stride[:-1], 1),
+            dilation=(*conv.dilation[:-1], 1),
+            padding=(*conv.padding[:-1], (before // stride, after // stride)),
+        ),
+        x=x,
+        w=w,
+        accumulate=accumulate,
+    )
+
+
+def _joined(operand: Operand, step: int) -> Operand:
+    """The operand with channels and positions as one axis, ``step`` between the new positions."""
+    n, g, _, d, h, _ = operand.strides
+    return replace(operand, strides=(n, g, 1, d, h, step))

@@ -1,0 +1,79 @@
+"""The second stage of a split reduction where there are few results and many splits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda.program import Instance, Launch
+from convgrad_service.plans.cuda.works import Operand
+
+__all__ = ["lane_sum", "lane_sum_instances"]
+
+BLOCK = 256
+# Results that a thread adds up.
+RESULTS = 4
+# More than this many threads fill a GPU.
+THREADS = 2**17
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+class LaneSumArgs(ctypes.Structure):
+    """See ``lane_sum.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
+        *((name, ctypes.c_int64 * 6) for name in ("extent", "stride", "accumulate_stride")),
+        ("results", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("splits", ctypes.c_int32),
+        ("lanes", ctypes.c_int32),
+    )
+
+
+def lane_sum(
+    partials: str,
+    splits: int,
+    extents: tuple[int, int, int, int, int, int],
+    result: Operand,
+    device: CudaDevice,
+    *,
+    accumulate: Operand | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Launch:
+    """result = alpha * sum of partials[split] + beta * accumulate.
+
+    ``partials`` holds [splits][results] in float32, results counted row by row in ``extents``: a
+    multiple of four. It may start while the kernel before it ends.
+    """
+    results = prod(extents)
+    lanes = 1
+    while lanes < min(splits, 64) and results // RESULTS * lanes < THREADS:
+        lanes *= 2
+    args = LaneSumArgs(results=results, alpha=alpha, beta=beta, splits=splits, lanes=lanes)
+    args.extent[:], args.stride[:] = extents, result.strides
+    if accumulate is not None:
+        args.accumulate_stride[:] = accumulate.strides
+    return Launch(
+        _instance(result.dtype),
+        linear_grid(results // RESULTS * lanes, BLOCK),
+        (BLOCK, 1, 1),
+        pack(args, partials=partials, result=result, accumulate=accumulate),
+        overlaps=device.capability >= OVERLAPPING,
+    )
+
+
+def lane_sum_instances() -> Iterable[Instance]:
+    """By the type of the result."""
+    return [_instance(dtype) for dtype in DTYPES]
+
+
+def _instance(dtype: DType) -> Instance:
+    return Instance("core/lane_sum.cu", "lane_sum", (("RESULT", CUDA_TYPES[dtype]),))

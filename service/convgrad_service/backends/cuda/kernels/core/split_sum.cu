@@ -1,0 +1,47 @@
+// Adds up the partial sums of a split reduction, in the order of the splits, and finishes them.
+// The host's side is split_sum.py.
+//
+// Block: 256 threads, one result each, whose index counts (g, k, c, t, r, s) row by row. Shared
+// memory: none. Deterministic. Relies on its launcher for the grid: ceil(results / 256) blocks.
+// Index limits: 64-bit throughout.
+#include "core/epilogue.cuh"
+
+using namespace convgrad;
+
+struct SplitSumArgs {
+  const void* partials;  // [splits][results], of the type that sums have
+  void* result;
+  const void* accumulate;  // like the result, or null
+  i64 extent[6];
+  i64 stride[6];  // of the result, in elements
+  i64 accumulate_stride[6];
+  i64 results;
+  double alpha;
+  double beta;
+  int splits;
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    split_sum(const __grid_constant__ SplitSumArgs args) {
+  using S = SUM;
+  using T = RESULT;
+  const i64 index = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+  if (index >= args.results) return;
+  const S* part = static_cast<const S*>(args.partials) + index;
+  S sum = 0;
+#pragma unroll 8
+  for (int split = 0; split < args.splits; ++split) sum += part[split * args.results];
+  i64 rest = index, to = 0, old = 0;
+  for (int dim = 5; dim >= 0; --dim) {
+    i64 at;
+    rest = divide(rest, args.extent[dim], at);
+    to += at * args.stride[dim];
+    old += at * args.accumulate_stride[dim];
+  }
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += old;
+  const T* const no_bias = nullptr;
+  const S alpha = S(args.alpha), beta = S(args.beta);
+  const Sum<T> done = finish<T, S>(sum, alpha, beta, accumulate, no_bias, kNone);
+  static_cast<T*>(args.result)[to] = narrow<T>(done);
+}

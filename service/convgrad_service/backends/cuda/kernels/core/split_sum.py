@@ -1,0 +1,72 @@
+"""The second stage of a split reduction: partial sums added in order, and finished."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import FLOATING, DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.plans.cuda.device import sum_dtype
+from convgrad_service.plans.cuda.program import Instance, Launch
+from convgrad_service.plans.cuda.works import Operand
+
+__all__ = ["split_sum", "split_sum_instances"]
+
+BLOCK = 256
+
+
+class SplitSumArgs(ctypes.Structure):
+    """See ``split_sum.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
+        *((name, ctypes.c_int64 * 6) for name in ("extent", "stride", "accumulate_stride")),
+        ("results", ctypes.c_int64),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("splits", ctypes.c_int32),
+    )
+
+
+def split_sum(
+    partials: str,
+    splits: int,
+    extents: tuple[int, int, int, int, int, int],
+    result: Operand,
+    summed: DType,
+    *,
+    accumulate: Operand | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Launch:
+    """result = alpha * sum of partials[split] + beta * accumulate.
+
+    ``partials`` holds [splits][results] in ``summed``, results counted row by row in ``extents``.
+    """
+    args = SplitSumArgs()
+    args.extent[:], args.stride[:] = extents, result.strides
+    if accumulate is not None:
+        args.accumulate_stride[:] = accumulate.strides
+    args.results, args.splits = prod(extents), splits
+    args.alpha, args.beta = alpha, beta
+    arguments = pack(
+        args,
+        partials=partials,
+        result=result,
+        accumulate=accumulate,
+    )
+    instance = _instance(summed, result.dtype)
+    return Launch(instance, linear_grid(prod(extents), BLOCK), (BLOCK, 1, 1), arguments)
+
+
+def split_sum_instances() -> Iterable[Instance]:
+    """Sums in float32 become any narrower type, those in float64 stay."""
+    return [_instance(sum_dtype(dtype), dtype) for dtype in FLOATING]
+
+
+def _instance(summed: DType, result: DType) -> Instance:
+    defines = ("SUM", CUDA_TYPES[summed]), ("RESULT", CUDA_TYPES[result])
+    return Instance("core/split_sum.cu", "split_sum", defines)

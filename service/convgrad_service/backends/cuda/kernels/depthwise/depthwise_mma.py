@@ -1,0 +1,270 @@
+"""Depthwise convolutions on tensor cores, forward and in the input: ``depthwise_mma.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
+    DTYPES,
+    STRIP_COLUMNS,
+    TILE_STRIPS,
+    Strips,
+    StripTiling,
+    line_bytes,
+    plane_bytes,
+    variant,
+    variants,
+    why_not_strips,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    Plane,
+    chunk_rows,
+    fill_operands,
+    plane_of,
+    resident_blocks,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["MMA_TILES", "DepthwiseMma", "MmaTile"]
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """The most kernel rows, the stride, the units of 8 columns that a strip reads, warps of a block
+    with ``own`` channels each, rows between barriers and how many times as many are in flight,
+    whether a step's copies go last, and the blocks that a multiprocessor is to hold.
+
+    ``start`` is what a block takes beside its rows, in rows.
+    """
+
+    kernel_rows: int
+    stride: int
+    backward: bool
+    units: int
+    warps: int = 8
+    rows: int = 1
+    late: bool = True
+    stages: int = 4
+    blocks: int = 2
+    own: int = 2
+    epilogues: bool = True
+    start: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Of a block."""
+        return self.warps * self.own
+
+
+# The first that takes a kernel is used. The backward of stride 1 is a forward, the kernel flipped.
+MMA_TILES = (
+    MmaTile(3, 1, False, 2),
+    MmaTile(5, 1, False, 2, late=False),
+    MmaTile(7, 1, False, 2),
+    MmaTile(13, 1, False, 3, blocks=1, epilogues=False),
+    MmaTile(3, 2, False, 3),
+    MmaTile(5, 2, False, 3),
+    MmaTile(7, 2, False, 3),
+    MmaTile(3, 2, True, 2),
+    MmaTile(5, 2, True, 2, blocks=1),
+)
+
+
+class DepthwiseMmaArgs(ctypes.Structure):
+    """See ``depthwise_mma.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y", "accumulate")),
+        ("x_pitch", ctypes.c_uint32),
+        ("y_pitch", ctypes.c_uint32),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("activation", ctypes.c_int32),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        ("x_channels", ctypes.c_int32),
+        ("multiplier", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
+        ("flipped", ctypes.c_int32),
+        ("tiling", StripTiling),
+    )
+
+
+class DepthwiseMma:
+    """fwd and bwd_data of 16-bit types, one channel a group, channels last."""
+
+    name = "depthwise_mma"
+
+    def __init__(self, tiles: tuple[MmaTile, ...] = MMA_TILES) -> None:
+        self._tiles = tiles
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_plane(work, general=True)
+        if reason is not None:
+            return reason
+        if work.direction == "bwd_data" and work.out_channels > 1:
+            return f"sums over {work.out_channels} channels"
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        reason = why_not_strips(plane, work)
+        if reason is not None:
+            return reason
+        tile = self._tile(work, plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        launch = self.launch(work, device, plane, tile)
+        reason = device.why_not_shared(launch.shared_bytes)
+        if reason is not None:
+            return reason
+        if launch.grid[0] > MAX_BLOCKS:
+            return f"{launch.grid[0]} blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(work, plane)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+
+    def launch(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: MmaTile,
+        chunk: int | None = None,
+    ) -> Launch:
+        """With this tile, and chunks of so many rows (backward, times the stride)."""
+        backward, stride, pad = work.direction == "bwd_data", plane.stride, plane.pad
+        source, result = gather_sides(work)
+        sizes = plane.output, plane.input
+        x_size, y_size = sizes if backward else sizes[::-1]
+        rows, columns = y_size
+        flipped = backward and not tile.backward
+        if flipped:
+            pad = plane.reach[0] - 1 - pad[0], plane.reach[1] - 1 - pad[1]
+        if tile.backward:
+            # From the last multiple of the stride up to the padding, in units of the stride.
+            rows, columns = (
+                ceil_div(extent + before, stride) - before // stride
+                for extent, before in zip(y_size, pad, strict=True)
+            )
+        apart = 1 if tile.backward else stride
+        strips = Strips(plane.batch, ceil_div(columns, STRIP_COLUMNS), apart, tile.units)
+        channels = tile.channels
+        channel_tiles = ceil_div(work.groups * work.out_channels, channels)
+        shared_bytes = _shared_bytes(tile, strips.slots)
+        items = strips.tiles * channel_tiles
+        blocks, architectures = variant(
+            tile.kernel_rows, _blocks(tile, not work.epilogue_free), device
+        )
+        if chunk is None:
+            reach = ceil_div(tile.kernel_rows, stride) - 1
+            resident = resident_blocks(device, shared_bytes, blocks)
+            chunk = chunk_rows(rows, reach, items, resident, tile.start)
+        chunks = ceil_div(rows, chunk)
+
+        args = DepthwiseMmaArgs()
+        fill_operands(args, work, plane, source, result)
+        args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 4
+        args.activation = ACTIVATIONS[work.activation]
+        args.channels = work.groups * work.out_channels
+        args.x_channels, args.multiplier = work.groups, work.out_channels
+        args.x_size[:], args.y_size[:], args.pad[:] = x_size, y_size, pad
+        args.kernel[:], args.dilation[:], args.flipped = plane.reach, plane.dilation, flipped
+        args.tiling = StripTiling(
+            strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
+        )
+        return Launch(
+            _instance(work.dtype, tile, not work.epilogue_free, blocks, architectures),
+            (items * chunks, 1, 1),
+            (tile.warps * 32, 1, 1),
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
+            shared_bytes,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, tile, epilogue, blocks, architectures)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for epilogue in (False, True)
+            if tile.epilogues or not epilogue
+            for blocks, architectures in variants(tile.kernel_rows, _blocks(tile, epilogue))
+        ]
+
+    def _tile(self, work: ConvWork, plane: Plane) -> MmaTile | None:
+        """The first that holds the kernel."""
+        backward = work.direction == "bwd_data" and plane.stride > 1
+        rows, columns = plane.reach
+        for tile in self._tiles:
+            if backward:
+                read = STRIP_COLUMNS + (columns - 1) // plane.stride
+            else:
+                read = (STRIP_COLUMNS - 1) * plane.stride + columns
+            if (
+                (tile.backward, tile.stride) == (backward, plane.stride)
+                and rows <= tile.kernel_rows
+                and read <= tile.units * STRIP_COLUMNS
+                and (tile.epilogues or work.epilogue_free)
+            ):
+                return tile
+        return None
+
+
+def _shared_bytes(tile: MmaTile, slots: int) -> int:
+    channels = tile.channels
+    phases = tile.stride if tile.backward else 1
+    results = phases * phases * channels * (TILE_STRIPS + 1) * 16
+    rows = tile.stages * tile.rows * plane_bytes(slots, channels)
+    # Pairs of taps: their places along the reduction, times the columns of a result.
+    last = tile.units * STRIP_COLUMNS - 2
+    pairs = last + 1 + (STRIP_COLUMNS - 1) * tile.stride
+    if tile.backward:
+        pairs = (STRIP_COLUMNS + last) * tile.stride
+    taps = channels * tile.kernel_rows * pairs * 4
+    return rows + max(2 * tile.rows * (line_bytes(slots, channels) + results), taps)
+
+
+def _blocks(tile: MmaTile, epilogue: bool) -> int:
+    """An epilogue takes registers."""
+    return max(1, tile.blocks - epilogue)
+
+
+def _instance(
+    dtype: DType, tile: MmaTile, epilogue: bool, blocks: int, architectures: tuple[str, ...]
+) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL_H": tile.kernel_rows,
+        "STRIDE": tile.stride,
+        "BACKWARD": int(tile.backward),
+        "UNITS": tile.units,
+        "WARPS": tile.warps,
+        "CHANNELS": tile.own,
+        "ROWS": tile.rows,
+        "LATE": int(tile.late),
+        "STAGES": tile.stages,
+        "BLOCKS": blocks,
+        "EPILOGUE": int(epilogue),
+    }
+    return Instance.of(
+        "depthwise/depthwise_mma.cu",
+        defines,
+        architectures,
+    )

@@ -1,0 +1,217 @@
+// Depthwise convolution, the gradient of its input or, of stride 1, forward, of channels-last 16-bit
+// tensors on tensor cores that take pixels as they lie in memory.
+//
+// y[n, u - pad, v - pad, c] = sum over u = p*STRIDE + r, v = q*STRIDE + s
+//                             of x[n, p, q, c] * w[c, r, s]
+// (forward: with w read from its end on, and pad from there), rounded once; summed in float32.
+// GEMM view, for one pair of neighbouring channels, one row of x and one row of the kernel: M = 16
+// runs of 4 columns of the result, K = the columns of x that those need, times the pair, N = the 4
+// columns times the pair. The second factor has w[c, r, s] where the channels are the same and s is
+// between the columns, zeros elsewhere. So a register of the first factor is a pixel's pair of
+// channels, and of the results too: nothing is turned around. 2 units of 4 columns of x serve kernels
+// of up to 5 columns (stride 2: one), 3 up to 9; half of what is multiplied are zeros of the pair.
+// A warp owns PAIRS pairs of channels of 8 strips of 8 columns, side by side and on through the images
+// of the batch. It walks down x's rows: a row is added to every row of the result that it reaches,
+// which live in a ring of accumulators.
+// Block: OCTETS * 8 channels of one tile of 8 strips. Between two barriers it multiplies a row, starts
+// the copies of a later one, and writes the rows that the one before finished.
+// Grid: tiles of channels, and equal shares of the rows of all tiles of strips, one below another: so
+// that all blocks are done at once. A share may be of several tiles.
+// Shared memory: STAGES rows of x, two times the rows of results that one of them finishes.
+// Relies on its launcher for: channels and strides in multiples of 8, aligned to 16 bytes; tensors
+// below 2^33 elements, weights and rows of all tiles below 2^31.
+// Deterministic: sums run in the order of x's rows.
+// The second factor's zeros would make NaN of a pair's other channel: elements that are not finite
+// are multiplied as zeros, and make NaN of all open sums of their strip and channel.
+#include "depthwise/depthwise_pairs.cuh"
+
+using namespace convgrad;
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    depthwise_pairs(const __grid_constant__ DepthwisePairsArgs args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int own_strip = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int part = threadIdx.x / 32;
+  const int octet = threadIdx.x % OCTETS, first_pixel = own_pixel();
+  const int first_channel = blockIdx.x * kChannels, own_channel = first_channel + octet * 8;
+  const int row_bytes = args.row_bytes, results = STAGES * row_bytes;
+  // What a lane has of a pixel, and where a thread reads results.
+  const int own_bytes = part * kOwnChannels * 2;
+  const u32 to =
+      opaque_value(results + own_bytes + result_place(own_strip * 8) + t * kResultPixelBytes);
+  const u32 written =
+      opaque_value(shared_address(shared) + results + octet * 16 + result_place(first_pixel));
+  // The compiler would gather a factor's registers again for each of its products, did it know that
+  // this is nothing.
+  const u32 zero = args.flipped >> 1;
+  Taps taps;
+  bool has_taps = false;
+
+  const int share_end = min(args.tiles * args.rows, (static_cast<int>(blockIdx.y) + 1) * args.share);
+  for (int place = blockIdx.y * args.share; place < share_end;) {
+    const int tile = divide(place, args.by_rows);
+    const int along = tile * kTileStrips, n = divide(along, args.by_strips);
+    const int strip = along - n * args.strips;  // the first, in image n
+    // In units of STRIDE, from -pad on.
+    const int tile_row = place - tile * args.rows, first_row = args.base + tile_row;
+    const int rows = min(args.rows - tile_row, share_end - place);
+    place += rows;
+    const int top = first_row - (kReach - 1), steps = rows + kReach - 1;
+    const int result_row = first_row * STRIDE - args.pad[0];
+    // Rows of padding that come before any result is finished.
+    const int skipped = opaque_value(max(0, min(-top, kReach - 1)));
+
+    // All strips' units of x, one more behind each image's.
+    const auto pixel_of = [&](int of) {
+      return (of + divide(strip + of, args.by_strips)) * kUnitColumns;
+    };
+    const int last_pixel = pixel_of(kTileStrips - 1);
+    RowsCopier copier(args, shared_address(shared), n, strip, last_pixel + 2 * kUnitColumns,
+                      last_pixel + args.read, top + skipped);
+    // The `step`th row.
+    const auto copy = [&](int stage, int step) {
+      if (step < steps) copier.copy(stage, top + step, args.x_size[0], args.x_stride[1]);
+      commit_copies();
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage * row_bytes, skipped + stage);
+    if (!has_taps) load_taps(taps, args, first_channel + part * kOwnChannels);
+    has_taps = true;
+
+    const int from_pixel = pixel_of(own_strip);
+    const u32 from = opaque_value(shared_address(shared) + own_bytes + place_of(from_pixel) +
+                                t * kPixelBytes);
+    // The pixels that this thread writes.
+    u32 out[kWrites], writes = 0;
+#pragma unroll
+    for (int i = 0; i < kWrites; ++i) {
+      const int pixel = first_pixel + i * kRoundPixels, of = strip + pixel / 8;
+      const int images = divide(of, args.by_strips);
+      const int column = (of - images * args.strips) * 8 + pixel % 8;
+      const bool there =
+          n + images < args.batch && column < args.y_size[1] && own_channel < args.channels;
+      writes |= static_cast<u32>(there) << i;
+      out[i] = opaque_value((n + images) * args.y_stride[0] + result_row * args.y_stride[1] +
+                          column * args.y_stride[2] + own_channel / 8);
+    }
+    writes = opaque_value(writes);
+
+    float sums[kOpen][PAIRS][4] = {};
+    int now = 0, before = (STAGES - 1) * row_bytes;  // this row's stage, and the last one's
+    int buffer = 0;                                  // where the results are that it finishes
+    // One step more, which writes what the last one finished.
+    for (int turn = 0; turn <= steps; turn += kReach) {
+#pragma unroll
+      for (int j = 0; j < kReach; ++j) {
+        const int step = turn + j;
+        if (step < skipped) continue;
+        if (step > steps) break;
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+        Pixels pixels[kBlocks];
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          load_shared(from + now + place_of(block * kApart), pixels[block].raw);
+        }
+        copy(before, step + STAGES - 1);
+        // What the row before finished: read here, written when products are under way.
+        uint4 finished[STRIDE][kWrites];
+#pragma unroll
+        for (int a = 0; a < STRIDE; ++a) {
+#pragma unroll
+          for (int own = 0; own < kWrites; ++own) {
+            load_shared(written + (kResultsBytes - buffer) + a * kResultBytes +
+                            result_place(own * kRoundPixels),
+                        finished[a][own]);
+          }
+        }
+        // Rows outside are zeros; below x they are of no use to any result that is still to begin.
+        if (step < rows || (step < steps && top + step < args.x_size[0])) {
+          const bool spoilt = __any_sync(0xffffffffu, any_odd(pixels));
+          if (spoilt) clear_odd(pixels);
+          u32 factors[PAIRS][UNITS][2];
+#pragma unroll
+          for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+            for (int block = 0; block < 2 * UNITS; ++block) {
+              factors[pair][block / 2][block % 2] =
+                  pixels[kBlocksApart * (block / 2) + block % 2].words[pair] ^ zero;
+            }
+          }
+          // What is finished by this row comes first.
+#pragma unroll
+          for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+              float(&sum)[4] = sums[(j * STRIDE + r) % kOpen][pair];
+              const u32(&own_taps)[UNITS] = taps[r][pair];
+              const u32(&factor)[UNITS][2] = factors[pair];
+              if (r >= kOpen - STRIDE) clear(sum);
+              if constexpr (UNITS >= 2) {
+                const u32 both[4] = {factor[0][0], factor[0][1], factor[1][0], factor[1][1]};
+                mma<T>(sum, both, own_taps[0], own_taps[1]);
+              }
+              if constexpr (UNITS % 2 == 1) mma<T>(sum, factor[UNITS - 1], own_taps[UNITS - 1]);
+            }
+          }
+          if (spoilt) {
+            // Read once more: there are no registers to keep what was not finite.
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+              load_shared(from + now + place_of(block * kApart), pixels[block].raw);
+            }
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+              const u32 odd = odd_of_strip(pixels, pair);
+#pragma unroll
+              for (int r = 0; r < KERNEL_H; ++r) spoil(sums[(j * STRIDE + r) % kOpen][pair], odd);
+            }
+          }
+#pragma unroll
+          for (int r = KERNEL_H; r < kOpen; ++r) {
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) clear(sums[(j * STRIDE + r) % kOpen][pair]);
+          }
+        }
+        if (step >= kReach) {
+#pragma unroll
+          for (int a = 0; a < STRIDE; ++a) {
+            const int row = result_row + (step - kReach) * STRIDE + a;
+            const u32 there = row >= 0 && row < args.y_size[0] ? writes : 0;
+#pragma unroll
+            for (int own = 0; own < kWrites; ++own) {
+              store_if((there & 1u << own) != 0,
+                       static_cast<T*>(args.y) + static_cast<i64>(out[own]) * 8,
+                       finished[a][own]);
+              out[own] += args.y_stride[1];
+            }
+          }
+        }
+        // What no later row of x reaches is done.
+        if (step >= kReach - 1 && step < steps) {
+#pragma unroll
+          for (int a = 0; a < STRIDE; ++a) {
+            Pixels result[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+              for (int pair = 0; pair < PAIRS; ++pair) {
+                const float(&sum)[4] = sums[(j * STRIDE + a) % kOpen][pair];
+                result[half].words[pair] = narrow_two<T>(sum[2 * half], sum[2 * half + 1]);
+              }
+              *reinterpret_cast<decltype(Pixels::raw)*>(shared + to + buffer + a * kResultBytes +
+                                                        half * 4 * kResultPixelBytes) =
+                  result[half].raw;
+            }
+          }
+        }
+        buffer = kResultsBytes - buffer;
+        before = now;
+        now += row_bytes;
+        if (now == results) now = 0;
+      }
+    }
+    // Nobody reads this part's rows any more.
+    __syncthreads();
+  }
+}

@@ -1,0 +1,344 @@
+"""Depthwise convolutions on tensor cores that take pixels as they lie: ``depthwise_pairs.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import lcm
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.divider import Divider
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
+    DTYPES,
+    STRIP_COLUMNS,
+    why_not_strips,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    Plane,
+    plane_of,
+    resident_blocks,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["PAIR_TILES", "DepthwisePairs", "DepthwisePairsArgs", "PairTile", "place_bytes"]
+
+# Of a grid along y.
+MOST_ALONG = 2**16 - 1
+TILE_STRIPS = 8
+# What a part of a share takes to start, in rows, and how much of a multiprocessor one block alone
+# uses; from sweeps on one H200.
+START_ROWS = 3
+ALONE = 0.65
+# Of 3x3 kernels, by the stride: how much of the strips' columns there must be, and the elements of
+# the result, times the stride's square, below which others are faster.
+FULL = {1: 0.85, 2: 0.9}
+FEW = 2**19
+# Of an image that are tried, beside equal shares.
+MOST_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PairTile:
+    """The most kernel rows, the stride, units of 4 columns of x that a product takes; a block's
+    octets of channels, pairs of channels of a warp, rows in shared memory, and the blocks that a
+    multiprocessor is to hold.
+
+    ``cost`` is what an octet's row takes, in others' of the same kernel.
+    """
+
+    kernel_rows: int
+    stride: int
+    units: int
+    octets: int = 4
+    pairs: int = 4
+    stages: int = 4
+    blocks: int = 3
+    cost: float = 1.0
+
+    @property
+    def channels(self) -> int:
+        """Of a block."""
+        return self.octets * 8
+
+    @property
+    def threads(self) -> int:
+        return self.octets * 128 // self.pairs
+
+
+# Of those that hold a kernel the one that should be done soonest is used, or the first of them.
+PAIR_TILES = (
+    PairTile(3, 1, 2, 4, blocks=4),
+    PairTile(3, 1, 2, 6, blocks=2),
+    PairTile(5, 1, 2, 4, blocks=3),
+    PairTile(5, 1, 2, 6, blocks=2),
+    PairTile(7, 1, 3, 4, blocks=2),
+    # For few pixels: its blocks are half as large.
+    PairTile(7, 1, 3, 2, pairs=2, blocks=4, cost=1.15),
+    PairTile(3, 2, 1, 6, blocks=2),
+    PairTile(3, 2, 1, 4, blocks=3),
+    PairTile(5, 2, 1, 6, blocks=2),
+    PairTile(5, 2, 1, 4, blocks=3),
+)
+
+
+class DepthwisePairsArgs(ctypes.Structure):
+    """See ``depthwise_pairs.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y")),
+        *((f"{name}_stride", ctypes.c_uint32 * 3) for name in ("x", "y")),
+        ("w_stride", ctypes.c_int32 * 3),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
+        ("w_first", ctypes.c_int32),
+        ("w_step", ctypes.c_int32 * 2),
+        *((name, ctypes.c_int32) for name in ("flipped", "left", "first_tap", "base", "rows")),
+        *((name, ctypes.c_int32) for name in ("tiles", "share", "strips", "read", "row_bytes")),
+        ("by_rows", Divider),
+        ("by_strips", Divider),
+        ("by_units", Divider),
+        ("by_dilation", Divider),
+    )
+
+
+class DepthwisePairs:
+    """bwd_data of 16-bit types, and fwd of stride 1, one channel a group, channels last."""
+
+    name = "depthwise_pairs"
+
+    def __init__(self, tiles: tuple[PairTile, ...] = PAIR_TILES, anything: bool = False) -> None:
+        """``anything`` takes what others are faster at, too."""
+        self._tiles, self._anything = tiles, anything
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_plane(work, general=True)
+        if reason is not None:
+            return reason
+        if work.out_channels > 1:
+            return f"{work.out_channels} channels a group"
+        if not work.epilogue_free:
+            return "an epilogue"
+        if work.leads:
+            return "a launch that the next one overlaps, where this was not measured"
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        reason = why_not_strips(plane, work)
+        if reason is not None:
+            return reason
+        if work.groups * work.taps >= 2**31:
+            return "a weight of more than 2^31 elements"
+        tile = self._tile(work, plane, device)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        reason = _why_not_full(work, plane)
+        if reason is not None and not self._anything:
+            return reason
+        rows = min(one.kernel_rows for one in self._tiles if one.kernel_rows >= plane.reach[0])
+        if tile.kernel_rows > rows and not self._anything:
+            return f"{plane.reach[1]} columns take an instance of {tile.kernel_rows} rows"
+        launch = self.launch(work, device, plane, tile)
+        reason = device.why_not_shared(launch.shared_bytes)
+        if reason is not None:
+            return reason
+        if max(launch.grid[1:]) > MOST_ALONG or launch.grid[0] > MAX_BLOCKS:
+            return f"{launch.grid} blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(work, plane, device)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return Fragment(f"{self.name}_{work.direction}", (self.launch(work, device, plane, tile),))
+
+    def launch(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: PairTile,
+        share: int | None = None,
+    ) -> Launch:
+        """With this tile, and so many rows a block (times the stride)."""
+        stride, (source, result) = plane.stride, gather_sides(work)
+        flipped, cut = work.direction == "fwd", _Cut.of(work, plane, tile)
+        args = DepthwisePairsArgs()
+        args.x_stride[:] = [stride // 8 for stride in plane.strides(source)]
+        args.y_stride[:] = [stride // 8 for stride in plane.strides(result)]
+        args.w_stride[:] = plane.weight_strides(work.w)
+        args.batch, args.channels, args.flipped = plane.batch, work.groups, flipped
+        args.x_size[:] = plane.input if flipped else plane.output
+        args.y_size[:], args.pad[:] = _result(work, plane)
+        args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
+        args.by_dilation = Divider.of(plane.dilation[1])
+        _, *steps = args.w_stride
+        if flipped:
+            args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
+        args.w_step[:] = [-step if flipped else step for step in steps]
+        args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
+        args.read = reads + 4 // stride
+        args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
+        args.by_rows, args.by_strips = Divider.of(cut.rows), Divider.of(cut.strips)
+        args.by_units = Divider.of(cut.strips + 1)
+        args.row_bytes = cut.row_bytes
+        args.share = share = share or cut.cost_and_share(device)[1]
+        return Launch(
+            _instance(work.dtype, tile),
+            (cut.channel_tiles, ceil_div(cut.tiles * cut.rows, share), 1),
+            (tile.threads, 1, 1),
+            pack(args, x=source, w=work.w, y=result),
+            cut.shared_bytes,
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, tile) for tile in self._tiles for dtype in DTYPES]
+
+    def _tile(self, work: ConvWork, plane: Plane, device: CudaDevice) -> PairTile | None:
+        """Of the smallest that hold the kernel the one that should be done soonest."""
+        if work.direction == "fwd" and plane.stride > 1:
+            return None
+        reads = _columns(plane.reach[1], plane.stride, _result(work, plane)[1][1])[2]
+        holding = [
+            tile
+            for tile in self._tiles
+            if tile.stride == plane.stride
+            and plane.reach[0] <= tile.kernel_rows
+            and reads <= tile.units * 4
+        ]
+        if not holding:
+            return None
+        least = min((tile.kernel_rows, tile.units) for tile in holding)
+        return min(
+            (tile for tile in holding if (tile.kernel_rows, tile.units) == least),
+            key=lambda tile: (
+                tile.octets * tile.cost * _Cut.of(work, plane, tile).cost_and_share(device)[0]
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A work, cut for a tile.
+
+    ``strips`` and ``rows`` are an image's, the rows in units of the stride from ``base`` on.
+    ``tiles`` of strips have all of the batch's. ``row_bytes`` is a row of x in shared memory.
+    """
+
+    tile: PairTile
+    strips: int
+    base: int
+    rows: int
+    tiles: int
+    channel_tiles: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, work: ConvWork, plane: Plane, tile: PairTile) -> _Cut:
+        (height, width), pad = _result(work, plane)
+        strips, base = ceil_div(width, STRIP_COLUMNS), pad[0] // plane.stride
+        # A tile's strips are of so many images at most, and each has one more unit behind it.
+        images = (TILE_STRIPS + strips - 2) // strips + 1
+        pixels = (TILE_STRIPS + images) * STRIP_COLUMNS // tile.stride
+        round_pixels = tile.threads // tile.octets
+        return cls(
+            tile,
+            strips,
+            base,
+            (height - 1 + pad[0]) // plane.stride - base + 1,
+            ceil_div(plane.batch * strips, TILE_STRIPS),
+            ceil_div(work.groups, tile.channels),
+            place_bytes(tile, ceil_div(pixels, round_pixels) * round_pixels, tile.stride > 1),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        results = self.tile.stride * place_bytes(self.tile, TILE_STRIPS * STRIP_COLUMNS)
+        return self.tile.stages * self.row_bytes + 2 * results
+
+    def cost_and_share(self, device: CudaDevice) -> tuple[float, int]:
+        """What all blocks take, and a block's share of all tiles' rows, such that it is least.
+
+        Blocks of a multiprocessor share it, but one alone does not use all of it. What a share has
+        of one tile takes its rows, those that it reads beside, and a start.
+        """
+        beside = ceil_div(self.tile.kernel_rows, self.tile.stride) - 1 + START_ROWS
+        resident = resident_blocks(device, self.shared_bytes, self.tile.blocks)
+        together = resident // device.multiprocessors
+        every = self.rows * self.tiles
+
+        def cost(share: int) -> tuple[float, int]:
+            blocks = ceil_div(every, share)
+            parts = blocks + self.tiles - 1 - (every - 1) // lcm(share, self.rows)
+            waves, rest = divmod(blocks * self.channel_tiles, resident)
+            busy: float = waves * together
+            if rest:
+                busy += max(ceil_div(rest, device.multiprocessors), ALONE * together)
+            return busy * (share + parts / blocks * beside), share
+
+        at_once = max(1, resident // self.channel_tiles)
+        shares = {ceil_div(every, at_once * waves) for waves in range(1, 5)}
+        shares |= {ceil_div(self.rows, parts) for parts in range(1, min(self.rows, MOST_PARTS) + 1)}
+        return min(map(cost, shares))
+
+
+def _result(work: ConvWork, plane: Plane) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Its size, and the padding: forward that of the gradient's flipped kernel."""
+    if work.direction == "bwd_data":
+        return plane.input, plane.pad
+    first, second = (k - 1 - pad for k, pad in zip(plane.reach, plane.pad, strict=True))
+    return plane.output, (first, second)
+
+
+def _why_not_full(work: ConvWork, plane: Plane) -> str | None:
+    """Why 3x3 kernels had better be left to FMAs, whose strips of columns are narrower."""
+    if plane.kernel != (3, 3) or plane.dilation != (1, 1):
+        return None
+    height, width = _result(work, plane)[0]
+    strips = ceil_div(width, STRIP_COLUMNS)
+    if width < FULL[plane.stride] * strips * STRIP_COLUMNS:
+        return f"{width} columns leave much of {strips} strips of {STRIP_COLUMNS} empty"
+    elements = plane.batch * height * width * work.groups
+    if elements < FEW * plane.stride**2:
+        return f"{elements} elements; others are faster on few"
+    return None
+
+
+def _columns(kernel: int, stride: int, pad: int) -> tuple[int, int, int]:
+    """The first column of x that the first four of the result need, which of the kernel's columns
+    takes it to the first of those, and how many they need."""
+    left = -((kernel - 1 - pad) // stride)
+    return left, pad - stride * left, (pad + 3) // stride - left + 1
+
+
+def place_bytes(tile: PairTile, pixels: int, strided: bool = False) -> int:
+    """Bytes that so many pixels take in shared memory; of x's, for a stride, closer groups."""
+    twice_odd = tile.octets % 4 == 2
+    pixel_bytes = 16 * (tile.octets if twice_odd and not strided else tile.octets | 1)
+    apart_bytes = 0 if strided else 16 if twice_odd else 64
+    return pixels * pixel_bytes + pixels // STRIP_COLUMNS * apart_bytes
+
+
+def _instance(dtype: DType, tile: PairTile) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL_H": tile.kernel_rows,
+        "STRIDE": tile.stride,
+        "UNITS": tile.units,
+        "OCTETS": tile.octets,
+        "PAIRS": tile.pairs,
+        "STAGES": tile.stages,
+        "BLOCKS": tile.blocks,
+    }
+    return Instance.of("depthwise/depthwise_pairs.cu", defines)

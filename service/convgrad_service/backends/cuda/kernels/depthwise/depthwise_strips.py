@@ -1,0 +1,105 @@
+"""Strips of columns over images, for depthwise tensor-core kernels: ``depthwise_strips.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Plane
+from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["DTYPES", "STRIP_COLUMNS", "TILE_STRIPS", "StripTiling", "Strips", "line_bytes"]
+__all__ += ["plane_bytes", "variant", "variants", "why_not_strips"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+# Places are counted in four elements, by 32 bits; rows outside count from before the first.
+MOST_ELEMENTS = 2**33
+STRIP_COLUMNS = 8
+TILE_STRIPS = 16
+
+
+class StripTiling(ctypes.Structure):
+    """See ``depthwise_strips.cuh``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("strips", "units", "slots", "tiles", "chunks", "rows", "channel_tiles")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """The strips of a batch of images.
+
+    ``count`` side by side in each, ``apart`` units of the source from one to the next; each reads
+    ``reads`` units.
+    """
+
+    batch: int
+    count: int
+    apart: int
+    reads: int
+
+    @property
+    def units(self) -> int:
+        """Of an image."""
+        return (self.count - 1) * self.apart + self.reads
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.batch * self.count, TILE_STRIPS)
+
+    @property
+    def slots(self) -> int:
+        """Units that a tile needs at most, in whole matrices of 4."""
+        most = 0
+        for tile in range(min(self.tiles, self.count)):
+            first = tile * TILE_STRIPS % self.count
+            images, last = divmod(first + TILE_STRIPS - 1, self.count)
+            most = max(most, images * self.units + (last - first) * self.apart + self.reads)
+        return ceil_div(most, 4) * 4
+
+
+def variants(kernel_rows: int, blocks: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Blocks that a multiprocessor is to hold, and the architectures that they are for.
+
+    With 7 rows of a kernel two blocks' registers suffice on Hopper alone.
+    """
+    if kernel_rows < 7 or blocks == 1:
+        return ((blocks, ARCHITECTURES),)
+    others = tuple(name for name in ARCHITECTURES if name not in HOPPER)
+    return (blocks, HOPPER), (1, others)
+
+
+def variant(kernel_rows: int, blocks: int, device: CudaDevice) -> tuple[int, tuple[str, ...]]:
+    """The one of ``variants`` for a device."""
+    found = variants(kernel_rows, blocks)
+    return found[0] if len(found) == 1 or device.architecture in HOPPER else found[1]
+
+
+def why_not_strips(plane: Plane, work: ConvWork) -> str | None:
+    """What no tensor-core kernel of strips takes."""
+    dtype = work.dtype
+    tensors = ((plane.input, plane.strides(work.x)), (plane.output, plane.strides(work.y)))
+    if dtype not in DTYPES:
+        return f"{dtype}"
+    if plane.axes[1] is None:
+        return "one dimension, whose strips depend on where it is cut in pieces"
+    for size, strides in tensors:
+        extents = (plane.batch, *size)
+        if sum(n * stride for n, stride in zip(extents, strides, strict=True)) >= MOST_ELEMENTS:
+            return f"a tensor of more than {MOST_ELEMENTS} elements"
+    return None
+
+
+def plane_bytes(slots: int, channels: int) -> int:
+    """A row of a block's channels, as it is copied."""
+    return slots * STRIP_COLUMNS * channels * 2
+
+
+def line_bytes(slots: int, channels: int) -> int:
+    """The same row, turned around."""
+    return channels * (slots + (4 if slots % 8 == 0 else 0)) * 16

@@ -1,0 +1,314 @@
+"""How depthwise kernels lay blocks and threads over channels and pixels; what they take."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["BLOCK_CHANNELS", "CHUNK_BYTES", "PIECES", "Kernel", "Plane", "Planes", "Tiling"]
+__all__ += [
+    "chunk_counts",
+    "chunk_rows",
+    "deep_plane_of",
+    "fill_operands",
+    "fill_planes",
+    "is_deep",
+]
+__all__ += [
+    "kernel_of",
+    "piece_of",
+    "plane_of",
+    "resident_blocks",
+    "why_not_counted",
+    "why_not_plane",
+]
+
+Kernel = tuple[int, int, int]
+"""Rows and columns of taps of an instance, and its stride."""
+PIECES = (16, 4)
+"""Bytes of an asynchronous copy, of which pixels and channels are multiples: few are faster."""
+BLOCK_CHANNELS = 32
+"""Channels of a warp: two sectors of memory a pixel for 16-bit types."""
+CHUNK_BYTES = 16
+# What a warp's first rows take to arrive, in rows computed meanwhile; from sweeps on one H200.
+START_ROWS = 6
+
+
+class Tiling(ctypes.Structure):
+    """See ``depthwise_args.cuh``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("groups", "chunks", "rows", "channel_tiles")
+    )
+
+
+class Planes(ctypes.Structure):
+    """See ``depthwise_args.cuh``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("x", "y", "kernel", "stride", "dilation", "pad")),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("x", "y", "accumulate")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A depthwise work as two spatial dimensions.
+
+    ``axes`` are which of D, H, W they are, the second None for a 1D work, or the first where its
+    rows are the images; ``batch_axis`` is 0 where the planes of D count as images.
+    """
+
+    batch: int
+    kernel: tuple[int, int]
+    stride: int
+    input: tuple[int, int]
+    output: tuple[int, int]
+    pad: tuple[int, int]
+    axes: tuple[int | None, int | None]
+    batch_axis: int | None
+    dilation: tuple[int, int]
+    multiplier: int
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The kernel's extents, dilated."""
+        first, second = (d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True))
+        return first, second
+
+    @property
+    def across(self) -> Plane:
+        """The same with taps along rows, where one column of them is all: kernels have fewer sums
+        open. The rows of a 1D work are its images."""
+        if self.kernel[1] > 1 or (self.kernel[0] == 1 and self.axes[1] is not None):
+            return self
+        turned = replace(
+            self,
+            kernel=self.kernel[::-1],
+            input=self.input[::-1],
+            output=self.output[::-1],
+            pad=self.pad[::-1],
+            axes=self.axes[::-1],
+            dilation=self.dilation[::-1],
+        )
+        if self.axes[1] is not None:
+            return turned
+        rows = self.batch
+        return replace(turned, batch=1, input=(rows, self.input[0]), output=(rows, self.output[0]))
+
+    def strides(self, operand: Operand) -> tuple[int, int, int]:
+        """Of an activation: N H W."""
+        lead = operand.strides[0]
+        if self.batch_axis is not None:
+            lead = operand.strides[3 + self.batch_axis]
+        if self.axes[0] is None:
+            return 0, lead, self._spatial(operand)[1]
+        return lead, *self._spatial(operand)
+
+    def weight_strides(self, operand: Operand) -> tuple[int, int, int]:
+        """Of the weight: K R S."""
+        return operand.strides[0] // self.multiplier, *self._spatial(operand)
+
+    def _spatial(self, operand: Operand) -> tuple[int, int]:
+        first, second = (0 if axis is None else operand.strides[3 + axis] for axis in self.axes)
+        return first, second
+
+
+def why_not_plane(
+    work: ConvWork, general: bool = False, chunk_bytes: int = CHUNK_BYTES, deep: bool = False
+) -> str | None:
+    """Why a work is no depthwise convolution of channels-last planes in whole chunks.
+
+    ``general`` ones may be dilated, and have several output channels a group; the kernel of
+    ``deep`` ones has several planes.
+    """
+    if work.groups == 1 or work.in_channels != 1 or (work.out_channels != 1 and not general):
+        return "not one input and one output channel a group"
+    multiplier = work.out_channels
+    if work.x.strides[1] != 1 or work.y.strides[1] != multiplier:
+        return "the channels do not lie side by side"
+    if multiplier > 1 and (
+        work.y.strides[2] != 1 or work.w.strides[0] != multiplier * work.w.strides[1]
+    ):
+        return "the channels of a group do not lie side by side"
+    chunk = max(1, chunk_bytes // work.dtype.itemsize)
+    if work.groups % chunk and not (work.x.padded and work.y.padded):
+        return f"{work.groups} channels are no multiple of {chunk}"
+    dilated = [d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)]
+    if any(dilated) and not general:
+        return "dilated"
+    if deep:
+        if dilated[0] and work.direction == "bwd_data":
+            return "dilated along D"
+        rows = work.kernel[1] * work.w.strides[4]
+        if work.w.strides[3] != rows:
+            return f"planes of weights {work.w.strides[3]} elements apart, not {rows}"
+    elif work.kernel[0] != 1 or work.stride[0] != 1 or work.pad[0] != 0:
+        return "three dimensions"
+    elif work.input[0] != work.output[0]:
+        return "planes without a counterpart"
+    for operand, size in ((work.x, work.input), (work.y, work.output)):
+        if not deep and size[0] > 1 and operand.strides[0] != size[0] * operand.strides[3]:
+            return "planes that do not follow one another"
+        if any(stride % chunk for stride in (operand.strides[0], *operand.strides[3:])):
+            return f"strides that are no multiples of {chunk}"
+        spans = zip(operand.strides[3:], size, strict=True)
+        if sum(stride * extent for stride, extent in spans) >= 2**31:
+            return "an image of more than 2^31 elements"
+    return None
+
+
+def fill_operands(args: Any, work: ConvWork, plane: Plane, x: Operand, y: Operand) -> None:
+    """What the arguments of all depthwise kernels have in common; ``x`` is read, and forward and in
+    the input ``y`` is written."""
+    args.x_stride[:], args.y_stride[:] = plane.strides(x), plane.strides(y)
+    args.w_stride[:] = plane.weight_strides(work.w)
+    if work.accumulate is not None:
+        of_weight = work.direction == "bwd_weight"
+        strides = plane.weight_strides if of_weight else plane.strides
+        args.accumulate_stride[:] = strides(work.accumulate)
+    args.alpha, args.beta, args.batch = work.alpha, work.beta, plane.batch
+
+
+def piece_of(work: ConvWork) -> int:
+    """Bytes of the copies that every pixel's channels are whole ones of, or an element's."""
+    sides = ((work.x, work.in_channels), (work.y, work.out_channels))
+    numbers = [
+        stride for operand, _ in sides for stride in (operand.strides[0], *operand.strides[3:])
+    ]
+    numbers += [work.groups * channels for operand, channels in sides if not operand.padded]
+    itemsize = work.dtype.itemsize
+    fitting = (piece for piece in PIECES if not any(n * itemsize % piece for n in numbers))
+    return next(fitting, itemsize)
+
+
+def is_deep(work: ConvWork) -> bool:
+    """Whether results are sums over planes along D."""
+    return work.kernel[0] > 1 or work.stride[0] > 1 or work.pad[0] != 0
+
+
+def deep_plane_of(work: ConvWork) -> Plane | None:
+    """One plane of such a work: its items are planes of the result, of all images."""
+    if work.stride[1] != work.stride[2]:
+        return None
+    written = work.input if work.direction == "bwd_data" else work.output
+    return Plane(
+        work.batch * written[0],
+        (work.kernel[1], work.kernel[2]),
+        work.stride[1],
+        (work.input[1], work.input[2]),
+        (work.output[1], work.output[2]),
+        (work.pad[1], work.pad[2]),
+        (1, 2),
+        None,
+        (work.dilation[1], work.dilation[2]),
+        work.out_channels,
+    )
+
+
+def kernel_of(plane: Plane, kernels: Iterable[Kernel]) -> Kernel | None:
+    """Of those that there are instances for, the one that a plane's kernel takes.
+
+    Of one row of taps it is the smallest that holds it, dilated; its rows have no stride.
+    """
+    if plane.kernel[0] > 1:
+        wanted = (*plane.kernel, plane.stride)
+        return wanted if plane.dilation == (1, 1) and wanted in kernels else None
+    if plane.stride > 1 and plane.axes[0] is not None:
+        return None
+    holding = [
+        kernel
+        for kernel in kernels
+        if kernel[0] == 1 and kernel[1] >= plane.reach[1] and kernel[2] == plane.stride
+    ]
+    return min(holding, default=None)
+
+
+def fill_planes(planes: Planes, work: ConvWork, x: Operand, y: Operand) -> None:
+    """The planes of a work along D; ``x`` and ``y`` as in `fill_operands`."""
+    backward = work.direction == "bwd_data"
+    sizes = (work.output[0], work.input[0]) if backward else (work.input[0], work.output[0])
+    planes.x, planes.y = sizes
+    planes.kernel, planes.stride = work.kernel[0], work.stride[0]
+    planes.dilation, planes.pad = work.dilation[0], work.pad[0]
+    planes.x_stride, planes.y_stride = x.strides[3], y.strides[3]
+    if work.accumulate is not None:
+        planes.accumulate_stride = work.accumulate.strides[3]
+
+
+def why_not_counted(columns: int) -> str | None:
+    """Why the blocks of so many columns cannot count each other."""
+    most = ZEROS_BYTES // 4
+    return f"{columns} columns of blocks are more than {most}" if columns > most else None
+
+
+def plane_of(work: ConvWork) -> Plane | None:
+    """The work's plane, where both dimensions share a stride; a 1D work becomes one column."""
+    depth = work.input[0]
+    batch_axis = 0 if depth > 1 else None
+    line = work.input[1] == 1 and work.output[1] == 1 and work.kernel[1] == 1 and work.pad[1] == 0
+    if line:
+        return Plane(
+            work.batch * depth,
+            (work.kernel[2], 1),
+            work.stride[2],
+            (work.input[2], 1),
+            (work.output[2], 1),
+            (work.pad[2], 0),
+            (2, None),
+            batch_axis,
+            (work.dilation[2], 1),
+            work.out_channels,
+        )
+    if work.stride[1] != work.stride[2]:
+        return None
+    return Plane(
+        work.batch * depth,
+        (work.kernel[1], work.kernel[2]),
+        work.stride[1],
+        (work.input[1], work.input[2]),
+        (work.output[1], work.output[2]),
+        (work.pad[1], work.pad[2]),
+        (1, 2),
+        batch_axis,
+        (work.dilation[1], work.dilation[2]),
+        work.out_channels,
+    )
+
+
+def chunk_counts(rows: int) -> Iterator[int]:
+    """Into how many chunks so many rows are worth cutting, ascending: more chunks that are as long
+    take more time. Of a million rows that is 2,000 numbers."""
+    chunks, each = 1, rows
+    yield chunks
+    while each > 1:
+        chunks = ceil_div(rows, each - 1)
+        each = ceil_div(rows, chunks)
+        yield chunks
+
+
+def chunk_rows(rows: int, reach: int, items: int, resident: int, start: int = START_ROWS) -> int:
+    """Rows of a chunk, such that all warps (or blocks, where those share an item) are done soonest.
+
+    Each takes its rows, ``reach`` that it reads beside, and a ``start`` in rows; a chunk is
+    ``items`` of them, and ``resident`` run at once.
+    """
+    best = min(
+        chunk_counts(rows),
+        key=lambda chunks: (
+            ceil_div(items * chunks, resident) * (ceil_div(rows, chunks) + reach + start)
+        ),
+    )
+    return ceil_div(rows, best)
+
+
+def resident_blocks(device: CudaDevice, shared_bytes: int, blocks: int) -> int:
+    """Blocks that run at once where ``blocks`` fit in a multiprocessor's registers."""
+    fitting = device.shared_bytes_per_multiprocessor // (shared_bytes + 1024)
+    return device.multiprocessors * max(1, min(blocks, fitting))

@@ -1,0 +1,283 @@
+"""The gradient of a depthwise convolution's weight, channels last: ``depthwise_weight.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    BLOCK_CHANNELS,
+    CHUNK_BYTES,
+    PIECES,
+    Kernel,
+    Plane,
+    Planes,
+    Tiling,
+    chunk_rows,
+    deep_plane_of,
+    fill_planes,
+    is_deep,
+    kernel_of,
+    piece_of,
+    plane_of,
+    resident_blocks,
+    why_not_counted,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    OPERANDS,
+    SIZES,
+    buffers_of,
+    elements_of,
+    fill_weight,
+    partials_of,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["WEIGHT_TILES", "DepthwiseWeight", "WeightTile"]
+
+# What is stored for each type of input.
+RESULTS = {
+    DType.FLOAT16: (DType.FLOAT16, DType.FLOAT32),
+    DType.BFLOAT16: (DType.BFLOAT16, DType.FLOAT32),
+    DType.FLOAT32: (DType.FLOAT32,),
+}
+
+
+# Many warps in a block leave few partial sums to add up.
+WARPS = 8
+# Rows that a warp keeps in shared memory, by the bytes of an element.
+STAGES = {2: 4, 4: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTile:
+    """A lane's kernel rows, channels and columns, and the blocks that a multiprocessor is to
+    hold."""
+
+    kernel_rows: int
+    vector: int
+    columns: int
+    blocks: int
+
+
+# Of 16-bit types in whole chunks, beside kernels of one row: where tensor cores are not faster.
+TILES_IN_16_BITS: dict[Kernel, WeightTile] = {
+    (3, 3, 1): WeightTile(3, 1, 7, 2),
+    (3, 3, 2): WeightTile(3, 2, 4, 1),
+}
+# Elements of both tensors from which tensor cores are faster in 16 bits with stride 1: with 10 and
+# with 58 million, FMAs took 0.81 and 1.13 of their time on one H200.
+TENSOR_CORES_FROM = 27 * 10**6
+# Of float32, with fewer elements than that.
+SMALL_TILES: dict[Kernel, WeightTile] = {(3, 3, 1): WeightTile(3, 2, 4, 2)}
+# By kernel rows, kernel columns and stride.
+WEIGHT_TILES: dict[Kernel, WeightTile] = {
+    (3, 3, 1): WeightTile(3, 2, 4, 1),
+    (3, 3, 2): WeightTile(3, 1, 7, 1),
+    (5, 5, 1): WeightTile(5, 2, 7, 1),
+    (5, 5, 2): WeightTile(5, 2, 2, 2),
+    (7, 7, 1): WeightTile(7, 1, 7, 1),
+    (7, 7, 2): WeightTile(7, 1, 2, 2),
+    (13, 13, 1): WeightTile(5, 1, 4, 1),
+    (1, 5, 1): WeightTile(1, 2, 14, 2),
+    (1, 15, 1): WeightTile(1, 1, 20, 2),
+    (1, 31, 1): WeightTile(1, 1, 14, 2),
+    (1, 5, 2): WeightTile(1, 2, 7, 2),
+    (1, 15, 2): WeightTile(1, 1, 10, 2),
+    (1, 31, 2): WeightTile(1, 1, 8, 2),
+}
+# Of kernels with several planes, in whole chunks.
+DEEP = ((3, 3, 1), (3, 3, 2))
+
+
+class DepthwiseWeightArgs(ctypes.Structure):
+    """See ``depthwise_args.cuh``."""
+
+    _fields_ = (
+        *OPERANDS,
+        *SIZES,
+        *((name, ctypes.c_int32) for name in ("kernel_rows", "columns", "dilation")),
+        ("tiling", Tiling),
+        ("planes", Planes),
+    )
+
+
+class DepthwiseWeight:
+    """bwd_weight of the kernels in ``WEIGHT_TILES``, one channel a group, channels last."""
+
+    name = "depthwise_weight"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.dtype not in RESULTS:
+            return f"{work.dtype}"
+        deep, piece = is_deep(work), piece_of(work)
+        reason = why_not_plane(work, general=True, chunk_bytes=PIECES[-1], deep=deep)
+        if reason is not None:
+            return reason
+        if work.out_channels > 1:
+            return f"{work.out_channels} channels a group"
+        plane, kernel = _plane_and_kernel(work)
+        if plane is None or kernel is None or not _has_instance(work.dtype, kernel, piece, deep):
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        elements = elements_of(work, plane)
+        if (
+            work.dtype.itemsize == 2
+            and (piece, deep) == (CHUNK_BYTES, False)
+            and kernel == (3, 3, 1)
+            and elements >= TENSOR_CORES_FROM
+        ):
+            return f"tensor cores are faster on {elements} elements"
+        tile = _tile(work, plane, kernel)
+        reason = why_not_counted(_columns(work, kernel, tile))
+        if reason is not None:
+            return reason
+        return device.why_not_shared(_shared_bytes(work.dtype, kernel, tile))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane, kernel = _plane_and_kernel(work)
+        if plane is None or kernel is None:
+            raise ValueError("not a plane")
+        return self.fragment(work, device, plane, kernel, _tile(work, plane, kernel))
+
+    def fragment(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        kernel: Kernel,
+        tile: WeightTile,
+        chunk: int | None = None,
+    ) -> Fragment:
+        """With this tile, and chunks of so many rows."""
+        shared_bytes = _shared_bytes(work.dtype, kernel, tile)
+        channel_tiles = ceil_div(work.groups, BLOCK_CHANNELS)
+        columns = _columns(work, kernel, tile)
+        held = _blocks(kernel, tile, piece_of(work))
+        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
+        groups = ceil_div(plane.output[1], _strips(tile) * tile.columns)
+        if chunk is None:
+            reach = ceil_div(kernel[0], plane.stride) - 1
+            chunk = chunk_rows(plane.output[0], reach, plane.batch * groups, resident * WARPS)
+        chunks = ceil_div(plane.output[0], chunk)
+        # As many blocks as run at once, each warp with the same number of items or one less.
+        items = plane.batch * groups * chunks
+        blocks = ceil_div(items, ceil_div(items, resident * WARPS) * WARPS)
+
+        args = DepthwiseWeightArgs()
+        fill_weight(args, work, plane)
+        fill_planes(args.planes, work, work.x, work.y)
+        args.kernel_rows = plane.kernel[0] * args.planes.kernel
+        args.columns, args.dilation = plane.kernel[1], plane.dilation[1]
+        args.tiling = Tiling(groups, chunks, chunk, channel_tiles)
+        part = tile.kernel_rows * kernel[1] * BLOCK_CHANNELS
+        partials = partials_of(work, blocks, blocks * columns * part)
+        launch = Launch(
+            _instance(work.dtype, work.result_dtype, kernel, tile, piece_of(work), is_deep(work)),
+            (blocks * channel_tiles, 1, columns // channel_tiles),
+            (WARPS * 32, 1, 1),
+            pack(args, **buffers_of(work, partials)),
+            shared_bytes,
+        )
+        return Fragment(self.name, (launch,), partials)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, result, kernel, tile, piece, deep)
+            for kernel in WEIGHT_TILES
+            for dtype, results in RESULTS.items()
+            for result in results
+            for deep in (False, True)
+            for piece in PIECES
+            if _has_instance(dtype, kernel, piece, deep)
+            for tile in {_tile_of(dtype, kernel, small): None for small in (False, True)}
+        ]
+
+
+def _has_instance(dtype: DType, kernel: Kernel, piece: int, deep: bool) -> bool:
+    if kernel not in WEIGHT_TILES or piece not in PIECES:
+        return False
+    if deep:
+        return kernel in DEEP and piece == CHUNK_BYTES
+    if dtype.itemsize == 4 or piece < CHUNK_BYTES:
+        return True
+    return kernel[0] == 1 or kernel in TILES_IN_16_BITS
+
+
+def _plane_and_kernel(work: ConvWork) -> tuple[Plane | None, Kernel | None]:
+    """The plane as its kernel is compiled for, and that kernel."""
+    plane = deep_plane_of(work) if is_deep(work) else plane_of(work)
+    if plane is None:
+        return None, None
+    return plane.across, kernel_of(plane.across, WEIGHT_TILES)
+
+
+def _tile_of(dtype: DType, kernel: Kernel, small: bool) -> WeightTile:
+    if dtype.itemsize == 2 and kernel in TILES_IN_16_BITS:
+        return TILES_IN_16_BITS[kernel]
+    if dtype.itemsize == 4 and small and kernel in SMALL_TILES:
+        return SMALL_TILES[kernel]
+    return WEIGHT_TILES[kernel]
+
+
+def _tile(work: ConvWork, plane: Plane, kernel: Kernel) -> WeightTile:
+    small = elements_of(work, plane) < TENSOR_CORES_FROM
+    return _tile_of(work.dtype, kernel, small)
+
+
+def _columns(work: ConvWork, kernel: Kernel, tile: WeightTile) -> int:
+    """Of blocks, that each add up to some of the results."""
+    planes = work.kernel[0] if is_deep(work) else 1
+    return ceil_div(work.groups, BLOCK_CHANNELS) * ceil_div(kernel[0], tile.kernel_rows) * planes
+
+
+def _blocks(kernel: Kernel, tile: WeightTile, piece: int) -> int:
+    """Small copies of long rows take registers."""
+    return 1 if piece < CHUNK_BYTES and kernel[1] > 15 else tile.blocks
+
+
+def _strips(tile: WeightTile) -> int:
+    """Side by side in a warp."""
+    return 32 * tile.vector // BLOCK_CHANNELS
+
+
+def _shared_bytes(dtype: DType, kernel: Kernel, tile: WeightTile) -> int:
+    """The warps' rows, or later in their place the strips' sums."""
+    strips, (_, width, stride) = _strips(tile), kernel
+    columns = strips * tile.columns
+    read = (columns - 1) * stride + width + columns
+    rows = STAGES[dtype.itemsize] * read * dtype.itemsize
+    return BLOCK_CHANNELS * WARPS * max(rows, tile.kernel_rows * width * strips * 4)
+
+
+def _instance(
+    dtype: DType, result: DType, kernel: Kernel, tile: WeightTile, piece: int, deep: bool
+) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "RESULT": CUDA_TYPES[result],
+        "VECTOR": tile.vector,
+        "LANES": BLOCK_CHANNELS // tile.vector,
+        "KERNEL_H": tile.kernel_rows,
+        "KERNEL_W": kernel[1],
+        "STRIDE": kernel[2],
+        "COLUMNS": tile.columns,
+        "WARPS": WARPS,
+        "STAGES": STAGES[dtype.itemsize],
+        "BLOCKS": _blocks(kernel, tile, piece),
+        "PIECE": piece,
+        "PLANES": int(deep),
+    }
+    return Instance.of(
+        "depthwise/depthwise_weight.cu",
+        defines,
+    )

@@ -1,0 +1,52 @@
+// What kernels of the gradient of a depthwise convolution's weight have in common: arguments, what a
+// pair of elements adds to a sum, what becomes of a finished one. The host's side is
+// depthwise_weight_args.py.
+//
+// depthwise_weight_mma.cu has arguments of its own, with others between these. depthwise_weight.cu
+// takes the last alone: with the rest some of its instances become other machine code, which was
+// not measured.
+#pragma once
+
+#include "core/epilogue.cuh"
+
+namespace convgrad {
+
+struct NoMaps {};
+
+// Where there are tensor maps they come first: they are aligned to more than the rest.
+template <class Maps = NoMaps>
+struct DepthwiseWeightOperands : Maps {
+  const void* x;           // the input
+  const void* y;           // grad_output
+  void* w;                 // grad_weight
+  const void* accumulate;  // like w, or null
+  float* partials;         // [tile of channels][block][tap][channel]
+  unsigned* arrived;       // one for each tile, 0 before and after
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 y_stride[3];
+  i64 w_stride[3];  // C R S
+  i64 accumulate_stride[3];
+  double alpha;
+  double beta;
+  int batch;
+  int channels;
+  int x_size[2];
+  int y_size[2];
+  int pad[2];
+};
+
+// A finished sum, to where the gradient of channel c and tap (r, s) lies.
+template <class R, class Args, class S>
+__device__ __forceinline__ void put_gradient(const Args& args, int c, int r, int s, S sum) {
+  const R* accumulate = static_cast<const R*>(args.accumulate);
+  if (accumulate != nullptr) {
+    accumulate += c * args.accumulate_stride[0] + r * args.accumulate_stride[1] +
+                  s * args.accumulate_stride[2];
+  }
+  const R* const no_bias = nullptr;
+  sum = finish<R, S>(sum, S(args.alpha), S(args.beta), accumulate, no_bias, kNone);
+  static_cast<R*>(args.w)[c * args.w_stride[0] + r * args.w_stride[1] + s * args.w_stride[2]] =
+      narrow<R>(sum);
+}
+
+}  // namespace convgrad

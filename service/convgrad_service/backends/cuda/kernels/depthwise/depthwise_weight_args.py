@@ -1,0 +1,57 @@
+"""What kernels of the gradient of a depthwise convolution's weight have in common: arguments, and
+the partial sums of several blocks. The device's side is ``depthwise_weight_args.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+from typing import Any
+
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Plane, fill_operands
+from convgrad_service.plans.cuda.program import ZEROS, Workspace
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["OPERANDS", "SIZES", "buffers_of", "elements_of", "fill_weight", "partials_of"]
+
+OPERANDS: tuple[tuple[str, type[Any]], ...] = (
+    *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
+    *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
+)
+"""Fields of a structure of arguments, before its ``SIZES``."""
+
+SIZES: tuple[tuple[str, type[Any]], ...] = (
+    ("alpha", ctypes.c_double),
+    ("beta", ctypes.c_double),
+    ("batch", ctypes.c_int32),
+    ("channels", ctypes.c_int32),
+    *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
+)
+
+
+def elements_of(work: ConvWork, plane: Plane) -> int:
+    """Of both tensors that are read."""
+    return (prod(plane.input) + prod(plane.output)) * plane.batch * work.groups
+
+
+def fill_weight(args: Any, work: ConvWork, plane: Plane) -> None:
+    """What is not an address."""
+    fill_operands(args, work, plane, work.x, work.y)
+    args.channels = work.groups * work.out_channels
+    args.x_size[:], args.y_size[:], args.pad[:] = plane.input, plane.output, plane.pad
+
+
+def partials_of(work: ConvWork, blocks: int, sums: int) -> tuple[Workspace, ...]:
+    """Room for so many sums, where more than one of ``blocks`` adds to a result."""
+    return (Workspace(f"{work.prefix}partials", sums * 4),) if blocks > 1 else ()
+
+
+def buffers_of(work: ConvWork, partials: tuple[Workspace, ...]) -> dict[str, Operand | str | None]:
+    """What the pointers among the arguments point to."""
+    return {
+        "x": work.x,
+        "y": work.y,
+        "w": work.w,
+        "accumulate": work.accumulate,
+        "partials": partials[0].name if partials else None,
+        "arrived": ZEROS,
+    }

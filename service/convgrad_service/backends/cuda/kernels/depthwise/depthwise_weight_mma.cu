@@ -1,0 +1,317 @@
+// The gradient of a depthwise convolution's weight, of channels-last 16-bit tensors on tensor cores.
+//
+// w[c, r, s] = sum over (n, p, q) of
+//              x[n, p*STRIDE + r - pad, q*STRIDE + s - pad, c] * y[n, p, q, c],
+// then alpha and beta*accumulate, and one rounding.
+// GEMM view, for one channel, one row of the kernel and one row of y: K = 16 strips
+// (depthwise_strips.cuh), N = the 8 columns of a strip of y, M = the 16 columns of x from where the
+// strip's window starts (for stride 2, the even and the odd ones). What lies on a diagonal belongs to
+// one tap; there are at most 8 diagonals, so of two elements 8 rows apart only one is wanted.
+// A block computes up to KERNEL_H rows and 8 * STRIDE columns of taps; larger kernels are cut into
+// parts. A dilated kernel is a larger one, not all of whose taps are wanted.
+// A warp owns CHANNELS channels of the block's items, tiles of strips and chunks of rows, and walks down the
+// rows of x; the rows of y that meet them wait in a ring of registers. Rows go in groups of ROWS:
+// between two barriers, the block multiplies a group, turns the next one, and starts copies of a later
+// one.
+// Grid: blocks * channel tiles * parts of the kernel.
+// Shared memory: STAGES groups of x and of y as they are, two of each in lines, and the sums of every
+// FLUSH rows, since tensor cores do not round but cut.
+// Deterministic: the last block of a channel tile to arrive adds the blocks' partial sums up, in
+// order.
+// Relies on its launcher for: channels in multiples of 8, aligned to 16 bytes; `arrived` being 0,
+// and partials with more than one block.
+#include "depthwise/depthwise_strips.cuh"
+#include "depthwise/depthwise_weight_args.cuh"
+#include "core/partial_sums.cuh"
+
+namespace convgrad {
+
+struct DepthwiseWeightMmaArgs {
+  const void* x;           // the input
+  const void* y;           // grad_output
+  void* w;                 // grad_weight
+  const void* accumulate;  // like w, or null
+  float* partials;         // [part of the kernel][tile of channels][block][tap][channel]
+  unsigned* arrived;       // one for each part and tile, 0 before and after
+  i64 x_stride[3];         // N H W, in elements; a pixel's channels lie side by side
+  i64 y_stride[3];
+  i64 w_stride[3];  // C R S
+  i64 accumulate_stride[3];
+  u32 x_pitch;  // of a row, in 16 bytes
+  u32 y_pitch;
+  double alpha;
+  double beta;
+  int batch;
+  int channels;    // of y and w
+  int x_channels;  // 1 / multiplier of them
+  int multiplier;
+  int x_size[2];
+  int y_size[2];
+  int pad[2];
+  int kernel[2];    // as far as it reaches, dilated
+  int dilation[2];  // taps are so many rows and columns apart
+  int part[2];  // of the kernel, at most
+  int parts_across;
+  int blocks;  // of a part and tile of channels
+  StripTiling tiling;
+};
+
+}  // namespace convgrad
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+using R = RESULT;
+
+constexpr int kThreads = WARPS * 32;
+constexpr int kOwn = CHANNELS;  // of a warp
+constexpr int kChannels = WARPS * kOwn;
+constexpr int kOctets = kChannels / 8;
+constexpr int kRing = (KERNEL_H + STRIDE - 1) / STRIDE;
+constexpr int kTurn = kRing * STRIDE;
+// Units of x that a tile needs where strips share none.
+constexpr int kMostSlots = kTileStrips * STRIDE * 2;
+using CopierX = UnitCopier<T, kOctets, kMostSlots * kOwn / 32, kThreads, STRIDE>;
+using CopierY = UnitCopier<T, kOctets, kTileStrips * kOwn / 32, kThreads, 1>;
+using LinesX = Turner<kOctets, WARPS, kMostSlots>;
+using LinesY = Turner<kOctets, WARPS, kTileStrips>;
+constexpr int kStageY = kTileStrips * kStripColumns * kOctets * 16;
+// Rows after which rings and groups repeat, and how often before products are added up.
+constexpr int kUnrolled = kTurn % ROWS == 0 ? kTurn : kTurn * ROWS;
+constexpr int kFlush = (FLUSH + kUnrolled - 1) / kUnrolled;
+// A lane's sums: for each channel, of each two columns of y.
+constexpr int kWarpSums = KERNEL_H * STRIDE * kOwn * 2;
+
+// The gradient of tap (r, s), if there is one.
+__device__ void put(const DepthwiseWeightMmaArgs& args, int c, int r, int s, float sum) {
+  if (c >= args.channels || r % args.dilation[0] != 0 || s % args.dilation[1] != 0) return;
+  put_gradient<R>(args, c, r / args.dilation[0], s / args.dilation[1], sum);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    depthwise_weight_mma(const __grid_constant__ DepthwiseWeightMmaArgs args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ bool last;
+  const StripTiling& tiling = args.tiling;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int pitch_x = line_pitch(tiling.slots), pitch_y = line_pitch(kTileStrips);
+  const int stage_x = tiling.slots * kStripColumns * kOctets * 16, stage = stage_x + kStageY;
+  const int row_x = kChannels * pitch_x, row = row_x + kChannels * pitch_y;
+  const int lines = STAGES * ROWS * stage;
+  float* const sums = reinterpret_cast<float*>(shared + lines + 2 * ROWS * row);
+  const int own_sums = warp * kWarpSums * 32 + lane;
+
+  const int channel_tile = blockIdx.x % tiling.channel_tiles;
+  const int blocks = args.blocks, block = blockIdx.x / tiling.channel_tiles % blocks;
+  const int kernel_part = blockIdx.x / tiling.channel_tiles / blocks;
+  const int first_r = kernel_part / args.parts_across * args.part[0];
+  const int first_s = kernel_part % args.parts_across * args.part[1];
+  const int first_channel = channel_tile * kChannels;
+  const Sources sources(first_channel, kChannels, args.multiplier, args.x_channels);
+  int line_x[kOwn];
+#pragma unroll
+  for (int channel = 0; channel < kOwn; ++channel) {
+    line_x[channel] = sources.line(first_channel + warp * kOwn + channel) * pitch_x;
+  }
+  const int items = tiling.tiles * tiling.chunks;
+  const int steps = (tiling.rows - 1) * STRIDE + KERNEL_H;
+#pragma unroll
+  for (int i = 0; i < kWarpSums; ++i) sums[own_sums + i * 32] = 0;
+
+  // y's matrices: strips 0 to 7, then 8 to 15, of one channel and then of the other.
+  const int own_y = opaque_value(row_x + (warp * kOwn + lane / 16) * pitch_y + lane % 16 * 16);
+  float products[kOwn][KERNEL_H][STRIDE][4] = {};
+  u32 ring[kOwn][kRing][2];
+
+  for (int item = block; item < items; item += blocks) {
+    const TileAt tile = tile_at(tiling, item);
+    const int first_row = tile.chunk * tiling.rows;
+    const int top = first_row * STRIDE - args.pad[0] + first_r;
+    const int end = strip_at<STRIDE>(tiling, tile, kTileStrips - 1, tiling.units).slot + 2 * STRIDE;
+    const int slot =
+        strip_at<STRIDE>(tiling, tile, lane % 8 + lane / 16 * 8, tiling.units).slot;
+    // x's: the first 8 columns, then the others, of strips 0 to 7 and then of 8 to 15.
+    int own_x[kOwn];
+#pragma unroll
+    for (int channel = 0; channel < kOwn; ++channel) {
+      own_x[channel] = opaque_value(line_x[channel] + (slot + lane / 8 % 2 * STRIDE) * 16);
+    }
+    CopierX x(shared_address(shared), args.x, args.x_stride, args.batch,
+              tile.n, tile.strip * STRIDE, tiling.units, tiling.slots, end, top, args.x_size[0],
+              first_s - args.pad[1], args.x_size[1], sources.first, sources.end);
+    CopierY y(shared_address(shared) + stage_x, args.y, args.y_stride,
+              args.batch, tile.n, tile.strip, tiling.strips, kTileStrips, kTileStrips, first_row,
+              min(args.y_size[0] - first_row, tiling.rows), 0, args.y_size[1], first_channel,
+              args.channels);
+    const LinesX turn_x(tiling.slots, pitch_x);
+    const LinesY turn_y(kTileStrips, pitch_y);
+    // Of a group of rows: the copies, and the way to lines.
+    const auto fetch = [&](int group) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        const int step = group * ROWS + i, to = (group % STAGES * ROWS + i) * stage;
+        if (step < steps) {
+          x.copy(to, top + step, args.x_pitch);
+          if (STRIDE == 1 || step % STRIDE == 0) {
+            y.copy(to, step / STRIDE, args.y_pitch);
+          }
+        }
+      }
+      commit_copies();
+    };
+    const auto turn_row = [&](int group, int i) {
+      const u32 from = shared_address(shared) + (group % STAGES * ROWS + i) * stage;
+      unsigned char* const to = shared + lines + ((group & 1) * ROWS + i) * row;
+      turn_x.turn(from, to);
+      if (STRIDE == 1 || (group * ROWS + i) % STRIDE == 0) turn_y.turn(from + stage_x, to + row_x);
+    };
+    __syncthreads();  // the item before is not read any more
+#pragma unroll
+    for (int stages = 0; stages < STAGES; ++stages) fetch(stages);
+    wait_copies<STAGES - 1>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) turn_row(0, i);
+#pragma unroll
+    for (int channel = 0; channel < kOwn; ++channel) {
+#pragma unroll
+      for (int i = 0; i < kRing; ++i) ring[channel][i][0] = ring[channel][i][1] = 0;
+    }
+    for (int turn = 0; turn < steps; turn += kUnrolled) {
+#pragma unroll
+      for (int first = 0; first < kUnrolled; first += ROWS) {
+        // Nothing of y meets rows beyond x's last.
+        if (turn + first >= steps || top + turn + first >= args.x_size[0]) break;
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+        const int group = (turn + first) / ROWS;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const int j = first + i, step = turn + j;
+          if (step >= steps) break;
+          const int h = top + step;
+          const bool exists = h >= 0 && (ROWS == 1 || h < args.x_size[0]);
+          const bool turns = step + ROWS < steps;
+          if (turns) turn_row(group + 1, i);
+          const u32 from =
+              shared_address(shared) + lines + ((group & 1) * ROWS + i) * row;
+          if (j % STRIDE == 0) {
+#pragma unroll
+            for (int pair = 0; pair < kOwn / 2; ++pair) {
+              u32 both[4];
+              load_matrices_transposed(both, from + own_y + pair * 2 * pitch_y);
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+                ring[pair * 2 + k / 2][j / STRIDE % kRing][k % 2] = both[k];
+              }
+            }
+          }
+          u32 columns[STRIDE][kOwn][4];
+          const auto load_columns = [&](int parity) {
+#pragma unroll
+            for (int channel = 0; channel < kOwn; ++channel) {
+              load_matrices_transposed(columns[parity][channel],
+                                       from + own_x[channel] + parity * 16);
+            }
+          };
+          if (exists) load_columns(0);
+          // Copies keep shared memory busy, so they start where the tensor cores have work; or last
+          // of all, when there are registers again.
+          if (!LATE && i == ROWS - 1) fetch(group + STAGES);
+          if (exists) {
+#pragma unroll
+            for (int parity = 0; parity < STRIDE; ++parity) {
+              if (parity > 0) load_columns(parity);
+#pragma unroll
+              for (int r = 0; r < KERNEL_H; ++r) {
+                if (wrapped(j - r, STRIDE) != 0) continue;
+                const int at = wrapped(j - r, kTurn) / STRIDE;
+#pragma unroll
+                for (int channel = 0; channel < kOwn; ++channel) {
+                  mma<T>(products[channel][r][parity], columns[parity][channel],
+                         ring[channel][at][0], ring[channel][at][1]);
+                }
+              }
+            }
+          }
+          if (LATE && i == ROWS - 1) fetch(group + STAGES);
+        }
+      }
+      if (turn / kUnrolled % kFlush != kFlush - 1 && turn + kUnrolled < steps) continue;
+#pragma unroll
+      for (int r = 0; r < KERNEL_H; ++r) {
+#pragma unroll
+        for (int parity = 0; parity < STRIDE; ++parity) {
+#pragma unroll
+          for (int channel = 0; channel < kOwn; ++channel) {
+            float(&product)[4] = products[channel][r][parity];
+            float* const to = sums + own_sums + ((r * STRIDE + parity) * kOwn + channel) * 2 * 32;
+            // Column 2t of y, and 2t + 1: the diagonal from 0 to 7 that row g or g + 8 is on.
+            to[0] += g >= 2 * t ? product[0] : product[2];
+            to[32] += g >= 2 * t + 1 ? product[1] : product[3];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) product[i] = 0;
+          }
+        }
+      }
+    }
+  }
+
+  // The block's sums of each tap, in the order of y's columns.
+  __syncthreads();
+  const int tap_columns = min(args.part[1], args.kernel[1] - first_s);
+  const int part = min(args.part[0], args.kernel[0] - first_r) * tap_columns * kChannels;
+  const int column_of_work = kernel_part * tiling.channel_tiles + channel_tile;
+  float* const partials = args.partials + static_cast<i64>(column_of_work) * blocks *
+                                              (args.part[0] * args.part[1] * kChannels);
+  const bool alone = blocks == 1;
+  for (int i = threadIdx.x; i < part; i += kThreads) {
+    const int tap = i / kChannels, channel = i % kChannels, c = first_channel + channel;
+    const int r = tap / tap_columns, s = tap % tap_columns;
+    const float* const from =
+        sums + (channel / kOwn * kWarpSums +
+                ((r * STRIDE + s % STRIDE) * kOwn + channel % kOwn) * 2) *
+                   32;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int diagonal = s / STRIDE + j;
+      sum += from[j % 2 * 32 + diagonal % 8 * 4 + j / 2];
+    }
+    if (!alone) {
+      partials[static_cast<i64>(block) * part + i] = sum;
+    } else {
+      put(args, c, first_r + r, first_s + s, sum);
+    }
+  }
+  if (alone) return;
+
+  // The channel tile's blocks, by the last of them, in an order that depends on their number alone:
+  // every share-th by one thread, then the shares.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicInc(args.arrived + column_of_work, blocks - 1) == blocks - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int quads = part / 4, shares = max(1, kThreads / quads);
+  for (int i = threadIdx.x; i < quads * shares; i += kThreads) {
+    const float4* const from = reinterpret_cast<const float4*>(partials) + i % quads;
+    const float4 sum = sum_of_every(from, i / quads, shares, blocks, quads);
+    reinterpret_cast<float4*>(sums)[i] = sum;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < part; i += kThreads) {
+    const int tap = i / kChannels, c = first_channel + i % kChannels;
+    float sum = 0;
+    for (int share = 0; share < shares; ++share) sum += sums[share * part + i];
+    put(args, c, first_r + tap / tap_columns, first_s + tap % tap_columns, sum);
+  }
+}

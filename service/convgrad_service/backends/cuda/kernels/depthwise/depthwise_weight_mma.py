@@ -1,0 +1,263 @@
+"""The gradient of a depthwise convolution's weight on tensor cores: ``depthwise_weight_mma.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
+    DTYPES,
+    STRIP_COLUMNS,
+    TILE_STRIPS,
+    Strips,
+    StripTiling,
+    line_bytes,
+    plane_bytes,
+    variant,
+    variants,
+    why_not_strips,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
+    Plane,
+    chunk_rows,
+    plane_of,
+    resident_blocks,
+    why_not_counted,
+    why_not_plane,
+)
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
+    OPERANDS,
+    buffers_of,
+    fill_weight,
+    partials_of,
+)
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["WEIGHT_MMA_TILES", "DepthwiseWeightMma", "WeightMmaTile"]
+
+# Diagonals of a product that are told apart.
+DIAGONALS = 8
+# Each part of a kernel reads all of x and y again; dilated kernels have few taps for many parts.
+MOST_PARTS = 16
+# Rows, of 16 terms each, after which products are added up in float32.
+FLUSH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMmaTile:
+    """The most kernel rows, the stride, warps of a block with ``own`` channels each, rows between
+    barriers and how many times as many are in flight, whether a step's copies go
+    last, and the blocks that a multiprocessor is to hold.
+
+    ``start`` is what an item takes beside its rows, in rows.
+    """
+
+    kernel_rows: int
+    stride: int
+    warps: int = 8
+    rows: int = 1
+    late: bool = True
+    stages: int = 4
+    blocks: int = 2
+    own: int = 2
+    start: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Of a block."""
+        return self.warps * self.own
+
+
+# By stride, and rows: larger kernels are cut into parts.
+WEIGHT_MMA_TILES = (
+    WeightMmaTile(3, 1, late=False),
+    WeightMmaTile(5, 1, late=False),
+    WeightMmaTile(7, 1),
+    WeightMmaTile(3, 2, late=False),
+)
+
+
+class DepthwiseWeightMmaArgs(ctypes.Structure):
+    """See ``depthwise_weight_mma.cu``."""
+
+    _fields_ = (
+        *OPERANDS,
+        ("x_pitch", ctypes.c_uint32),
+        ("y_pitch", ctypes.c_uint32),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("batch", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
+        ("x_channels", ctypes.c_int32),
+        ("multiplier", ctypes.c_int32),
+        *(
+            (name, ctypes.c_int32 * 2)
+            for name in ("x_size", "y_size", "pad", "kernel", "dilation", "part")
+        ),
+        ("parts_across", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("tiling", StripTiling),
+    )
+
+
+class DepthwiseWeightMma:
+    """bwd_weight of 16-bit types, one channel a group, channels last."""
+
+    name = "depthwise_weight_mma"
+
+    def __init__(self, tiles: tuple[WeightMmaTile, ...] = WEIGHT_MMA_TILES) -> None:
+        self._tiles = tiles
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_plane(work, general=True)
+        if reason is not None:
+            return reason
+        plane = plane_of(work)
+        if plane is None:
+            return f"two strides, {work.stride[1]} and {work.stride[2]}"
+        reason = why_not_strips(plane, work)
+        if reason is not None:
+            return reason
+        tile = self._tile(plane)
+        if tile is None:
+            return f"no instance for kernel {work.kernel} and stride {work.stride}"
+        down, across = _parts(plane, tile)
+        if down * across > MOST_PARTS:
+            return f"a kernel that reaches over {plane.reach[0]} rows and {plane.reach[1]} columns"
+        reason = why_not_counted(_columns(work, plane, tile))
+        if reason is not None:
+            return reason
+        return device.why_not_shared(_shared_bytes(tile, _strips(plane).slots))
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        plane = plane_of(work)
+        tile = None if plane is None else self._tile(plane)
+        if plane is None or tile is None:
+            raise ValueError("no instance")
+        return self.fragment(work, device, plane, tile)
+
+    def fragment(
+        self,
+        work: ConvWork,
+        device: CudaDevice,
+        plane: Plane,
+        tile: WeightMmaTile,
+        chunk: int | None = None,
+    ) -> Fragment:
+        """With this tile, and chunks of so many rows."""
+        strips = _strips(plane)
+        channels = tile.channels
+        channel_tiles = ceil_div(work.groups * work.out_channels, channels)
+        shared_bytes = _shared_bytes(tile, strips.slots)
+        # The kernel in parts of about the same size.
+        down, across = _parts(plane, tile)
+        part = ceil_div(plane.reach[0], down), ceil_div(plane.reach[1], across)
+        columns = _columns(work, plane, tile)
+        held, architectures = variant(tile.kernel_rows, tile.blocks, device)
+        resident = max(1, resident_blocks(device, shared_bytes, held) // columns)
+        if chunk is None:
+            reach = ceil_div(tile.kernel_rows, plane.stride) - 1
+            chunk = chunk_rows(plane.output[0], reach, strips.tiles, resident, tile.start)
+        chunks = ceil_div(plane.output[0], chunk)
+        # As many blocks as run at once, each with the same number of items or one less.
+        items = strips.tiles * chunks
+        blocks = ceil_div(items, ceil_div(items, resident))
+
+        args = DepthwiseWeightMmaArgs()
+        fill_weight(args, work, plane)
+        args.x_pitch, args.y_pitch = args.x_stride[1] // 8, args.y_stride[1] // 8
+        args.x_channels, args.multiplier = work.groups, work.out_channels
+        args.kernel[:], args.dilation[:], args.part[:] = plane.reach, plane.dilation, part
+        args.parts_across, args.blocks = across, blocks
+        args.tiling = StripTiling(
+            strips.count, strips.units, strips.slots, strips.tiles, chunks, chunk, channel_tiles
+        )
+        partials = partials_of(work, blocks, blocks * columns * part[0] * part[1] * channels)
+        launch = Launch(
+            _instance(work.dtype, work.result_dtype, tile, held, architectures),
+            (blocks * columns, 1, 1),
+            (tile.warps * 32, 1, 1),
+            pack(args, **buffers_of(work, partials)),
+            shared_bytes,
+        )
+        return Fragment(self.name, (launch,), partials)
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, result, tile, held, architectures)
+            for tile in self._tiles
+            for dtype in DTYPES
+            for result in (dtype, DType.FLOAT32)
+            for held, architectures in variants(tile.kernel_rows, tile.blocks)
+        ]
+
+    def _tile(self, plane: Plane) -> WeightMmaTile | None:
+        """The first that holds the kernel's rows, else the one that holds most of them."""
+        tiles = [tile for tile in self._tiles if tile.stride == plane.stride]
+        for tile in tiles:
+            if plane.reach[0] <= tile.kernel_rows:
+                return tile
+        return tiles[-1] if tiles else None
+
+
+def _parts(plane: Plane, tile: WeightMmaTile) -> tuple[int, int]:
+    """Into how many parts, down and across, a kernel is cut."""
+    rows, columns = plane.reach
+    return ceil_div(rows, tile.kernel_rows), ceil_div(columns, DIAGONALS * tile.stride)
+
+
+def _columns(work: ConvWork, plane: Plane, tile: WeightMmaTile) -> int:
+    """Of blocks, that each add up to some of the results."""
+    channel_tiles = ceil_div(work.groups * work.out_channels, tile.channels)
+    return channel_tiles * prod(_parts(plane, tile))
+
+
+def _strips(plane: Plane) -> Strips:
+    """Of y, with 8 columns each; of x, a unit holds 8 columns of one parity."""
+    count = ceil_div(plane.output[1], STRIP_COLUMNS)
+    return Strips(plane.batch, count, plane.stride, 2 * plane.stride)
+
+
+def _shared_bytes(tile: WeightMmaTile, slots: int) -> int:
+    channels = tile.channels
+    rows = plane_bytes(slots, channels) + plane_bytes(TILE_STRIPS, channels)
+    lines = line_bytes(slots, channels) + line_bytes(TILE_STRIPS, channels)
+    sums = channels * tile.kernel_rows * tile.stride * 2 * 32 * 4
+    return tile.rows * (tile.stages * rows + 2 * lines) + sums
+
+
+def _instance(
+    dtype: DType,
+    result: DType,
+    tile: WeightMmaTile,
+    blocks: int,
+    architectures: tuple[str, ...],
+) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "RESULT": CUDA_TYPES[result],
+        "KERNEL_H": tile.kernel_rows,
+        "STRIDE": tile.stride,
+        "WARPS": tile.warps,
+        "CHANNELS": tile.own,
+        "ROWS": tile.rows,
+        "LATE": int(tile.late),
+        "STAGES": tile.stages,
+        "BLOCKS": blocks,
+        "FLUSH": FLUSH,
+    }
+    return Instance.of(
+        "depthwise/depthwise_weight_mma.cu",
+        defines,
+        architectures,
+    )

@@ -1,0 +1,66 @@
+"""The argument of the gather kernels: ``gather_args.cuh`` mirrored."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["GatherArgs", "gather_args", "gather_sides"]
+
+
+class GatherArgs(ctypes.Structure):
+    """One convolution as a gather; the CUDA header says what each field means."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y", "accumulate")),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("batch", "groups", "in_channels", "out_channels")),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad", "phases")
+        ),
+        *((name, ctypes.c_int32) for name in ("backward", "activation", "lanes")),
+    )
+
+
+def gather_sides(work: ConvWork) -> tuple[Operand, Operand]:
+    """What is read and what is written, beside the weight."""
+    return (work.y, work.x) if work.direction == "bwd_data" else (work.x, work.y)
+
+
+def gather_args(work: ConvWork, lanes: int, phases: Sequence[int]) -> Packed:
+    """A fwd or bwd_data for the kernel."""
+    backward = work.direction == "bwd_data"
+    source, result = gather_sides(work)
+    args = GatherArgs()
+    args.x_stride[:], args.y_stride[:] = source.strides, result.strides
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = work.accumulate.strides
+    group, k, c, *kernel = work.w.strides
+    # The result's channel comes first: K forward, C backward.
+    args.w_stride[:] = (group, c, k, *kernel) if backward else (group, k, c, *kernel)
+    args.alpha, args.beta = work.alpha, work.beta
+    args.batch, args.groups = work.batch, work.groups
+    channels = work.in_channels, work.out_channels
+    args.in_channels, args.out_channels = channels[::-1] if backward else channels
+    sizes = work.input, work.output
+    args.x_size[:], args.y_size[:] = sizes[::-1] if backward else sizes
+    for name in ("kernel", "stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.phases[:] = phases
+    args.backward, args.activation = backward, ACTIVATIONS[work.activation]
+    args.lanes = lanes
+    return pack(
+        args,
+        x=source,
+        w=work.w,
+        y=result,
+        accumulate=work.accumulate,
+        bias=work.bias,
+    )

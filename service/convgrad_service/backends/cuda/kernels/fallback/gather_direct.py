@@ -1,0 +1,66 @@
+"""A convolution forward or backward in its input, a thread per pixel and few channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import FLOATING, DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_args, gather_sides
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["GatherDirect"]
+
+BLOCK = 256
+# Result channels of one thread: each element of the source is read once for all of them.
+CHANNELS = (1, 4)
+
+
+class GatherDirect:
+    """fwd and bwd_data of any problem: the family of last resort."""
+
+    name = "gather_direct"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if linear_grid(_threads(work), BLOCK)[0] > MAX_BLOCKS:
+            return f"{_threads(work)} threads are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        instance = _instance(work.dtype, _channels(work))
+        lanes = int(gather_sides(work)[1].channels_last)
+        launch = Launch(
+            instance,
+            linear_grid(_threads(work), BLOCK),
+            (BLOCK, 1, 1),
+            gather_args(work, lanes, (1, 1, 1)),
+        )
+        return Fragment(f"{self.name}_{work.direction}", (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, channels) for dtype in FLOATING for channels in CHANNELS]
+
+
+def _instance(dtype: DType, channels: int) -> Instance:
+    defines = ("ELEMENT", CUDA_TYPES[dtype]), ("CHANNELS", str(channels))
+    return Instance("fallback/gather_direct.cu", "gather_direct", defines)
+
+
+def _result_channels(work: ConvWork) -> int:
+    return work.in_channels if work.direction == "bwd_data" else work.out_channels
+
+
+def _channels(work: ConvWork) -> int:
+    return CHANNELS[0] if _result_channels(work) == 1 else CHANNELS[1]
+
+
+def _threads(work: ConvWork) -> int:
+    size = work.input if work.direction == "bwd_data" else work.output
+    blocks = ceil_div(_result_channels(work), _channels(work))
+    return work.batch * work.groups * prod(size) * blocks

@@ -1,0 +1,129 @@
+"""The argument of the weight-gradient kernels, and how their pixels are split."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convgrad.dtypes import FLOATING, DType
+from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum
+from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
+from convgrad_service.plans.cuda.program import Launch, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["DTYPE_PAIRS", "Split", "WeightArgs", "finish_split", "split_pixels", "weight_args"]
+
+# One range of pixels is at least so long, that its sum outweighs being added to the others.
+LEAST_PIXELS = 256
+# As many blocks of 256 threads run on one multiprocessor, which has 2,048 threads.
+BLOCKS_PER_MULTIPROCESSOR = 8
+MOST_SPLITS = 128
+# Partial sums together take at most so much, unless the caller asks for more splits.
+PARTIAL_BYTES = 256 * 2**20
+
+DTYPE_PAIRS: Sequence[tuple[DType, DType]] = (
+    *((dtype, dtype) for dtype in FLOATING),
+    (DType.FLOAT16, DType.FLOAT32),
+    (DType.BFLOAT16, DType.FLOAT32),
+)
+"""What is read and what is written: the same, or float32 from 16 bits."""
+
+
+class WeightArgs(ctypes.Structure):
+    """One weight gradient; ``weight_args.cuh`` says what each field means."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
+        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y", "accumulate")),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("pixels", ctypes.c_int64),
+        ("split_pixels", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("splits", "batch", "groups", "in_channels", "out_channels")
+        ),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
+        ),
+        *((name, ctypes.c_int32) for name in ("x_lanes", "y_lanes")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``count`` ranges of ``pixels`` each, the last maybe shorter."""
+
+    count: int
+    pixels: int
+
+
+def split_pixels(work: ConvWork, blocks: int, device: CudaDevice) -> Split:
+    """How to cut the pixels so that ``blocks`` blocks a range fill the device.
+
+    Follows from the problem and the device model alone, so equal requests give equal bits.
+    """
+    room = PARTIAL_BYTES // _partial_bytes(work)
+    if work.split_k is None:
+        wanted = ceil_div(BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors, blocks)
+        count = min(wanted, room, MOST_SPLITS, work.pixels // LEAST_PIXELS)
+    else:
+        count = min(work.split_k, work.pixels, max(room, MOST_SPLITS), MAX_BLOCKS // blocks)
+    pixels = ceil_div(work.pixels, max(1, count))
+    return Split(ceil_div(work.pixels, pixels), pixels)
+
+
+def _partial_bytes(work: ConvWork) -> int:
+    elements = work.groups * work.out_channels * work.in_channels * work.taps
+    return elements * sum_dtype(work.dtype).itemsize
+
+
+def weight_args(work: ConvWork, split: Split) -> Packed:
+    """A bwd_weight for the kernels."""
+    args = WeightArgs()
+    args.x_stride[:], args.y_stride[:] = work.x.strides, work.y.strides
+    args.w_stride[:] = work.w.strides
+    if work.accumulate is not None:
+        args.accumulate_stride[:] = work.accumulate.strides
+    args.alpha, args.beta = work.alpha, work.beta
+    args.pixels, args.split_pixels, args.splits = work.pixels, split.pixels, split.count
+    for name in ("batch", "groups", "in_channels", "out_channels"):
+        setattr(args, name, getattr(work, name))
+    args.x_size[:], args.y_size[:] = work.input, work.output
+    for name in ("kernel", "stride", "dilation", "pad"):
+        getattr(args, name)[:] = getattr(work, name)
+    args.x_lanes, args.y_lanes = work.x.channels_last, work.y.channels_last
+    return pack(
+        args,
+        x=work.x,
+        y=work.y,
+        w=work.w,
+        accumulate=work.accumulate,
+        partials=_partials(work) if split.count > 1 else None,
+    )
+
+
+def finish_split(work: ConvWork, split: Split) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+    """The launch that adds up the ranges' sums, and their workspace; nothing for one range."""
+    if split.count == 1:
+        return (), ()
+    extents = (work.groups, work.out_channels, work.in_channels, *work.kernel)
+    launch = split_sum(
+        _partials(work),
+        split.count,
+        extents,
+        work.w,
+        sum_dtype(work.dtype),
+        accumulate=work.accumulate,
+        alpha=work.alpha,
+        beta=work.beta,
+    )
+    return (launch,), (Workspace(_partials(work), split.count * _partial_bytes(work)),)
+
+
+def _partials(work: ConvWork) -> str:
+    return f"{work.prefix}partials"

@@ -1,0 +1,272 @@
+// A depthwise 3x3 convolution and a pointwise one after it, on Hopper, with the intermediate in
+// shared memory alone:
+//
+// m[p, c] = activation0(bias0[c] + sum over (r, s) of x[p*STRIDE + (r, s) - pad, c] * w0[c, r, s]),
+// rounded once, and y[p, k] = activation1(bias1[k] + sum over c of m[p, c] * w1[k, c])
+//
+// The host's side is hopper_separable.py. GEMM: M = kOutputs of the outputs, N = the COLUMNS pixels
+// of a tile, K = the channels, in chunks of ROW_BYTES / 2.
+// Item: a tile of TILE_H x TILE_W pixels in each of IMAGES images, and a slice of the outputs;
+// slices of one tile follow each other. A block takes every so manyth item. Of its warpgroups GROUPS
+// multiply, each PARTS x 64 outputs; SHARERS of them have the same outputs, and a part of the tile's
+// rows each. Two are teams that make a chunk of the intermediate each at a time, by FMA, a lane two
+// channels of UNIT_H x UNIT_W pixels (hopper_separable_middle.cuh). Of the last one a thread loads
+// boxes of the input with their halo, zeros outside, one the weights of a chunk. They meet in rings:
+// boxes, weights (or all of them, once), MIDDLES places of the intermediate.
+// Dynamic shared memory: 1,024 bytes to align it by; the weights' ring; the intermediate's; for each
+// group COLUMNS rows of 128 bytes of results on their way; the boxes; barriers.
+// hopper_separable_tiles.py counts them.
+// Relies on its launcher for channels side by side in whole 16-byte chunks, and for channels of w0
+// one after another. Needs sm_90a.
+// Deterministic: one order of additions for each result, whatever the tile.
+// Index limits: items below 2^31; positions are those of tensor maps.
+#include "fused/hopper_separable_middle.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+// One thread starts the copies of the input and of the depthwise weights.
+__device__ __forceinline__ void load_boxes(const HopperSeparableArgs& args, const Place& place) {
+  const char* const taps = static_cast<const char*>(args.w0);
+  const char* const biases = static_cast<const char*>(args.bias0);
+  Turning ring(1);
+#pragma unroll 1
+  for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
+    const ItemAt at(args, item);
+    const int top = at.row * kStride - args.pad[0], left = at.column * kStride - args.pad[1];
+#pragma unroll 1
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      wait_barrier(place.x_free(ring.at), ring.parity);
+      const int first = chunk * kChunk, channels = min(kChunk, args.channels - first);
+      const u32 to = place.boxes + ring.at * kBoxStage, barrier = place.x_full(ring.at);
+      arrive_and_expect_tx(barrier, kBoxBytes + channels * (kTapBytes + (biases != nullptr ? 2 : 0)));
+      tma_load<4>(to, args.x_map, barrier, {first, left, top, at.n});
+      bulk_load(to + kTapsAt, taps + first * kTapBytes, channels * kTapBytes, barrier);
+      if (biases != nullptr) bulk_load(to + kBiasesAt, biases + first * 2, channels * 2, barrier);
+      ring.step(place.x_stages);
+    }
+  }
+}
+
+// One thread starts the copies of w1.
+__device__ __forceinline__ void load_weights(const HopperSeparableArgs& args, const Place& place) {
+  Turning ring(1);
+  auto load = [&](int chunk, int slice) {
+    arrive_and_expect_tx(place.w_full(ring.at), kWeightBytes);
+    tma_load<2>(place.weights + ring.at * kWeightBytes, args.w1_map, place.w_full(ring.at),
+                 {chunk * kChunk, slice * kOutputs}, kKeepMost);
+    ring.step(place.w_stages);
+  };
+  if (args.resident) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < args.chunks; ++chunk) load(chunk, 0);
+    return;
+  }
+#pragma unroll 1
+  for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
+    const int slice = ItemAt(args, item).slice;
+#pragma unroll 1
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      wait_barrier(place.w_free(ring.at), ring.parity);
+      load(chunk, slice);
+    }
+  }
+}
+
+// The intermediate: a team makes every other chunk.
+__device__ __forceinline__ void make_middles(const HopperSeparableArgs& args, const Place& place,
+                                             int warp) {
+  const Maker maker(args, place, warp % kMakers);
+  const int lane = threadIdx.x & 31, team = warp / kMakers;
+  Turning ring(0), middle(1);
+  int turn = 0;
+#pragma unroll 1
+  for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      if (turn == team) {
+        wait_barrier(place.middle_free(middle.at), middle.parity);
+        wait_barrier(place.x_full(ring.at), ring.parity);
+        maker.make(chunk, ring.at, middle.at);
+        publish_shared();
+        __syncwarp();
+        if (lane == 0) {
+          arrive(place.x_free(ring.at));
+          arrive(place.made(middle.at));
+        }
+      }
+      if (++turn == kTeams) turn = 0;
+      ring.step(place.x_stages);
+      middle.step(kMiddles);
+    }
+  }
+}
+
+using Sums = float[kParts][kFragments][4];
+
+template <Activation kActivation>
+__device__ __forceinline__ void change_sums(float (&sum)[kFragments][4], const float (&bias)[2]) {
+#pragma unroll
+  for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[j][e] = activate(sum[j][e] + bias[e / 2], kActivation);
+  }
+}
+
+// Puts one part of a warpgroup's results where the copy engine takes them from: rows of pixels.
+__device__ __forceinline__ void stage_sums(const float (&sum)[kFragments][4], u32 staging) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4, row = lane & 7;
+  const u32 to = staging + row * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ row) << 4);
+#pragma unroll
+  for (int j = 0; j + 1 < kFragments; j += 2) {
+    const u32 words[4] = {
+        narrow_two<T>(sum[j][0], sum[j][1]), narrow_two<T>(sum[j][2], sum[j][3]),
+        narrow_two<T>(sum[j + 1][0], sum[j + 1][1]), narrow_two<T>(sum[j + 1][2], sum[j + 1][3])};
+    stmatrix_trans(to + (j + (lane >> 4)) * 1024, words);
+  }
+  if constexpr (kFragments % 2 != 0) {
+    constexpr int j = kFragments - 1;
+    const u32 words[2] = {narrow_two<T>(sum[j][0], sum[j][1]), narrow_two<T>(sum[j][2], sum[j][3])};
+    stmatrix_trans(to + j * 1024, words);
+  }
+}
+
+__device__ __forceinline__ void consume(const HopperSeparableArgs& args, const Place& place,
+                                        int group) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+  const bool first = threadIdx.x % 128 == 0;  // it starts the stores
+  const u64 weights =
+      operand_along_k<kRowBytes>(place.weights + group / kSharers * kParts * 64 * kRowBytes);
+  const u64 middles =
+      operand_along_k<kRowBytes>(place.middle + group % kSharers * kOwnPixels * kRowBytes);
+  const u32 staging = place.staging + group * kStagingBytes;
+  const T* const bias1 = static_cast<const T*>(args.bias1);
+  Turning ring(0), middle(0);
+#pragma unroll 1
+  for (int item = blockIdx.x; item < args.items; item += gridDim.x) {
+    Sums sums;
+    int w_before = 0, middle_before = 0;  // of the products under way
+    bool under_way = false;
+    auto release = [&] {
+      if (lane != 0) return;
+      if (!args.resident) arrive(place.w_free(w_before));
+      arrive(place.middle_free(middle_before));
+    };
+#pragma unroll 1
+    for (int chunk = 0; chunk < args.chunks; ++chunk) {
+      wait_barrier(place.w_full(ring.at), ring.parity);
+      const u32 made = place.made(middle.at);
+      // Those who make the next chunk may wait for this one's place.
+      if (under_way && __shfl_sync(0xffffffff, test_wait(made, middle.parity), 0) == 0) {
+        wait_products<0>();
+        release();
+        under_way = false;
+      }
+      wait_barrier(made, middle.parity);
+      begin_products();
+      const u64 a = advance(weights, ring.at * kWeightBytes);
+      const u64 b = advance(middles, middle.at * kMiddleBytes);
+#pragma unroll
+      for (int i = 0; i < kRowBytes / 32; ++i) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          multiply<T>(sums[part], advance(a, part * 64 * kRowBytes + i * 32), advance(b, i * 32),
+                      i > 0 ? 1 : chunk > 0);
+        }
+      }
+      commit_products();
+      if (under_way) {
+        wait_products<1>();
+        release();
+      }
+      under_way = true;
+      w_before = ring.at, middle_before = middle.at;
+      ring.step(place.w_stages);
+      // All weights stay from the first time on.
+      if (args.resident) ring.parity = 0;
+      middle.step(kMiddles);
+    }
+    const ItemAt at(args, item);
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) hold_sums(sums[part]);
+    release();
+    __syncwarp();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int channel = at.slice * kOutputs + (group / kSharers * kParts + part) * 64;
+      if (channel >= args.outputs) break;
+      if (__builtin_expect(bias1 != nullptr || args.activation1 != kNone, false)) {
+        float bias[2] = {};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int own = channel + warp * 16 + e * 8 + lane / 4;
+          if (bias1 != nullptr && own < args.outputs) bias[e] = widen(bias1[own]);
+        }
+        switch (args.activation1) {
+          case kNone: change_sums<kNone>(sums[part], bias); break;
+          case kRelu: change_sums<kRelu>(sums[part], bias); break;
+          case kRelu6: change_sums<kRelu6>(sums[part], bias); break;
+          default: change_sums<kSilu>(sums[part], bias);
+        }
+      }
+      if (first) tma_store_wait_read<0>();  // what was staged before
+      wait_at(1 + group, 128);
+      stage_sums(sums[part], staging);
+      publish_shared();
+      wait_at(1 + group, 128);
+      if (first) {
+        const int row = at.row + group % kSharers * (kTileH / kSharers);
+        tma_store<4>(args.y_map, staging, {channel, at.column, row, at.n});
+        tma_store_commit();
+      }
+      __syncwarp();
+    }
+  }
+  if (first) tma_store_wait_read<0>();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_separable(const __grid_constant__ HopperSeparableArgs args) {
+  extern __shared__ uint4 shared[];
+  const Place place(args, shared_address(shared));
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const int group = warp / 4;
+  if (warp == kThreads / 32 - 1) {
+    if (elect_one()) {
+      prefetch_tensor_map(args.x_map);
+      prefetch_tensor_map(args.w1_map);
+      prefetch_tensor_map(args.y_map);
+      for (int i = 0; i < kMiddles; ++i) {
+        init_barrier(place.made(i), kMakers);
+        init_barrier(place.middle_free(i), kConsumers);
+      }
+      for (int i = 0; i < args.x_stages; ++i) {
+        init_barrier(place.x_full(i), 1);
+        init_barrier(place.x_free(i), kMakers);
+      }
+      for (int i = 0; i < args.w_stages; ++i) {
+        init_barrier(place.w_full(i), 1);
+        init_barrier(place.w_free(i), kConsumers);
+      }
+      fence_barrier_init();
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  if (group < kGroups) {
+    take_registers<CONSUMERS>();
+    consume(args, place, group);
+  } else if (group < kGroups + 2) {
+    leave_registers<MAKERS>();
+    make_middles(args, place, warp - kConsumers);
+  } else {
+    leave_registers<LOADERS>();
+    if (warp % 4 == 0 && elect_one()) load_boxes(args, place);
+    if (warp % 4 == 1 && elect_one()) load_weights(args, place);
+  }
+}

@@ -1,0 +1,232 @@
+"""A depthwise 3x3 convolution and a pointwise one after it, in one kernel, on Hopper."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.divider import Divider
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
+    TILES,
+    Schedule,
+    SeparableTile,
+    expected_s,
+    schedules,
+)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import (
+    in_whole_chunks,
+)
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import (
+    Fragment,
+    Instance,
+    Launch,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import ConvWork, FusedWork, Operand
+
+__all__ = ["HopperSeparable"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+
+MAX_ITEMS, MAX_EXTENT = 2**31 - 2**16, 2**28
+# Measured on an H200 (NOTES.md): for 512 to 512 channels at 14 x 14 one launch takes as long as two
+# with 64 images, a third more with one to eight; for 1024 and 728 it takes longer.
+MOST_OUTPUTS = 256
+
+
+class HopperSeparableArgs(ctypes.Structure):
+    """See ``hopper_separable_args.cuh``."""
+
+    _fields_ = (
+        *((name, MapField) for name in ("x_map", "w1_map", "y_map")),
+        *((name, ctypes.c_uint64) for name in ("w0", "bias0", "bias1")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "channels",
+                "outputs",
+                "chunks",
+                "slices",
+                "tiles_across",
+                "tiles_down",
+                "items",
+                "x_stages",
+                "w_stages",
+                "resident",
+                "activation0",
+                "activation1",
+            )
+        ),
+        ("pad", ctypes.c_int32 * 2),
+        *((name, Divider) for name in ("by_slices", "by_across", "by_down")),
+    )
+
+
+class HopperSeparable:
+    """Depthwise 3x3, then pointwise, 16 bits, channels last."""
+
+    name = "hopper_separable"
+
+    def __init__(self, tiles: Iterable[SeparableTile] = TILES, *, anything: bool = False) -> None:
+        """Of these tiles alone; ``anything`` to take what two launches compute faster too."""
+        self._tiles, self._anything = tuple(tiles), anything
+
+    def why_not(self, work: FusedWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by nothing that cutting a problem in pieces changes, but for
+        sizes that cannot be counted."""
+        first, second = work.first, work.second
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
+        if first.dtype not in DTYPES:
+            return f"{first.dtype} is not of 16 bits"
+        if not is_pointwise(second):
+            return "the second convolution is not 1x1 of one group"
+        if first.in_channels != 1 or first.out_channels != 1:
+            return "the first convolution is not depthwise"
+        if first.kernel != (1, 3, 3) or first.dilation[1:] != (1, 1):
+            return f"a kernel of {first.kernel} with dilation {first.dilation}: 3x3 alone"
+        if first.stride[1:] not in ((1, 1), (2, 2)) or first.input[0] * first.output[0] > 1:
+            return f"a stride of {first.stride}, or more than one plane"
+        if not self._anything and second.out_channels > MOST_OUTPUTS:
+            return (
+                f"{second.out_channels} outputs: the intermediate would be made again for every "
+                f"{MOST_OUTPUTS} of them, which takes longer than its way through memory"
+            )
+        if not lies_well(first, second):
+            return "the channels do not lie side by side"
+        y_extents = (second.batch, 1, second.out_channels, *second.output)
+        if not in_whole_chunks(second.y, y_extents, 2):
+            return "the result's channels do not lie side by side in whole 16-byte chunks"
+        if max(*first.input, *first.output, *first.pad, first.batch) > MAX_EXTENT:
+            return f"positions reach beyond {MAX_EXTENT}"
+        if first.pixels > MAX_ITEMS // ceil_div(second.out_channels, 64):
+            return "the tiles cannot be counted"
+        if not any(schedules(work, device, self._tiles)):
+            return "a tile and the depthwise weights do not fit into shared memory"
+        return None
+
+    def launches(
+        self, work: FusedWork, device: CudaDevice, schedule: Schedule | None = None
+    ) -> Fragment:
+        """See `Family.launches`; ``schedule`` where another than the chosen one is tried."""
+        first, second = work.first, work.second
+        if schedule is None:
+            schedule = min(
+                schedules(work, device, self._tiles), key=lambda one: expected_s(one, work, device)
+            )
+        tile = schedule.tile
+        args = HopperSeparableArgs()
+        args.channels, args.outputs = first.groups, second.out_channels
+        args.chunks = ceil_div(first.groups, tile.chunk)
+        args.slices = ceil_div(second.out_channels, tile.outputs)
+        args.tiles_across = ceil_div(first.output[2], tile.width)
+        args.tiles_down = ceil_div(first.output[1], tile.height)
+        tiles = args.tiles_across * args.tiles_down * ceil_div(first.batch, tile.images)
+        args.items = tiles * args.slices
+        args.x_stages, args.w_stages = schedule.x_stages, schedule.w_stages
+        args.resident = schedule.resident
+        args.activation0 = ACTIVATIONS[first.activation]
+        args.activation1 = ACTIVATIONS[second.activation]
+        args.pad[:] = first.pad[1:]
+        args.by_slices = Divider.of(args.slices)
+        args.by_across, args.by_down = Divider.of(args.tiles_across), Divider.of(args.tiles_down)
+        maps = {
+            "x_map": (
+                first.x,
+                _boxes(first, tile),
+            ),
+            "w1_map": (
+                second.w,
+                _rows(second.w, first.groups, second.out_channels, tile),
+            ),
+            "y_map": (second.y, _results(second, tile)),
+        }
+        launch = Launch(
+            _instance(tile, first.dtype),
+            (min(args.items, device.multiprocessors), 1, 1),
+            (tile.threads, 1, 1),
+            pack_maps(args, maps, w0=first.w, bias0=first.bias, bias1=second.bias),
+            schedule.shared_bytes,
+        )
+        name = f"{self.name}_{tile.height}x{tile.width}x{tile.images}_{tile.outputs}"
+        return Fragment(name, (launch,), expected_s=expected_s(schedule, work, device))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(tile, dtype) for tile in self._tiles for dtype in DTYPES]
+
+
+def _results(second: ConvWork, tile: SeparableTile) -> TileMap:
+    """64 outputs of a group's pixels."""
+    n, _, _, _, h, w = second.y.strides
+    item = second.y.dtype.itemsize
+    return TileMap(
+        second.y.dtype,
+        (second.out_channels, second.output[2], second.output[1], second.batch),
+        tuple(max(stride * item, 16) for stride in (w, h, n)),
+        swizzle=128,
+        box=(64, tile.width, tile.height // tile.sharers, tile.images),
+    )
+
+
+def _rows(operand: Operand, channels: int, outputs: int, tile: SeparableTile) -> TileMap:
+    """A chunk of the pointwise weights of a block's outputs."""
+    return TileMap(
+        operand.dtype,
+        (channels, outputs),
+        (max(operand.strides[1] * operand.dtype.itemsize, 16),),
+        swizzle=tile.row_bytes,
+        box=(tile.chunk, tile.outputs),
+    )
+
+
+def _boxes(first: ConvWork, tile: SeparableTile) -> TileMap:
+    """A tile's pixels of the input, with their halo."""
+    n, _, _, _, h, w = first.x.strides
+    item = first.x.dtype.itemsize
+    return TileMap(
+        first.x.dtype,
+        (first.groups, first.input[2], first.input[1], first.batch),
+        tuple(max(stride * item, 16) for stride in (w, h, n)),
+        box=(tile.chunk, *tile.box, tile.images),
+    )
+
+
+def _instance(tile: SeparableTile, dtype: DType) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], **tile.defines}
+    return Instance.of("fused/hopper_separable.cu", defines, HOPPER)
+
+
+def is_pointwise(work: ConvWork) -> bool:
+    """Whether each output pixel comes from the input's own, in one group."""
+    return (
+        work.groups == 1
+        and work.taps == 1
+        and work.stride == (1, 1, 1)
+        and not any(work.pad)
+        and work.input == work.output
+    )
+
+
+def lies_well(first: ConvWork, second: ConvWork) -> bool:
+    """Whether channels lie side by side, the read ones in whole chunks, the taps of one channel
+    too."""
+    x_extents = (first.batch, first.groups, 1, *first.input)
+    w1_extents = (1, second.out_channels, second.in_channels, 1, 1, 1)
+    taps = (prod(first.kernel), 0, 0, first.kernel[1] * first.kernel[2], first.kernel[2], 1)
+    extents = (first.groups, 1, 1, *first.kernel)
+    return (
+        in_whole_chunks(first.x, x_extents, 1)
+        and in_whole_chunks(second.w, w1_extents, 2)
+        and second.y.strides[2] == 1
+        and all(
+            given == wanted
+            for given, wanted, extent in zip(first.w.strides, taps, extents, strict=True)
+            if extent > 1
+        )
+    )

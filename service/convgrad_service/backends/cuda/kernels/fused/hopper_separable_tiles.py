@@ -1,0 +1,209 @@
+"""How hopper_separable lays a problem over blocks, and the time that it should take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import FusedWork
+
+__all__ = ["TILES", "Schedule", "SeparableTile", "expected_s", "schedules"]
+
+CLOCK = 1.6e9
+ALIGNED = 1024
+# Bytes a second of an H200's memory, and of its L2 cache as these kernels have it.
+MEMORY, L2_CACHE = 4.0e12, 5.2e12
+MAKERS, LOADERS = 2, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SeparableTile:
+    """Of an instance: bytes of a pixel's chunk of channels; warpgroups that multiply, and the parts
+    of 64 outputs of each; the stride; a tile's columns, rows and images; the pixels of a
+    lane; places for chunks of the intermediate; warpgroups that share the outputs."""
+
+    row_bytes: int
+    groups: int
+    parts: int
+    stride: int
+    width: int
+    height: int
+    images: int
+    unit_width: int
+    unit_height: int
+    middles: int = 3
+    sharers: int = 1
+
+    @property
+    def chunk(self) -> int:
+        return self.row_bytes // 2
+
+    @property
+    def outputs(self) -> int:
+        return self.groups // self.sharers * self.parts * 64
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height * self.images
+
+    @property
+    def columns(self) -> int:
+        """Of a product."""
+        return _whole(self.pixels // self.sharers, 8)
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """The input's columns and rows in a tile. Of 32 channels, half a warp each takes another
+        unit: with odd rows they meet in no bank of shared memory."""
+        width, height = ((own - 1) * self.stride + 3 for own in (self.width, self.height))
+        return (width | 1 if self.row_bytes == 64 else width), height
+
+    @property
+    def units(self) -> int:
+        """Warps that compute."""
+        strips = ceil_div(self.width, self.unit_width)
+        return strips * (self.height // self.unit_height) * self.images * self.row_bytes // 128
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + MAKERS + LOADERS)
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread that multiplies, computes, loads: together no more than at the start."""
+        start = 65536 // _whole(self.threads, 128) // 8 * 8
+        loaders = 32
+        consumers = max(_whole(self.parts * self.columns // 2 + 40, 8), start + 8)
+        left = start * (self.threads // 128) - loaders - self.groups * consumers
+        return consumers, min(left // MAKERS // 8 * 8, start - 8), loaders
+
+    @property
+    def box_bytes(self) -> int:
+        """Of a place in their ring, with the channels' depthwise weights and biases."""
+        width, height = self.box
+        box = _whole(width * height * self.images * self.row_bytes, 128)
+        return box + _whole(self.chunk * 20, 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.outputs * self.row_bytes
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the CUDA source expects."""
+        consumers, makers, loaders = self.registers
+        return {
+            "ROW_BYTES": self.row_bytes,
+            "GROUPS": self.groups,
+            "SHARERS": self.sharers,
+            "PARTS": self.parts,
+            "COLUMNS": self.columns,
+            "STRIDE": self.stride,
+            "IMAGES": self.images,
+            "TILE_W": self.width,
+            "TILE_H": self.height,
+            "UNIT_W": self.unit_width,
+            "UNIT_H": self.unit_height,
+            "BOX_W": self.box[0],
+            "MIDDLES": self.middles,
+            "CONSUMERS": consumers,
+            "MAKERS": makers,
+            "LOADERS": loaders,
+        }
+
+    def shared_bytes(self, x_stages: int, w_stages: int) -> int:
+        """Dynamic, see ``hopper_separable.cu``."""
+        rows = self.pixels // self.sharers * (self.sharers - 1) + self.columns
+        return (
+            ALIGNED
+            + w_stages * self.weight_bytes
+            + self.middles * _whole(rows * self.row_bytes, ALIGNED)
+            + self.groups * self.columns * 128
+            + x_stages * self.box_bytes
+            + 8 * (2 * self.middles + 2 * x_stages + 2 * w_stages)
+        )
+
+
+TILES = (
+    # Few channels: half a warp for 32 of them.
+    SeparableTile(64, 2, 1, 1, 14, 14, 1, 2, 7, sharers=2),
+    SeparableTile(128, 1, 1, 1, 14, 7, 1, 2, 7),
+    SeparableTile(128, 2, 1, 1, 14, 7, 1, 2, 7),
+    SeparableTile(128, 2, 2, 1, 14, 7, 1, 2, 7),
+    SeparableTile(128, 2, 2, 1, 7, 7, 2, 2, 7),
+    SeparableTile(128, 2, 2, 1, 19, 5, 1, 3, 5),
+    SeparableTile(128, 2, 1, 2, 14, 7, 1, 2, 7, middles=2),
+    SeparableTile(128, 2, 2, 2, 7, 7, 1, 2, 7),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A tile, and the places of the rings."""
+
+    tile: SeparableTile
+    x_stages: int
+    w_stages: int
+    resident: bool
+    shared_bytes: int
+
+
+def schedules(
+    work: FusedWork, device: CudaDevice, tiles: Iterable[SeparableTile] = TILES
+) -> Iterator[Schedule]:
+    """Those that fit."""
+    first = work.first
+    for tile in tiles:
+        if (tile.stride, tile.stride) != first.stride[1:]:
+            continue
+        if tile.row_bytes == 64 and first.groups > tile.chunk:
+            continue
+        made = _schedule(tile, work, device)
+        if made is not None:
+            yield made
+
+
+def _schedule(tile: SeparableTile, work: FusedWork, device: CudaDevice) -> Schedule | None:
+    """With all weights where they leave room for three boxes, with three places for them if not."""
+    room = device.shared_bytes_per_block
+    chunks = ceil_div(work.first.groups, tile.chunk)
+    slices = ceil_div(work.second.out_channels, tile.outputs)
+    ways = [(3, False, 3), (2, False, 2)]
+    if slices == 1:
+        ways = [(chunks, True, 2 if chunks == 1 else 3), *ways]
+    for w_stages, resident, least in ways:
+        for x_stages in range(6, least - 1, -1):
+            needed = tile.shared_bytes(x_stages, w_stages)
+            if needed <= room:
+                return Schedule(tile, x_stages, w_stages, resident, needed)
+    return None
+
+
+def expected_s(schedule: Schedule, work: FusedWork, device: CudaDevice) -> float:
+    """The time of the busiest block, and not less than memory takes, or the L2 cache: boxes
+    overlap, and those of a tile come again for each slice of the outputs."""
+    tile, first, second = schedule.tile, work.first, work.second
+    chunks = ceil_div(first.groups, tile.chunk)
+    slices = ceil_div(second.out_channels, tile.outputs)
+    tiles = ceil_div(first.batch, tile.images)
+    for extent, own in zip(first.output[1:], (tile.height, tile.width), strict=True):
+        tiles *= ceil_div(extent, own)
+    per_lane = tile.unit_width * tile.unit_height
+    box_w, box_h = ((own - 1) * tile.stride + 3 for own in (tile.unit_width, tile.unit_height))
+    made = tile.units * (3 * box_w * box_h + 20 * per_lane + 30) / 4 / 0.7
+    multiplied = tile.outputs / 64 * tile.row_bytes / 32 * tile.columns / 2
+    item = chunks * (max(made, multiplied) + 150) + 500 + 250 * tile.parts
+    turns = ceil_div(tiles * slices, device.multiprocessors)
+    read = first.batch * first.groups * first.input[1] * first.input[2]
+    written = second.out_channels * first.pixels
+    boxes = tile.box[0] * tile.box[1] * tile.images * tile.row_bytes
+    weights = 0 if schedule.resident else tile.weight_bytes
+    loaded = tiles * slices * chunks * (boxes + weights)
+    memory = max(2 * (read + written) / MEMORY, loaded / L2_CACHE)
+    return max(turns * item / CLOCK, memory) + 5e-6
+
+
+def _whole(number: int, by: int) -> int:
+    return ceil_div(number, by) * by

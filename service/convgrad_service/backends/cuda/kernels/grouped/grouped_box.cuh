@@ -1,0 +1,209 @@
+// Boxes of positions of channels-last tensors in shared memory, for the grouped tensor-core kernels.
+//
+// A box is [images][D][H][W] positions of so many 16-byte chunks of channels, `pitch` bytes apart.
+// The pitch is an odd number of chunks, so that eight neighbouring positions of one chunk, which a
+// matrix load reads, lie in eight different 16-byte banks. Positions and channels that the tensor
+// does not have are zeros.
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "ptx/mma.cuh"
+
+namespace convgrad {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kBlackwell = true;
+#else
+constexpr bool kBlackwell = false;
+#endif
+
+struct Box {
+  int extent[4];  // images, D, H, W
+  int chunks;     // of a position
+  int pitch;      // in bytes
+  int columns_at_once, rows_at_once;  // that a block's threads copy, a chunk of a position each
+};
+
+// A tensor's strides in bytes, of N and of D, H, W.
+struct BoxStrides {
+  i64 image;
+  int spatial[3];
+};
+
+// a / b for 0 <= a < 2^20 and 0 < b, in a fraction of a division's time: a + 1/2 is at least
+// 1 / (2b) of b's multiples away, which is more than what rounding twice may err.
+__device__ __forceinline__ int quick_divide(int a, int b) {
+  return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+}
+
+// The last digit of a number, which loses it.
+__device__ __forceinline__ int digit(u32& number, int radix) {
+  const u32 above = number / static_cast<u32>(radix);
+  const int value = number - above * radix;
+  number = above;
+  return value;
+}
+
+// A number in the digits of a box: images, D, H, W. Divides once, and then counts on by `by`.
+struct Walk {
+  int n, d, h, w;
+  int step_n, step_d, step_h, step_w;
+
+  __device__ __forceinline__ Walk(const int (&radix)[4], int first, int by) {
+    split(radix, first, n, d, h, w);
+    split(radix, by, step_n, step_d, step_h, step_w);
+  }
+  // From a number that quick_divide may not take.
+  __device__ __forceinline__ Walk(const int (&radix)[4], u32 first, int by, bool) {
+    if (first < (1u << 20)) {
+      split(radix, first, n, d, h, w);
+    } else {
+      divide(radix, first, n, d, h, w);
+    }
+    split(radix, by, step_n, step_d, step_h, step_w);
+  }
+  __device__ __forceinline__ static void divide(const int (&radix)[4], u32 number, int& n, int& d,
+                                                int& h, int& w) {
+    const u32 rows = number / static_cast<u32>(radix[3]);
+    const u32 planes = rows / static_cast<u32>(radix[2]);
+    n = planes / static_cast<u32>(radix[1]);
+    d = planes - n * radix[1];
+    h = rows - planes * radix[2];
+    w = number - rows * radix[3];
+  }
+  __device__ __forceinline__ static void split(const int (&radix)[4], int number, int& n, int& d,
+                                               int& h, int& w) {
+    const int rows = quick_divide(number, radix[3]);
+    const int planes = quick_divide(rows, radix[2]);
+    n = quick_divide(planes, radix[1]);
+    d = planes - n * radix[1];
+    h = rows - planes * radix[2];
+    w = number - rows * radix[3];
+  }
+  __device__ __forceinline__ void next(const int (&radix)[4]) {
+    w += step_w;
+    h += step_h;
+    d += step_d;
+    n += step_n;
+    if (w >= radix[3]) w -= radix[3], ++h;
+    if (h >= radix[2]) h -= radix[2], ++d;
+    if (d >= radix[1]) d -= radix[1], ++n;
+  }
+};
+
+// One thread's part in copying boxes of one shape: a chunk of every columns_at_once-th column and
+// every rows_at_once-th row. What does not change from box to box is worked out once.
+struct Copier {
+  const char* lane;  // the tensor at this thread's chunk, column and row of a box that starts at 0
+  u32 to;            // likewise in shared memory, from the box's beginning
+  int column, row;
+  bool real;
+
+  // Of the channels that `tensor` points to, `real_chunks` chunks exist.
+  __device__ __forceinline__ Copier(const Box& box, const char* tensor, const BoxStrides& stride,
+                                    const int (&step)[3], int real_chunks) {
+    const int thread = threadIdx.x;
+    const int position = quick_divide(thread, box.chunks);
+    const int chunk = thread - position * box.chunks;
+    row = quick_divide(position, box.columns_at_once);
+    column = position - row * box.columns_at_once;
+    real = chunk < real_chunks;
+    if (row >= box.rows_at_once) row = box.extent[2];  // no part in it
+    lane = tensor + chunk * 16 + static_cast<i64>(row * step[1]) * stride.spatial[1] +
+           static_cast<i64>(column * step[2]) * stride.spatial[2];
+    to = (row * box.extent[3] + column) * box.pitch + chunk * 16;
+  }
+
+  // Starts the copies of the box whose first image is `image` and whose first position is `from`,
+  // the next ones `step` further.
+  __device__ __forceinline__ void copy(u32 box_at, const Box& box, const BoxStrides& stride,
+                                       int image, int batch, const int (&from)[3],
+                                       const int (&step)[3], const int (&size)[3]) const {
+    const int row_pitch = box.extent[3] * box.pitch;
+    const i64 next_row = static_cast<i64>(box.rows_at_once * step[1]) * stride.spatial[1];
+    const i64 next_plane = static_cast<i64>(step[0]) * stride.spatial[0];
+    const char* first = lane + image * stride.image +
+                        static_cast<i64>(from[0]) * stride.spatial[0] +
+                        static_cast<i64>(from[1]) * stride.spatial[1] +
+                        static_cast<i64>(from[2]) * stride.spatial[2];
+    const int first_h = from[1] + row * step[1], next_h = box.rows_at_once * step[1];
+    u32 column_to = box_at + to;
+#pragma unroll 1
+    for (int w = column; w < box.extent[3]; w += box.columns_at_once) {
+      const bool wide = real && static_cast<u32>(from[2] + w * step[2]) <
+                                    static_cast<u32>(size[2]);
+      const char* of_image = first;
+      u32 plane_to = column_to;
+#pragma unroll 1
+      for (int n = 0; n < box.extent[0]; ++n, of_image += stride.image) {
+        const bool exists = wide && image + n < batch;
+        const char* plane = of_image;
+        int d = from[0];
+#pragma unroll 1
+        for (int i = 0; i < box.extent[1]; ++i) {
+          const bool there = exists && static_cast<u32>(d) < static_cast<u32>(size[0]);
+          const char* at = plane;
+          u32 target = plane_to;
+          int h = first_h;
+#pragma unroll 2
+          for (int j = row; j < box.extent[2]; j += box.rows_at_once) {
+            const bool inside = there && static_cast<u32>(h) < static_cast<u32>(size[1]);
+            copy_async<16>(target, inside ? at : lane, inside ? 16 : 0);
+            at += next_row;
+            target += box.rows_at_once * row_pitch;
+            h += next_h;
+          }
+          plane += next_plane;
+          plane_to += box.extent[2] * row_pitch;
+          d += step[0];
+        }
+      }
+      first += static_cast<i64>(box.columns_at_once * step[2]) * stride.spatial[2];
+      column_to += box.columns_at_once * box.pitch;
+    }
+  }
+};
+
+// Brings a chunk of weights to shared memory, of which only the channels of one group are real:
+// `from` points to the group's channel 0, the chunk starts at `channel`. `vector` is how many
+// channels one copy may take, 1 where they do not lie side by side.
+template <class T>
+__device__ __forceinline__ void copy_weights(char* to, const T* from, int channel, int channels,
+                                             int vector, int stride) {
+  constexpr int kCount = 16 / sizeof(T);
+  const u32 limit = channels, at = shared_address(to);
+  if (vector == kCount) {
+    const bool there = static_cast<u32>(channel) < limit;
+    copy_async<16>(at, there ? from + channel : from, there ? 16 : 0);
+  } else if (vector * 2 == kCount) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = channel + i * (kCount / 2);
+      const bool there = static_cast<u32>(c) < limit;
+      copy_async<8>(at + i * 8, there ? from + c : from, there ? 8 : 0);
+    }
+  } else {
+    union {
+      uint4 raw;
+      T element[kCount];
+    } chunk;
+    chunk.raw = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      if (static_cast<u32>(channel + e) < limit) chunk.element[e] = from[(channel + e) * stride];
+    }
+    *reinterpret_cast<uint4*>(to) = chunk.raw;
+  }
+}
+
+// Two neighbouring results, rounded.
+template <class T>
+__device__ __forceinline__ void store_pair(T* to, float first, float second) {
+  if constexpr (sizeof(T) == 4) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+  } else {
+    *reinterpret_cast<u32*>(to) = narrow_two<T>(first, second);
+  }
+}
+
+}  // namespace convgrad

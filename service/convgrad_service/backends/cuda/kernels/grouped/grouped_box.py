@@ -1,0 +1,120 @@
+"""Boxes of positions that the grouped kernels bring to shared memory, and what tiles may be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES, Axis, Phase, axis_of
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = [
+    "BoxArgs",
+    "BoxStrides",
+    "LatticeAxis",
+    "Size4",
+    "box_args",
+    "images_together",
+    "lattice_axis",
+    "tile_extents",
+]
+
+Size4 = tuple[int, int, int, int]
+
+
+class BoxStrides(ctypes.Structure):
+    """See ``grouped_box.cuh``."""
+
+    _fields_ = (("image", ctypes.c_int64), ("spatial", ctypes.c_int32 * 3))
+
+
+class BoxArgs(ctypes.Structure):
+    """See ``grouped_box.cuh``."""
+
+    _fields_ = (
+        ("extent", ctypes.c_int32 * 4),
+        ("chunks", ctypes.c_int32),
+        ("pitch", ctypes.c_int32),
+        ("columns_at_once", ctypes.c_int32),
+        ("rows_at_once", ctypes.c_int32),
+    )
+
+
+def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> BoxArgs:
+    """A box of `images, D, H, W` positions, copied by so many threads."""
+    most = threads // chunks
+    columns = min(most, extent[3])
+    return BoxArgs((ctypes.c_int32 * 4)(*extent), chunks, pitch, columns, most // columns)
+
+
+@dataclass(frozen=True, slots=True)
+class LatticeAxis:
+    """An `Axis` whose source positions are x0 + (m*x_step + j*x_tap)*lattice."""
+
+    axis: Axis
+    lattice: int
+
+    @property
+    def x_step(self) -> int:
+        return self.axis.x_step // self.lattice
+
+    @property
+    def x_tap(self) -> int:
+        return self.axis.x_tap // self.lattice
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.axis.phases
+
+    @property
+    def count(self) -> int:
+        """Positions of the largest phase."""
+        return max(phase.count for phase in self.phases)
+
+    @property
+    def taps(self) -> int:
+        return max(phase.taps for phase in self.phases)
+
+    def extent(self, positions: int) -> int:
+        """Of the source, in steps of the lattice, that so many positions meet."""
+        return (positions - 1) * self.x_step + max(self.taps - 1, 0) * abs(self.x_tap) + 1
+
+
+def lattice_axis(work: ConvWork, dim: int) -> LatticeAxis:
+    """Phases finer than `axis_of`'s where taps lie apart: the positions of one meet neighbouring
+    points of a lattice, so that a box of the source holds nothing that no tap meets."""
+    axis = axis_of(work, dim)
+    spread = abs(axis.x_tap) // gcd(axis.x_step, axis.x_tap)
+    if work.kernel[dim] == 1:
+        return LatticeAxis(axis, 1)
+    if spread == 1 or spread * len(axis.phases) > MAX_PHASES:
+        return LatticeAxis(axis, gcd(axis.x_step, axis.x_tap))
+    phases = tuple(
+        Phase(
+            phase.taps,
+            phase.r0,
+            phase.x0 + first * axis.x_step,
+            phase.y0 + first * axis.y_step,
+            ceil_div(phase.count - first, spread),
+        )
+        for phase in axis.phases
+        for first in range(min(spread, phase.count))
+    )
+    step = axis.x_step * spread
+    split = Axis(axis.x_size, step, axis.x_tap, axis.y_step * spread, axis.r_step, phases)
+    return LatticeAxis(split, gcd(step, axis.x_tap))
+
+
+def tile_extents(count: int) -> list[int]:
+    """Extents of a tile: all, or cut evenly in a few."""
+    parts = {ceil_div(count, parts) for parts in (1, 2, 3, 4, 5, 6, 7, 8)}
+    powers = {size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size < count}
+    return sorted(parts | powers)
+
+
+def images_together(batch: int) -> list[int]:
+    """How many whole images a tile may hold."""
+    return [n for n in (1, 2, 3, 4, 6, 8, 16, 32, 64) if n <= batch]

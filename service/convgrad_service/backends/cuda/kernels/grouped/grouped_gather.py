@@ -1,0 +1,399 @@
+"""A grouped convolution of few channels a group, forward or backward in its input."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
+    BoxArgs,
+    BoxStrides,
+    LatticeAxis,
+    Size4,
+    box_args,
+    images_together,
+    lattice_axis,
+    tile_extents,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
+    Merge,
+    is_exact,
+    meets_own,
+    merge_of,
+    odd_chunks,
+    slices_of,
+    why_not_grouped,
+    why_not_packed,
+)
+from convgrad_service.backends.cuda.kernels.grouped.grouped_units import Unit, every_unit, unit_of
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["Box", "GroupedGather", "Unit", "boxes_of"]
+
+# Positions of a box; more take registers and shared memory that other blocks could use.
+MOST_POSITIONS = 512
+# Positions' digits are kept in so many bits.
+MOST_DEPTH, MOST_HEIGHT = 127, 255
+MAX_GRID_YZ = 65535
+MOST_SPAN = 2**32 - 2
+MAX_INDEX = 2**31 - 1
+RESERVED_BYTES = 1024
+# What a multiprocessor might copy while a warp has a product of tensor cores and its operands.
+PRODUCT_BYTES = 512
+# In shared memory beside what a launch asks for.
+PLACE_BYTES = 384
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block's positions at once (images, D, H, W), how many merges of channels, and whether it
+    has one such box or several, the next one's copy on its way meanwhile (two stages)."""
+
+    tile: Size4
+    slice: int
+    stages: int = 2
+
+    @property
+    def positions(self) -> int:
+        return prod(self.tile)
+
+
+class PhaseArgs(ctypes.Structure):
+    """See ``grouped_gather.cu``."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count"))
+
+
+class GroupedGatherArgs(ctypes.Structure):
+    """See ``grouped_gather.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
+        ("x_group", ctypes.c_int64),
+        ("y_group", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64 * 4),
+        ("w_group", ctypes.c_int64),
+        ("w_stride", ctypes.c_int32 * 6),
+        ("w_tap", ctypes.c_int32),
+        ("x_stride", BoxStrides),
+        ("box", BoxArgs),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "batch",
+                "groups",
+                "x_channels",
+                "y_channels",
+                "merged",
+                "merges",
+                "own",
+                "slice",
+                "w_vector",
+                "w_pitch",
+                "activation",
+                "plain",
+            )
+        ),
+        ("tile", ctypes.c_int32 * 4),
+        ("tiles", ctypes.c_int32 * 4),
+        *(
+            (name, ctypes.c_int32 * 3)
+            for name in ("x_size", "x_step", "x_tap", "lattice", "y_step", "r_step", "phases")
+        ),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "stage_bytes",
+                "weights_at",
+                "results_at",
+                "sources_at",
+                "digits_at",
+                "steps_at",
+                "rows_at",
+            )
+        ),
+        ("phase", (PhaseArgs * MAX_PHASES) * 3),
+    )
+
+
+class GroupedGather:
+    """fwd and bwd_data of 1 to 64 channels a group, channels last: 16 bits, or float32 in TF32
+    (``precision: high``) or exact."""
+
+    name = "grouped_gather"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        reason = why_not_grouped(work, device) or why_not_packed(work)
+        if reason is not None:
+            return reason
+        result = gather_sides(work)[1]
+        if max(work.w.strides[1:]) * work.out_channels > MAX_INDEX:
+            return f"the weights of a group lie more than {MAX_INDEX} elements apart"
+        if work.accumulate is not None and work.accumulate.strides != result.strides:
+            return "accumulate does not lie as the result does"
+        if work.direction == "bwd_data" and max(work.stride) > MAX_PHASES:
+            return f"stride {max(work.stride)} makes more than {MAX_PHASES} phases"
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        box = next(boxes_of(work, axes, device), None)
+        if box is None:
+            return "one position's taps and one group's weights do not fit in shared memory"
+        boxes = prod(_tiles(work, axes, box))
+        if boxes > MAX_BLOCKS:
+            return f"{boxes} boxes are more than one grid holds"
+        if ceil_div(merge_of(work).count, box.slice) > MAX_GRID_YZ:
+            return f"{work.groups} groups are more than one grid holds"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, box: Box | None = None) -> Fragment:
+        """See `Family.launches`; ``box`` where another than the chosen one is tried."""
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        axes = [lattice_axis(work, dim) for dim in range(3)]
+        box = box or choose_box(work, axes, device)
+        merge, unit = merge_of(work), unit_of(work)
+        shape = _Shared(work, axes, merge, unit, box)
+
+        args = GroupedGatherArgs()
+        args.x_group, args.y_group = source.strides[1], result.strides[1]
+        args.y_stride[:] = (result.strides[0], *result.strides[3:])
+        args.w_group, args.w_stride[1:] = work.w.strides[0], work.w.strides[1:]
+        args.w_tap = _tap_stride(work, axes)
+        size = source.dtype.itemsize
+        args.x_stride.image = source.strides[0] * size
+        args.x_stride.spatial[:] = [stride * size for stride in source.strides[3:]]
+        args.box = box_args(shape.extent, shape.chunks, shape.pitch, unit.warps * 32)
+        args.alpha, args.beta = work.alpha, work.beta
+        args.batch, args.groups = work.batch, work.groups
+        channels = work.in_channels, work.out_channels
+        args.x_channels, args.y_channels = channels[::-1] if backward else channels
+        args.merged, args.merges, args.slice = merge.groups, merge.count, box.slice
+        args.own = meets_own(work)
+        args.w_vector, args.w_pitch = _vector(work), shape.w_pitch
+        args.activation, args.plain = ACTIVATIONS[work.activation], work.epilogue_free
+        args.tile[:] = box.tile
+        args.tiles[:] = _tiles(work, axes, box)
+        for name in ("x_step", "x_tap", "lattice"):
+            getattr(args, name)[:] = [getattr(axis, name) for axis in axes]
+        for name in ("x_size", "y_step", "r_step"):
+            getattr(args, name)[:] = [getattr(axis.axis, name) for axis in axes]
+        for dim, axis in enumerate(axes):
+            args.phases[dim] = len(axis.phases)
+            for place, phase in enumerate(axis.phases):
+                args.phase[dim][place] = PhaseArgs(
+                    phase.taps, phase.r0, phase.x0, phase.y0, phase.count
+                )
+        args.stage_bytes = shape.stage_bytes
+        for name in ("weights_at", "results_at", "sources_at", "digits_at", "steps_at", "rows_at"):
+            setattr(args, name, getattr(shape, name))
+        launch = Launch(
+            _instance(unit, work.dtype, backward, is_exact(work)),
+            _grid(work, axes, box, device),
+            (unit.warps * 32, 1, 1),
+            pack(args, x=source, w=work.w, y=result, accumulate=work.accumulate, bias=work.bias),
+            shape.total_bytes,
+        )
+        return Fragment(f"{self.name}_{work.direction}", (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(unit, dtype, across, exact)
+            for unit, dtype, exact in every_unit()
+            for across in (False, True)
+        ]
+
+
+def choose_box(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Box:
+    """The one that should take the least time. Every box gives the same bits."""
+    return min(boxes_of(work, axes, device), key=lambda box: _cost(work, axes, box, device))
+
+
+class _Shared:
+    """Where things lie in a block's shared memory."""
+
+    def __init__(
+        self, work: ConvWork, axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box
+    ) -> None:
+        backward = work.direction == "bwd_data"
+        x_chunks = merge.out_chunks if backward else merge.in_chunks
+        extents = [axis.extent(size) for axis, size in zip(axes, box.tile[1:], strict=True)]
+        self.extent = (box.tile[0], *extents)
+        self.chunks = x_chunks * box.slice
+        self.pitch = odd_chunks(self.chunks)
+        self.w_pitch = odd_chunks(merge.in_chunks)
+        taps = prod(axis.taps for axis in axes)
+        # Whole packs of merges are read.
+        merges = ceil_div(box.slice, unit.merges) * unit.merges
+        tap_bytes = merge.out_channels * self.w_pitch
+        self.weight_bytes = merges * (taps + 1) * tap_bytes
+        positions = ceil_div(box.positions, 16) * 16
+        self.stage_bytes = prod(self.extent) * self.pitch if box.stages > 1 else 0
+        self.weights_at = prod(self.extent) * self.pitch * box.stages
+        self.results_at = self.weights_at + self.weight_bytes
+        self.sources_at = self.results_at + positions * 4
+        self.digits_at = self.sources_at + positions * 4
+        self.steps_at = self.digits_at + positions * 4
+        steps = ceil_div(taps * x_chunks, 2)
+        self.rows_at = self.steps_at + steps * 16
+        end = self.rows_at + unit.warps * unit.rows_bytes
+        # Beyond the last result channel, units read what lies there.
+        beyond = self.results_at + unit.columns * 8 * self.w_pitch
+        self.total_bytes = max(end, beyond) + PLACE_BYTES
+
+    @property
+    def copied_bytes(self) -> int:
+        """Chunks of the box, without what pads them."""
+        return prod(self.extent) * self.chunks * 16
+
+
+def boxes_of(work: ConvWork, axes: list[LatticeAxis], device: CudaDevice) -> Iterator[Box]:
+    """Those that fit in shared memory."""
+    merge, unit = merge_of(work), unit_of(work)
+    together = gather_sides(work)[0].strides[1] == _channels(work)[0]
+    slices = slices_of(merge, together)
+    counts = [axis.count for axis in axes]
+    steps = (1, 4, 8) if unit.windows else (1, 1, 1)
+    extents = [
+        sorted({ceil_div(extent, step) * step for extent in tile_extents(count)})
+        for count, step in zip(counts, steps, strict=True)
+    ]
+    for slice_, *spatial in product(slices, *extents):
+        depth, height, width = spatial
+        if depth > MOST_DEPTH or height > MOST_HEIGHT:
+            continue
+        whole = all(extent >= count for extent, count in zip(spatial, counts, strict=True))
+        for images in images_together(work.batch) if whole else [1]:
+            for stages in (1, 2):
+                box = Box((images, depth, height, width), slice_, stages)
+                if box.positions > MOST_POSITIONS or _span(work, axes, box) > MOST_SPAN:
+                    continue
+                shape = _Shared(work, axes, merge, unit, box)
+                if shape.total_bytes <= device.shared_bytes_per_block:
+                    yield box
+
+
+def _span(work: ConvWork, axes: list[LatticeAxis], box: Box) -> int:
+    """Elements from a box's first result to its last."""
+    strides = gather_sides(work)[1].strides
+    steps = [axis.axis.y_step for axis in axes]
+    spatial = zip(box.tile[1:], steps, strides[3:], strict=True)
+    return (box.tile[0] - 1) * strides[0] + sum(
+        (size - 1) * step * stride for size, step, stride in spatial
+    )
+
+
+def _cost(work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice) -> float:
+    """In bytes that one multiprocessor copies, or might meanwhile."""
+    merge, unit = merge_of(work), unit_of(work)
+    shape = _Shared(work, axes, merge, unit, box)
+    backward = work.direction == "bwd_data"
+    y_bytes = (merge.in_channels if backward else merge.out_channels) * work.dtype.itemsize
+    result = ceil_div(box.positions, 64) * 64 * box.slice * y_bytes
+    per_box = shape.copied_bytes + 2 * result + 2048
+    # Arranging weights takes more instructions than copying a box does.
+    per_block = 2 * shape.weight_bytes + 16384
+    workers, slices, phases = _grid(work, axes, box, device)
+    boxes = ceil_div(prod(_tiles(work, axes, box)), workers)
+    resident = _resident(unit, shape, device)
+    blocks = workers * slices * phases
+    together = min(resident, ceil_div(blocks, device.multiprocessors))
+    waves = ceil_div(blocks, device.multiprocessors * resident)
+    # Fewer blocks at once hide less of each other's waiting, and so do fewer copies.
+    hidden = 1.0 + 1.2 / together + 0.2 / min(boxes, 2)
+    copied = together * (per_block + boxes * per_box) * hidden
+    return waves * (copied + boxes * _products(axes, merge, unit, box, backward) * PRODUCT_BYTES)
+
+
+def _products(axes: list[LatticeAxis], merge: Merge, unit: Unit, box: Box, backward: bool) -> int:
+    """Of tensor cores, that a warp has one after another for a box."""
+    read, written = merge.in_chunks, merge.out_channels
+    if backward:
+        read, written = merge.out_chunks, merge.in_channels
+    units = (
+        ceil_div(box.positions, 16 * unit.fragments)
+        * ceil_div(box.slice, unit.merges)
+        * ceil_div(written, 8 * unit.columns)
+    )
+    steps = ceil_div(prod(axis.taps for axis in axes) * read, 2)
+    return ceil_div(units, unit.warps) * steps * unit.fragments * unit.merges * unit.columns
+
+
+def _resident(unit: Unit, shape: _Shared, device: CudaDevice) -> int:
+    """Blocks of a multiprocessor at once."""
+    fitting = device.shared_bytes_per_multiprocessor // (shape.total_bytes + RESERVED_BYTES)
+    return max(1, min(unit.blocks, fitting))
+
+
+def _tiles(work: ConvWork, axes: list[LatticeAxis], box: Box) -> Size4:
+    spatial = [ceil_div(axis.count, size) for axis, size in zip(axes, box.tile[1:], strict=True)]
+    return (ceil_div(work.batch, box.tile[0]), spatial[0], spatial[1], spatial[2])
+
+
+def _grid(
+    work: ConvWork, axes: list[LatticeAxis], box: Box, device: CudaDevice
+) -> tuple[int, int, int]:
+    """Blocks for the boxes, as many as run at once where each has several; slices; phases."""
+    merge, unit = merge_of(work), unit_of(work)
+    slices = ceil_div(merge.count, box.slice)
+    phases = prod(len(axis.phases) for axis in axes)
+    boxes = prod(_tiles(work, axes, box))
+    if box.stages == 1:
+        return boxes, slices, phases
+    resident = _resident(unit, _Shared(work, axes, merge, unit, box), device)
+    workers = max(1, min(boxes, resident * device.multiprocessors // (slices * phases)))
+    return ceil_div(boxes, ceil_div(boxes, workers)), slices, phases
+
+
+def _channels(work: ConvWork) -> tuple[int, int]:
+    """What is read and what is written, in one group."""
+    channels = work.in_channels, work.out_channels
+    return channels[::-1] if work.direction == "bwd_data" else channels
+
+
+def _vector(work: ConvWork) -> int:
+    """Weights of one group that one load may take."""
+    chunk = merge_of(work).chunk
+    strides = work.w.strides
+    for vector in (chunk, chunk // 2):
+        others = (*strides[:2], *strides[3:])
+        if (
+            strides[2] == 1
+            and work.in_channels % vector == 0
+            and not any(stride % vector for stride in others)
+        ):
+            return vector
+    return 1
+
+
+def _tap_stride(work: ConvWork, axes: list[LatticeAxis]) -> int:
+    """From one tap's weights to the next one's; 0 where they do not lie evenly, or where phases
+    have but some."""
+    if any(len(axis.phases) > 1 for axis in axes):
+        return 0
+    after = 1
+    found = 0
+    for extent, stride in zip(reversed(work.kernel), reversed(work.w.strides[3:]), strict=True):
+        if extent > 1:
+            found = found or stride
+            if stride != found * after:
+                return 0
+        after *= extent
+    return found
+
+
+def _instance(unit: Unit, dtype: DType, across: bool, exact: bool) -> Instance:
+    defines = unit.defines(dtype, across, exact)
+    return Instance("grouped/grouped_gather.cu", "grouped_gather", defines)

@@ -1,0 +1,106 @@
+// The arguments of grouped_gather.cu, where its boxes lie, and what happens to a sum that is not the
+// result itself.
+#pragma once
+
+#include "grouped/grouped_box.cuh"
+
+namespace convgrad {
+
+constexpr int kMaxPhases = 16;
+
+struct Phase {
+  int taps, r0, x0, y0, count;
+};
+
+struct GroupedGatherArgs {
+  const void* x;           // the source: input, or grad_output
+  const void* w;
+  void* y;                 // the result: output, or grad_input
+  const void* accumulate;  // like y, or null
+  const void* bias;        // one for each of the result's channels, or null
+  i64 x_group, y_group;    // strides of a group, in elements
+  i64 y_stride[4];         // N D H W, in elements
+  i64 w_group;
+  int w_stride[6];         // -, out channel, in channel (of the convolution), T R S, in elements
+  int w_tap;               // from one tap to the next, 0 where they do not lie evenly
+  BoxStrides x_stride;
+  Box box;                 // of the source
+  float alpha;
+  float beta;
+  int batch;
+  int groups;
+  int x_channels;  // of the source, in one group
+  int y_channels;  // of the result, in one group
+  int merged;      // groups merged
+  int merges;
+  int own;  // EXACT: 8 result channels are whole groups, and each meets its own group alone
+  int slice;       // merges in a block
+  int w_vector;  // neighbouring weights of one group in one load: a chunk, half of one, or 1
+  int w_pitch;   // bytes from one out channel of the weights to the next
+  int activation;
+  int plain;  // the result is the sum itself
+  int tile[4];    // positions: images, D, H, W
+  int tiles[4];   // in the largest phase
+  int x_size[3];
+  int x_step[3];  // in units of the lattice, as x_tap
+  int x_tap[3];
+  int lattice[3];
+  int y_step[3];
+  int r_step[3];
+  int phases[3];
+  int stage_bytes;  // from one box to the next, 0 where a block has one
+  int weights_at, results_at, sources_at, digits_at, steps_at, rows_at;  // in shared memory
+  Phase phase[3][kMaxPhases];
+};
+
+// The block's phase, and a box of it: kept in shared memory, for the registers are full.
+struct Place {
+  Phase phase[3];
+  int low[3];  // a tap's least distance from a position: there the source's box starts
+  int group;
+};
+struct Spot {
+  int image, from[3];  // the first image, and the first position of the source
+  int left[4];         // images and positions from the first one on that exist
+  int whole;           // whether all of a box's do
+  i64 y;               // of the first result, in elements
+};
+
+__device__ Spot spot_of(const GroupedGatherArgs& args, const Place& place, u32 index) {
+  Spot spot;
+  spot.y = 0;
+  spot.whole = 1;
+#pragma unroll
+  for (int dim = 2; dim >= 0; --dim) {
+    const u32 above = index < (1u << 20) ? quick_divide(index, args.tiles[dim + 1])
+                                         : index / static_cast<u32>(args.tiles[dim + 1]);
+    const int first = (index - above * args.tiles[dim + 1]) * args.tile[dim + 1];
+    const Phase& phase = place.phase[dim];
+    index = above;
+    spot.from[dim] =
+        phase.x0 + (first * args.x_step[dim] + place.low[dim]) * args.lattice[dim];
+    spot.left[dim + 1] = phase.count - first;
+    spot.whole &= spot.left[dim + 1] >= args.tile[dim + 1];
+    spot.y += (phase.y0 + first * args.y_step[dim]) * args.y_stride[dim + 1];
+  }
+  spot.image = index * args.tile[0];
+  spot.left[0] = args.batch - spot.image;
+  spot.whole &= spot.left[0] >= args.tile[0];
+  spot.y += spot.image * args.y_stride[0];
+  return spot;
+}
+
+// Finishes one sum.
+__device__ __forceinline__ void settle(const GroupedGatherArgs& args, const Spot& spot, float value,
+                                       i64 at, int group, int k) {
+  using T = ELEMENT;
+  at += spot.y + group * args.y_group + k;
+  const T* accumulate = static_cast<const T*>(args.accumulate);
+  if (accumulate != nullptr) accumulate += at;
+  const T* bias = static_cast<const T*>(args.bias);
+  if (bias != nullptr) bias += group * args.y_channels + k;
+  static_cast<T*>(args.y)[at] = narrow<T>(
+      finish<T, float>(value, args.alpha, args.beta, accumulate, bias, args.activation));
+}
+
+}  // namespace convgrad

@@ -1,0 +1,100 @@
+"""What a warp of the grouped gather computes at once: ``grouped_units.cuh``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.grouped.grouped_box import lattice_axis
+from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
+    DTYPES,
+    is_exact,
+    merge_of,
+    widest,
+)
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = ["EXACT_UNITS", "SMALL", "UNITS", "Unit", "every_unit", "unit_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a warp computes at once: fragments of 16 positions, merges, and 8 channels each."""
+
+    fragments: int
+    merges: int
+    columns: int
+    warps: int
+    blocks: int
+    windows: bool = False
+    """Whether positions go in windows of 4 x 8 that meet 3 x 3 taps from registers."""
+
+    def defines(self, dtype: DType, across: bool, exact: bool) -> tuple[tuple[str, str], ...]:
+        return (
+            ("EXACT", str(int(exact))),
+            ("ACROSS", str(int(across))),
+            ("ELEMENT", CUDA_TYPES[dtype]),
+            ("MF", str(self.fragments)),
+            ("PACK", str(self.merges)),
+            ("NF", str(self.columns)),
+            ("WINDOWS", str(int(self.windows))),
+            ("WARPS", str(self.warps)),
+            ("BLOCKS", str(self.blocks)),
+        )
+
+    @property
+    def rows_bytes(self) -> int:
+        """Of a warp's rows of sums."""
+        return 16 * (self.merges * self.columns * 8 + 4) * 4
+
+
+UNITS = {
+    1: Unit(4, 2, 1, 8, 2),
+    2: Unit(4, 1, 2, 8, 2),
+    3: Unit(4, 1, 3, 8, 2),
+    4: Unit(4, 1, 4, 8, 2),
+}
+"""By the number of 8 channels at once: two merges where one has no more, so that 32 bytes of a
+position are written together."""
+
+
+EXACT_UNITS = {
+    1: Unit(4, 1, 1, 8, 2),
+    2: Unit(4, 1, 2, 8, 2),
+    3: Unit(2, 1, 3, 8, 2),
+    4: Unit(2, 1, 4, 8, 2),
+}
+"""Likewise where products are FMAs."""
+SMALL = Unit(2, 2, 1, 8, 2, windows=True)
+"""For 3x3 taps of 8 channels, side by side."""
+
+
+def unit_of(work: ConvWork) -> Unit:
+    """For the result's channels and the taps of this work."""
+    merge = merge_of(work)
+    backward = work.direction == "bwd_data"
+    channels = merge.in_channels if backward else merge.out_channels
+    columns = ceil_div(channels, 8)
+    units = EXACT_UNITS if is_exact(work) else UNITS
+    unit = units[widest(columns)]
+    chunks = merge.out_chunks if backward else merge.in_chunks
+    axes = [lattice_axis(work, dim) for dim in (1, 2)]
+    near = all(
+        axis.x_step == abs(axis.x_tap) == 1 and all(phase.taps == 3 for phase in axis.phases)
+        for axis in axes
+    )
+    small = unit.columns == 1 and chunks == 1 and near
+    return SMALL if small and work.dtype.itemsize == 2 else unit
+
+
+def every_unit() -> Iterator[tuple[Unit, DType, bool]]:
+    """With its element type, and whether products are FMAs."""
+    for unit in (*UNITS.values(), SMALL):
+        for dtype in DTYPES:
+            if dtype.itemsize == 2 or not unit.windows:
+                yield unit, dtype, False
+    for unit in EXACT_UNITS.values():
+        yield unit, DType.FLOAT32, True

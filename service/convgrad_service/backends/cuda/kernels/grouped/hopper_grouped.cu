@@ -1,0 +1,366 @@
+// A grouped convolution of 4, 8, 16 or 32 channels a group in 3 x 3 taps, forward or the gradient of
+// the input, on Hopper: rows of the source stream through shared memory, each of them once.
+// The host's side is hopper_grouped.py.
+//
+// y[n, k, m] = sum over taps j and channels c of k's group of x[n, c, m + first + j] * w[k, c, tap(j)].
+// GEMM, of one tap: M = 16 positions of a row (or 8 of each of two images), N = 8 or 16 result
+// channels, K = a chunk of 8 source channels or several; two chunks a product, of two taps where a
+// group has but one. Groups of 4 go in twos, their weights block-diagonal.
+//
+// Block: 64 channels on both sides, whose weights its warps keep in registers, and units (pieces of
+// an image or of several) one after another. A warp has 8 or 16 result channels of all columns of a
+// unit, of the images that are its team's, and goes down their rows: each row of the source is read
+// at the three taps along W and added to the sums of the three rows of results that it meets. One
+// thread more starts all copies: boxes of rows into a ring (tiles over C W H N, zeros outside), and
+// results out of another, in slots of some rows.
+// Dynamic shared memory: 1,024 bytes to align it by, the source's ring, the results', weights on
+// their way to registers (from 16 channels on), barriers.
+// Relies on its launcher for channels side by side in whole 16-byte chunks, and for rings as long as
+// what a slot of results needs. Needs sm_90a.
+// Deterministic: one order of additions for each result, however the units are cut.
+// Positions outside the source, and the other one of two groups of 4, enter as products with zero.
+// Index limits: a group's weights below 2^31 elements; elsewhere 64-bit.
+#include "grouped/hopper_grouped.cuh"
+#include "grouped/hopper_grouped_weights.cuh"
+#include "core/opaque.cuh"
+#include "ptx/warpgroup.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kChannels = CHANNELS, kTiles = TILES;         // of 16 positions
+constexpr int kChunks = kChannels < 8 ? 1 : kChannels / 8;  // of the source, that a result meets
+constexpr int kFrags = kChannels < 16 ? 1 : 2;              // of 8 result channels, of a warp
+constexpr int kParts = 8 / kFrags;                          // warps that share an image's channels
+constexpr int kWorkers = kParts * TEAMS, kThreads = (kWorkers + 1) * 32;
+constexpr int kReady = 1;  // a barrier
+constexpr int kPixelBytes = 128, kTileBytes = 16 * kPixelBytes;
+constexpr bool kCopied = kChunks > 1;  // weights come through shared memory
+// Tiles whose last tap, or whose results, a warp loads or stores at once.
+constexpr int kTogether = kFrags == 1 && kTiles > 1 ? 2 : 1;
+
+using Weights = u32[9][kChunks][kFrags];
+using Sums = float[kTiles][kFrags][4];
+
+struct Ring {
+  int at = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance(int size) {
+    if (++at == size) at = 0, parity ^= 1;
+  }
+};
+
+// Where a chunk of a pixel lies from where rows begin, which is a multiple of 1,024.
+__device__ __forceinline__ u32 swizzled(int pixel, int chunk) {
+  return pixel * kPixelBytes + ((chunk ^ (pixel & 7)) << 4);
+}
+
+struct Shared {
+  u32 ring, slots, weights;
+  u32 full, done, empty;  // barriers: a box is there, results are there, or gone
+
+  __device__ __forceinline__ Shared(const HopperGroupedArgs& args, u32 base) {
+    ring = base, slots = base + args.slots_at, weights = base + args.weights_at;
+    full = base + args.barriers_at;
+    done = full + 8 * args.stages, empty = done + 8 * args.slots;
+  }
+};
+
+// One thread: starts the copies of boxes, as many as there is room for.
+struct Loader {
+  Ring stage;
+  GroupedUnit next;
+  int unit, row = 0, room;
+
+  __device__ __forceinline__ Loader(const HopperGroupedArgs& args)
+      : next(unit_at(args, blockIdx.y)), unit(blockIdx.y), room(args.stages) {}
+
+  __device__ __forceinline__ void load(const HopperGroupedArgs& args, const Shared& shared) {
+    while (room > 0 && unit < args.units) {
+      if (row < next.source_rows) {
+        const int corner[4] = {static_cast<int>(blockIdx.x) * 64, next.column + args.first[1],
+                               next.source_row + row, next.image};
+        const u32 full = shared.full + 8 * stage.at;
+        arrive_and_expect_tx(full, args.stage_bytes);
+        tma_load(shared.ring + stage.at * args.stage_bytes, args.x_map, full, corner);
+        stage.advance(args.stages);
+        --room;
+        row += args.box_rows;
+      }
+      if (row >= next.source_rows) {
+        row = 0;
+        unit += gridDim.y;
+        if (unit < args.units) next = unit_at(args, unit);
+      }
+    }
+  }
+};
+
+// One thread: stores results as they come, and starts the copies of boxes into what that frees.
+__device__ __forceinline__ void copy_all(const HopperGroupedArgs& args, const Shared& shared,
+                                         Loader& loader) {
+  Ring slot;
+  for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
+    const GroupedUnit at = unit_at(args, unit);
+    const int boxes = (at.source_rows + args.box_rows - 1) / args.box_rows;
+    int consumed = 0;
+    for (int row = 0; row < at.rows; row += args.slot_rows, slot.advance(args.slots)) {
+      wait_barrier(shared.done + 8 * slot.at, slot.parity);
+      const int corner[4] = {static_cast<int>(blockIdx.x) * 64, at.column, at.row + row, at.image};
+      tma_store(args.y_map, shared.slots + slot.at * args.slot_bytes, corner);
+      tma_store_commit();
+      // Boxes that were read wholly for these results and those before.
+      const int rows = row + args.slot_rows, read = at.row + args.first[0] + rows + 2 - at.source_row;
+      const int now = rows < at.rows ? max(min(read / args.box_rows, boxes), 0) : boxes;
+      loader.room += now - consumed;
+      consumed = now;
+      loader.load(args, shared);
+      tma_store_wait_read<0>();
+      arrive(shared.empty + 8 * slot.at);
+    }
+  }
+}
+
+// A warp's part of the slice: its first chunks on both sides.
+struct Part {
+  int x_chunk, y_chunk;
+
+  __device__ __forceinline__ Part(int warp) {
+    y_chunk = warp * kFrags;
+    x_chunk = y_chunk / kChunks * kChunks;
+  }
+};
+
+// Where a lane finds rows of matrices, from a row's first pixel on: the first 8 positions of a
+// product and the other 8 of two chunks (where there is but one, of two taps), or of two tiles.
+struct Places {
+  u32 source[kChunks == 1 ? 1 : 3], third = 0, result;
+
+  __device__ __forceinline__ Places(const HopperGroupedArgs& args, const Part& part, int team) {
+    const int lane = threadIdx.x & 31, pixel = lane & 7, half = lane >> 3 & 1, other = lane >> 4;
+    const u32 first = half * args.source_half + team * args.source_team;
+    if constexpr (kChunks == 1) {
+      source[0] = first + swizzled(pixel + other, part.x_chunk);
+      third = first + other * kTileBytes + swizzled(pixel + 2, part.x_chunk);
+    } else {
+#pragma unroll
+      for (int s = 0; s < 3; ++s) source[s] = first + swizzled(pixel + s, part.x_chunk + other);
+    }
+    result = half * args.result_half + team * args.result_team +
+             swizzled(pixel, part.y_chunk + (kFrags == 2 ? other : 0)) +
+             (kTogether == 2 ? other * kTileBytes : 0);
+#pragma unroll
+    for (u32& place : source) place = opaque_value(place);
+    if constexpr (kChunks == 1) third = opaque_value(third);
+    result = opaque_value(result);
+  }
+};
+
+// Adds what a row of the source gives to the three rows of results that meet it: at its last tap, its
+// second and its first one, which begins a sum.
+__device__ __forceinline__ void add_row(Sums& last, Sums& middle, Sums& first, const Weights& w,
+                                        const Places& places, u32 from) {
+#pragma unroll
+  for (int i = 0; i < kTiles; i += kTogether) {
+    const u32 tile = from + i * kTileBytes;
+#pragma unroll
+    for (int j = i; j < i + kTogether; ++j) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) first[j][f][e] = 0;
+      }
+    }
+    if constexpr (kChunks == 1) {
+      u32 pair[kTogether][4], third[kTogether * 2];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        load_matrices(pair[j], tile + j * kTileBytes + places.source[0]);
+      }
+      load_matrices(third, tile + places.third);
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        Sums& sum = r == 0 ? first : r == 1 ? middle : last;
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          mma<T>(sum[i + j][0], pair[j], w[r * 3][0][0], w[r * 3 + 1][0][0]);
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const u32 one[2] = {third[j * 2], third[j * 2 + 1]};
+          mma<T>(sum[i + j][0], one, w[r * 3 + 2][0][0]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < 3; ++s) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c += 2) {
+          u32 a[4];
+          // A group's first chunk is a multiple of kChunks.
+          load_matrices(a, tile + (places.source[s] ^ c << 4));
+#pragma unroll
+          for (int r = 0; r < 3; ++r) {
+            Sums& sum = r == 0 ? first : r == 1 ? middle : last;
+#pragma unroll
+            for (int f = 0; f < kFrags; ++f) {
+              mma<T>(sum[i][f], a, w[r * 3 + s][c][f], w[r * 3 + s][c + 1 < kChunks ? c + 1 : c][f]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A row of results, to shared memory.
+__device__ __forceinline__ void put_row(const Sums& sum, const Places& places, u32 to) {
+#pragma unroll
+  for (int i = 0; i < kTiles; i += kTogether) {
+    u32 both[kTogether][kFrags][2];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+        const float(&four)[4] = sum[i + j][f];
+        both[j][f][0] = narrow_two<T>(four[0], four[1]);
+        both[j][f][1] = narrow_two<T>(four[2], four[3]);
+      }
+    }
+    const u32(&other)[2] = both[kTogether - 1][kFrags - 1];
+    const u32 four[4] = {both[0][0][0], both[0][0][1], other[0], other[1]};
+    stmatrix(to + i * kTileBytes + places.result, four);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    hopper_grouped(const __grid_constant__ HopperGroupedArgs args) {
+  extern __shared__ uint4 memory[];
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
+  const u32 start = shared_address(memory), base = (start + 1023) & ~1023u;
+  const Shared shared(args, base);
+  char* const bytes = reinterpret_cast<char*>(memory) + (base - start);
+  if (warp == kWorkers) {
+    const bool chosen = elect_one();
+    Loader loader(args);
+    if (chosen) {
+      for (int i = 0; i < args.stages; ++i) init_barrier(shared.full + 8 * i, 1);
+      fence_barrier_init();
+      loader.load(args, shared);
+      for (int i = 0; i < args.slots; ++i) {
+        init_barrier(shared.done + 8 * i, kWorkers);
+        init_barrier(shared.empty + 8 * i, 1);
+      }
+      fence_barrier_init();
+    }
+    __syncwarp();
+    pass_by(kReady, kThreads);
+    if (chosen) copy_all(args, shared, loader);
+    return;
+  }
+  if (thread == 0) {
+    prefetch_tensor_map(args.x_map);
+    prefetch_tensor_map(args.y_map);
+  }
+  const int team = warp / kParts;
+  const Part part(warp % kParts);
+  Weights w;
+  if constexpr (kCopied) {
+    copy_weights<kChannels, kWorkers * 32>(args, shared.weights);
+  } else {
+    const int x = blockIdx.x * 64 + part.x_chunk * 8, y = blockIdx.x * 64 + part.y_chunk * 8;
+    if (args.w_pairs) {
+      load_weights<T, kChannels, ACROSS, true>(args, x, y, w);
+    } else {
+      load_weights<T, kChannels, ACROSS, false>(args, x, y, w);
+    }
+  }
+  if (args.zeroes) {
+    // What rows at the end of a box read beyond it, before the next box is there, which begins with
+    // zeros too.
+    for (int i = thread; i < (args.stages + 1) * 8; i += kWorkers * 32) {
+      *reinterpret_cast<uint4*>(bytes + i / 8 * args.stage_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+  const Places places(args, part, team);
+  const int row_bytes = args.row_pixels * kPixelBytes;
+  if constexpr (kCopied) wait_copies<0>();
+  wait_at(kReady, kThreads);
+  if constexpr (kCopied) {
+    take_weights<kChannels, ACROSS>(part.x_chunk, part.y_chunk, shared.weights, w);
+  }
+
+  Ring stage, slot;
+  int box_left = 0, slot_left = args.slot_rows;  // rows, in this box and in this slot
+  u32 from = 0, to = shared.slots;
+  const auto next_box = [&] {
+    wait_barrier(shared.full + 8 * stage.at, stage.parity);
+    from = shared.ring + stage.at * args.stage_bytes;
+    stage.advance(args.stages);
+    box_left = args.box_rows;
+  };
+  for (int unit = blockIdx.y; unit < args.units; unit += gridDim.y) {
+    const GroupedUnit at = unit_at(args, unit);
+    const int rows = at.rows;
+    // Of the results, that is whole after the next row of the source.
+    int row = at.source_row - (at.row + args.first[0]) - 2, source_left = at.source_rows;
+    const auto put = [&](const Sums& sum) {
+      put_row(sum, places, to);
+      to += args.result_row;
+      if (--slot_left == 0 || row + 1 == rows) {
+        publish_shared();
+        __syncwarp();
+        if (lane == 0) arrive(shared.done + 8 * slot.at);
+        slot.advance(args.slots);
+        wait_barrier(shared.empty + 8 * slot.at, slot.parity ^ 1);
+        to = shared.slots + slot.at * args.slot_bytes;
+        slot_left = args.slot_rows;
+      }
+    };
+    const auto advance = [&](Sums& last, Sums& middle, Sums& first) {
+      add_row(last, middle, first, w, places, from);
+      from += row_bytes;
+      if (row >= 0) put(last);
+      ++row;
+      if (--source_left == 0) return false;
+      if (--box_left == 0) next_box();
+      return true;
+    };
+    // What the last rows of the source leave, where there is padding below.
+    const auto finish = [&](const Sums& last, const Sums& middle) {
+      if (row >= 0 && row < rows) put(last);
+      if (++row < rows) put(middle);
+    };
+    Sums a, b, c;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int f = 0; f < kFrags; ++f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][f][e] = b[i][f][e] = c[i][f][e] = 0;
+      }
+    }
+    next_box();
+    while (true) {
+      if (!advance(a, b, c)) {
+        finish(b, c);
+        break;
+      }
+      if (!advance(b, c, a)) {
+        finish(c, a);
+        break;
+      }
+      if (!advance(c, a, b)) {
+        finish(a, b);
+        break;
+      }
+    }
+  }
+}

@@ -1,0 +1,246 @@
+"""A grouped convolution of 3x3 taps on Hopper, forward or backward in its input."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
+    BARRIER_BYTES,
+    COPIED,
+    HALF,
+    PATTERN_BYTES,
+    PIXEL_BYTES,
+    SLICE,
+    TILES,
+    Cut,
+    blocks_of,
+    cost_of,
+    cuts_of,
+    first_of,
+    grid_of,
+    sizes_of,
+)
+from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_weight
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["HopperGrouped"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+MAX_EXTENT, MAX_INDEX = 2**24, 2**31 - 1
+
+
+class HopperGroupedArgs(ctypes.Structure):
+    """See ``hopper_grouped.cuh``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("y_map", MapField),
+        ("w", ctypes.c_uint64),
+        ("w_group", ctypes.c_int64),
+        ("w_stride", ctypes.c_int32 * 4),
+        ("w_pairs", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("x_size", ctypes.c_int32 * 2),
+        ("y_size", ctypes.c_int32 * 2),
+        ("first", ctypes.c_int32 * 2),
+        ("units", ctypes.c_int32),
+        ("images", ctypes.c_int32),
+        ("piece", ctypes.c_int32 * 2),
+        ("pieces", ctypes.c_int32 * 2),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "row_pixels",
+                "box_rows",
+                "stages",
+                "stage_bytes",
+                "slot_rows",
+                "slots",
+                "slot_bytes",
+                "result_row",
+                "source_half",
+                "result_half",
+                "source_team",
+                "result_team",
+                "slots_at",
+                "weights_at",
+                "barriers_at",
+                "zeroes",
+            )
+        ),
+    )
+
+
+class HopperGrouped:
+    """fwd and bwd_data in 16 bits, of 3x3 taps with stride 1: rows stream through shared memory."""
+
+    name = "hopper_grouped"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N or H does not change."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copies of tiles"
+        if work.dtype not in DTYPES or work.result_dtype is not work.dtype:
+            return f"{work.dtype} to {work.result_dtype}, not 16 bits on both sides"
+        channels = work.in_channels, work.out_channels
+        if work.groups == 1 or channels[0] != channels[1] or channels[0] not in TILES:
+            return f"{work.groups} groups of {channels[0]} and {channels[1]} channels"
+        if work.kernel != (1, 3, 3) or work.output[0] != work.input[0]:
+            return f"a kernel of {work.kernel}: rows are kept for 3 taps by 3"
+        if (*work.stride, *work.dilation) != (1,) * 6:
+            return f"a stride of {work.stride}, a dilation of {work.dilation}"
+        if work.input[0] != 1:
+            return f"{work.input[0]} planes"
+        if not work.epilogue_free:
+            return "sums that are not the results themselves: those go out by the copy engine"
+        x_size, y_size = sizes_of(work)
+        above = -first_of(work, 1)
+        if max(above, y_size[0] + 2 - above - x_size[0]) > 2:
+            return f"a padding of {work.pad}: rows of results that meet no source"
+        source, result = gather_sides(work)
+        for side, operand in (("source", source), ("result", result)):
+            reason = _why_not_operand(work, operand)
+            if reason is not None:
+                return f"the {side}'s {reason}"
+        if max(work.w.strides[1:]) * max(channels) > MAX_INDEX:
+            return "weights of a group that lie far apart"
+        if channels[0] >= COPIED and work.w.strides[2] == 1 and not _follow(work):
+            return "weights that do not follow one another"
+        if max(*work.input, *work.output, work.batch, *(abs(pad) for pad in work.pad)) > MAX_EXTENT:
+            return f"an extent of more than {MAX_EXTENT}"
+        if ceil_div(work.groups * channels[0], SLICE) > MAX_INDEX:
+            return f"{work.groups} groups"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice, cut: Cut | None = None) -> Fragment:
+        """See `Family.launches`; ``cut`` where another than the chosen one is tried."""
+        cut = cut or min(cuts_of(work, device), key=lambda cut: cost_of(work, cut, device))
+        backward = work.direction == "bwd_data"
+        source, result = gather_sides(work)
+        x_size, y_size = sizes_of(work)
+        weight = Prepared(work.w)
+        if cut.weight_bytes:
+            weight = prepare_weight(
+                work.w,
+                work.groups,
+                work.out_channels,
+                work.in_channels,
+                work.kernel,
+                f"{work.prefix}weight_channels_last",
+                device,
+            )
+        w = weight.operand
+        slices, workers = grid_of(work, cut, device)
+        args = HopperGroupedArgs()
+        args.w_group = w.strides[0]
+        _, k, c, _, r, s = w.strides
+        args.w_stride[:] = (k, c, r, s)
+        args.w_pairs = c == 1 and not any(stride % 2 for stride in (w.strides[0], k, r, s))
+        args.groups = work.groups
+        args.x_size[:], args.y_size[:] = x_size, y_size
+        args.first[:] = [first_of(work, dim) for dim in (1, 2)]
+        args.units, args.images = cut.units(work.batch), cut.images
+        args.piece[:], args.pieces[:] = (cut.rows, cut.columns), cut.pieces
+        args.row_pixels, args.zeroes = cut.row_pixels, cut.shared
+        args.box_rows, args.stage_bytes = cut.box_rows, cut.box_bytes
+        args.stages = cut.stages(device, ceil_div(args.units, workers))
+        args.slot_rows, args.slots, args.slot_bytes = cut.slot_rows, cut.slots, cut.slot_bytes
+        args.result_row = cut.columns * PIXEL_BYTES
+        args.source_half = args.result_half = HALF * PIXEL_BYTES
+        if cut.images > 1:
+            args.source_half = cut.box_bytes // (cut.teams * cut.images)
+            args.result_half = cut.slot_bytes // (cut.teams * cut.images)
+        args.source_team = cut.box_bytes // cut.teams
+        args.result_team = cut.slot_bytes // cut.teams
+        args.slots_at = args.stages * cut.box_bytes + (PATTERN_BYTES if cut.shared else 0)
+        args.weights_at = args.slots_at + cut.slots * cut.slot_bytes
+        args.barriers_at = args.weights_at + cut.weight_bytes
+        total = args.barriers_at + (args.stages + 2 * cut.slots) * BARRIER_BYTES
+        x_box = cut.row_pixels, cut.box_rows, cut.teams * cut.images
+        y_box = cut.columns, cut.slot_rows, cut.teams * cut.images
+        maps = {
+            "x_map": (source, _map(work, source, x_size, x_box)),
+            "y_map": (result, _map(work, result, y_size, y_box)),
+        }
+        launch = Launch(
+            _instance(
+                work.dtype, work.in_channels, cut.tiles, cut.teams, cut.blocks, backward=backward
+            ),
+            (slices, workers, 1),
+            (((4 if cut.weight_bytes else 8) * cut.teams + 1) * 32, 1, 1),
+            pack_maps(args, maps, w=w),
+            total + PATTERN_BYTES,
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}", (*weight.steps, launch), (*weight.workspace,)
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(
+                dtype, channels, tiles, teams, blocks_of(channels, tiles, teams), backward=backward
+            )
+            for dtype in DTYPES
+            for backward in (False, True)
+            for channels, some in TILES.items()
+            for tiles in some
+            for teams in ((2, 1) if channels >= COPIED else (1,))
+        ]
+
+
+def _why_not_operand(work: ConvWork, operand: Operand) -> str | None:
+    channels = work.in_channels
+    if operand.strides[2] != 1 or operand.strides[1] != channels:
+        return "channels do not lie side by side"
+    if work.groups * channels % 8:
+        return f"{work.groups * channels} channels are no whole chunks of 16 bytes"
+    if any(operand.strides[axis] % 8 for axis in (0, 4, 5)):
+        return "pixels do not start at multiples of 16 bytes"
+    if max(operand.strides) > MAX_INDEX:
+        return "pixels lie far apart"
+    return None
+
+
+def _follow(work: ConvWork) -> bool:
+    """Whether weights lie as (G, K/G, R, S, C/G) without gaps."""
+    channels = work.in_channels
+    row = 9 * channels
+    group, k, c, _, r, s = work.w.strides
+    return (group, k, c, r, s) == (row * channels, row, 1, 3 * channels, channels)
+
+
+def _map(
+    work: ConvWork, operand: Operand, size: tuple[int, int], box: tuple[int, int, int]
+) -> TileMap:
+    """Of so many columns, rows and images at once."""
+    n, _, _, _, h, w = operand.strides
+    item = operand.dtype.itemsize
+    return TileMap(
+        dtype=operand.dtype,
+        sizes=(work.groups * work.in_channels, size[1], size[0], work.batch),
+        strides=tuple(max(stride * item, 16) for stride in (w, h, n)),
+        swizzle=PIXEL_BYTES,
+        box=(SLICE, *box),
+    )
+
+
+def _instance(
+    dtype: DType, channels: int, tiles: int, teams: int, blocks: int, *, backward: bool
+) -> Instance:
+    defines = (
+        ("ELEMENT", CUDA_TYPES[dtype]),
+        ("ACROSS", str(int(backward))),
+        ("CHANNELS", str(channels)),
+        ("TILES", str(tiles)),
+        ("TEAMS", str(teams)),
+        ("BLOCKS", str(blocks)),
+    )
+    return Instance("grouped/hopper_grouped.cu", "hopper_grouped", defines, HOPPER)

@@ -1,0 +1,199 @@
+"""How hopper_grouped cuts images into units: what a block does at once, and where it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import ceil_div
+from convgrad_service.plans.cuda.works import ConvWork
+
+__all__ = [
+    "BARRIER_BYTES",
+    "COPIED",
+    "HALF",
+    "PATTERN_BYTES",
+    "PIXEL_BYTES",
+    "SLICE",
+    "TILES",
+    "Cut",
+    "blocks_of",
+    "cost_of",
+    "cuts_of",
+    "first_of",
+    "grid_of",
+    "sizes_of",
+]
+
+SLICE = 64
+"""Channels of a block: a row of 128 bytes in shared memory."""
+TILES = {4: (1, 2, 4), 8: (1, 2, 4), 16: (1, 2), 32: (1,)}
+"""By channels a group: how many tiles of 16 positions a warp may keep sums of in its registers."""
+TILE, HALF = 16, 8
+PIXEL_BYTES = 2 * SLICE
+COPIED = 16
+"""From so many channels on, weights come through shared memory."""
+BOX_BYTES = 16384
+"""Of a box of the source, about: enough that starting it costs little."""
+PATTERN_BYTES = 1024
+RESERVED_BYTES = 1024
+BARRIER_BYTES = 8
+SLOTS = {1: 3, 2: 2}
+"""Of results, on their way out or filled, by teams (measured: NOTES.md)."""
+MOST_STAGES = 16
+START_ROWS = 8
+"""Rows that a multiprocessor might read while a unit begins and ends."""
+ROW_PIXELS = 32
+"""Pixels that it might read while a row's results wait for their products."""
+MAX_GRID = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How images are cut into units: tiles and rows of each, of one image or of two that are half
+    a tile wide. A row in a box has so many pixels, and what is right of the source is the next
+    row's first one if ``shared``."""
+
+    tiles: int
+    teams: int
+    images: int
+    rows: int
+    pieces: tuple[int, int]
+    row_pixels: int
+    shared: bool
+    source_rows: int
+    box_rows: int
+    slot_rows: int
+    weight_bytes: int
+    blocks: int
+    slots: int
+
+    @property
+    def columns(self) -> int:
+        return self.tiles * TILE // self.images
+
+    @property
+    def boxes(self) -> int:
+        """Of a unit, at most."""
+        return ceil_div(self.source_rows, self.box_rows)
+
+    @property
+    def box_bytes(self) -> int:
+        return self.teams * self.images * self.box_rows * self.row_pixels * PIXEL_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.teams * self.slot_rows * self.tiles * TILE * PIXEL_BYTES
+
+    def stages(self, device: CudaDevice, turns: int) -> int:
+        """As many as fit, or a block has boxes."""
+        room = device.shared_bytes_per_multiprocessor // self.blocks - RESERVED_BYTES
+        room = min(room, device.shared_bytes_per_block)
+        room -= 2 * PATTERN_BYTES + self.slots * self.slot_bytes + self.weight_bytes
+        room -= (MOST_STAGES + 2 * self.slots) * BARRIER_BYTES
+        return min(room // self.box_bytes, MOST_STAGES, turns * self.boxes)
+
+    @property
+    def least_stages(self) -> int:
+        """Boxes that may have to be there before a slot of results is whole."""
+        return min(self.boxes, ceil_div(self.slot_rows + 2, self.box_rows) + 1)
+
+    def units(self, batch: int) -> int:
+        return ceil_div(batch, self.teams * self.images) * self.pieces[0] * self.pieces[1]
+
+
+def cuts_of(work: ConvWork, device: CudaDevice) -> Iterator[Cut]:
+    """Those that fit in shared memory. Every one gives the same bits."""
+    x_size, y_size = sizes_of(work)
+    channels = work.in_channels
+    weight_bytes = SLICE * (9 * channels * work.dtype.itemsize + 16) if channels >= COPIED else 0
+    images = 2 if y_size[1] <= HALF else 1
+    for teams, tiles in product((2, 1), TILES[channels]):
+        if teams > 1 and (channels < COPIED or work.batch < teams * images):
+            continue
+        if any(y_size[1] <= fewer * TILE for fewer in TILES[channels] if fewer < tiles):
+            continue
+        columns = tiles * TILE // images
+        across = ceil_div(y_size[1], columns)
+        first = first_of(work, 2)
+        last = first + y_size[1] + 1
+        row = y_size[1] + (1 if first < 0 and last >= x_size[1] else 2)
+        row = columns + 2 if across > 1 else row
+        shared = across == 1 and row < y_size[1] + 2 and row % HALF == 0
+        row = ceil_div(row, HALF) * HALF
+        for box_bytes in (BOX_BYTES * teams, BOX_BYTES * teams // 2, BOX_BYTES * teams // 4):
+            most = max(1, box_bytes // (teams * images * row * PIXEL_BYTES))
+            found = False
+            for down in range(1, y_size[0] + 1):
+                rows = ceil_div(y_size[0], down)
+                # Units of whole slots, of about as many rows each.
+                slots = ceil_div(rows, most)
+                slot_rows = ceil_div(rows, slots)
+                rows = slots * slot_rows if down > 1 else y_size[0]
+                if ceil_div(y_size[0], rows) != down:
+                    continue
+                source_rows = min(rows + 2, x_size[0])
+                boxes = ceil_div(source_rows, most)
+                cut = Cut(
+                    tiles,
+                    teams,
+                    images,
+                    rows,
+                    (down, across),
+                    row,
+                    shared,
+                    source_rows,
+                    ceil_div(source_rows, boxes),
+                    slot_rows,
+                    weight_bytes,
+                    blocks_of(channels, tiles, teams),
+                    SLOTS[teams],
+                )
+                if cut.stages(device, 2**16) >= cut.least_stages:
+                    found = True
+                    yield cut
+                elif down == 1:
+                    break
+            if found:
+                break
+
+
+def cost_of(work: ConvWork, cut: Cut, device: CudaDevice) -> int:
+    """In pixels that one multiprocessor reads, one after another."""
+    slices, workers = grid_of(work, cut, device)
+    blocks = slices * workers
+    turns = ceil_div(cut.units(work.batch), workers) * ceil_div(blocks, _resident(cut, device))
+    together = min(cut.blocks, ceil_div(blocks, device.multiprocessors))
+    pixels = cut.row_pixels * cut.images * cut.teams + ROW_PIXELS
+    return turns * together * (cut.source_rows + START_ROWS) * pixels
+
+
+def blocks_of(channels: int, tiles: int, teams: int) -> int:
+    """Of a multiprocessor at once, as registers allow."""
+    return 1 if teams > 1 or (channels < COPIED and tiles > 2) else 2
+
+
+def _resident(cut: Cut, device: CudaDevice) -> int:
+    return cut.blocks * device.multiprocessors
+
+
+def grid_of(work: ConvWork, cut: Cut, device: CudaDevice) -> tuple[int, int]:
+    """Slices of channels, and blocks of each: as many as run at once."""
+    slices = ceil_div(work.groups * work.in_channels, SLICE)
+    units = cut.units(work.batch)
+    workers = max(1, min(units, _resident(cut, device) // slices, MAX_GRID))
+    return slices, ceil_div(units, ceil_div(units, workers))
+
+
+def sizes_of(work: ConvWork) -> tuple[tuple[int, int], tuple[int, int]]:
+    """H and W of the source and of the result."""
+    sizes = work.input[1:], work.output[1:]
+    return (sizes[1], sizes[0]) if work.direction == "bwd_data" else sizes
+
+
+def first_of(work: ConvWork, dim: int) -> int:
+    """Where the source meets the first result's first tap."""
+    pad = work.pad[dim]
+    return pad - 2 if work.direction == "bwd_data" else -pad

@@ -1,0 +1,221 @@
+// The gradient of a grouped 3 x 3 convolution's weight on Hopper, 32 neighbouring channels of both
+// sides at once. The host's side is hopper_grouped_weight.py.
+//
+// w[k, c, r, s] = sum over pixels (n, p, q) of y[n, p, q, k] * x[n, p + r - pad, q + s - pad, c], where
+// k and c are of one group; what else 32 x 32 products sum is left out.
+// GEMM: K = 16 columns of y, eight by eight; columns are 32 channels of rows of y, and rows 32 channels of
+// x twice. Of the first two taps s along W: a row of x from one column on, and from the next one, times
+// the 3 rows of y that it meets. Of the last tap: two rows of x, times the 4 rows of y that they meet; row i
+// of x and row j of y meet at tap r = i + 2 - j along H, so of 8 pairs 6 are wanted. For two rows of x
+// and 16 columns that is 160 clocks of products, where two rows of x at each tap s were 192.
+//
+// Tile: `tile_rows` rows of x by `tile_columns` columns of y, of `images` images, and the columns of x and the
+// rows of y beside them: a box each, as the copy engine leaves them (a pixel's channels a row of 64 bytes).
+// Block: a slice of channels and a share of the tiles. Two threads copy (TMA) into a ring of `stages`
+// tiles; two warpgroups multiply, tiles in turn, and have the sums of all nine taps in registers. In the
+// end they add up through shared memory, and the blocks of a slice through `partials`, each a part of
+// the results (hopper_grouped_weight_sums.cuh).
+// Dynamic shared memory: 512 bytes to align it by, and the ring, or what warps leave of their sums.
+// Relies on its launcher for the grid (slices, at most 255 shares: no more blocks than the device has room
+// for are fastest, more are right), and for tensors whose channels, of all groups, are side by side, with
+// pixels at multiples of 16 bytes. Needs sm_90a, 384 threads.
+// Deterministic: one order of additions for each result and number of shares. Pixels outside enter as
+// zeros. What a row of x is read beyond its end is the next row's first pixels, which meet columns of y
+// beyond its end, or are outside x too.
+// Index limits: rows and columns of a tensor below 2^30; 64-bit offsets.
+#include "grouped/hopper_grouped_weight_sums.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kBytes = kWidth * 2;
+constexpr int kLoaders = 2, kStart = 1, kRead = 2;  // warps; barriers
+constexpr u32 kOther = 2 * 16 * 8;                  // bytes of one tensor's barriers
+constexpr int kGroups = 2, kThreads = (kGroups + 1) * 128, kMostStages = 16;
+
+// One thread: copies a tensor's boxes. It needs nobody for the first ones.
+struct Loader {
+  const HopperGroupedWeightArgs& args;
+  const TensorMap& map;
+  const bool of_x;
+  const u32 full, empty, to, bytes;
+  const int channel;
+  int stage = 0;
+  u32 parity = 1;
+
+  __device__ __forceinline__ Loader(const HopperGroupedWeightArgs& args, bool of_x, u32 barriers,
+                                    u32 ring, int channel)
+      : args(args),
+        map(of_x ? args.x_map : args.y_map),
+        of_x(of_x),
+        full(barriers + (of_x ? 0 : kOther)),
+        empty(full + kMostStages * 8),
+        to(ring + (of_x ? 0 : args.y_at)),
+        bytes(of_x ? args.x_bytes : args.y_bytes),
+        channel(channel) {}
+
+  // A stage's barriers.
+  __device__ __forceinline__ void make(int i) const {
+    init_barrier(full + i * 8, 1);
+    init_barrier(empty + i * 8, 4);
+    fence_barrier_init();
+  }
+  __device__ __forceinline__ void load(const Tile& tile) {
+    const u32 barrier = full + stage * 8;
+    arrive_and_expect_tx(barrier, bytes);
+    const int at[4] = {channel, tile.q() - (of_x ? args.pad[1] : 0),
+                       tile.h() + (of_x ? 0 : args.pad[0] - (kTaps - 1)), tile.image()};
+    tma_load(to + stage * args.stage_bytes, map, barrier, at);
+    if (++stage == args.stages) stage = 0, parity ^= 1;
+  }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    hopper_grouped_weight(const __grid_constant__ HopperGroupedWeightArgs args) {
+  extern __shared__ uint4 shared[];
+  __shared__ u64 barriers[4 * kMostStages];
+  const int thread = threadIdx.x, lane = thread & 31;
+  // The same in all lanes, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(0xffffffff, thread / 32, 0), warpgroup = warp / 4;
+  const u32 padding = -shared_address(shared) & 511;
+  char* const base = reinterpret_cast<char*>(shared) + padding;
+  const u32 ring = shared_address(base);
+  // Of x, and those of y behind them: each loader has its own, and need not wait for anybody.
+  const u32 full = shared_address(barriers), empty = full + kMostStages * 8;
+
+  const int slice = blockIdx.x, share = blockIdx.y, shares = gridDim.y;
+  const int first = slice * kWidth;
+  const Tiles tiles(args, share);
+
+  // A thread for either tensor: starting a copy takes longer than most copies. The first box is asked
+  // for before anything else is done.
+  const bool copies = warpgroup == kGroups && warp < kGroups * 4 + kLoaders && elect_one();
+  Loader loader(args, warp == kGroups * 4, full, ring, first);
+  Tile tile(args, tiles.begin);
+  if (copies && tiles.begin < tiles.end) {
+    loader.make(0);
+    loader.load(tile);
+  }
+  __syncwarp();
+  if (warpgroup == kGroups) {
+    leave_registers<56>();
+    int index = tiles.begin + 1;
+    if (copies) {
+#pragma unroll 1
+      for (int i = 1; i < args.stages; ++i) {
+        loader.make(i);
+        if (index >= tiles.end) continue;
+        tile.next();
+        loader.load(tile);
+        ++index;
+      }
+    }
+    __syncwarp();
+    wait_at(kStart, kThreads);
+    if (copies) {
+#pragma unroll 1
+      for (; index < tiles.end; ++index) {
+        tile.next();
+        wait_barrier(loader.empty + loader.stage * 8, loader.parity);
+        loader.load(tile);
+      }
+    }
+    return;
+  }
+
+  take_registers<224>();
+  u32* const word = args.met + slice;
+  if (thread == 0 && shares > 1) begin_party(word);
+  Sums sum;
+  const auto clear = [](float (&one)[4]) { one[0] = one[1] = one[2] = one[3] = 0; };
+#pragma unroll
+  for (auto& one : sum.pairs) clear(one);
+#pragma unroll
+  for (auto& one : sum.last) clear(one);
+  // A row of x at two taps along W; `a_more` makes it two rows of x.
+  const u64 a_first = operand_along_mn<kBytes>(ring, kBytes, args.x_eight);
+  const u64 a_more = static_cast<u64>((args.x_row - kBytes) >> 4) << 16;
+  const u64 b_first = operand_along_mn<kBytes>(ring + args.y_at, args.y_row, args.y_eight);
+  auto hold = [&] {
+    hold_sums(sum.pairs);
+    hold_sums(sum.last);
+  };
+  auto release = [&](int stage) {
+    if (lane == 0) {
+      arrive(empty + stage * 8);
+      arrive(empty + kOther + stage * 8);
+    }
+  };
+  hold();
+  if (args.x_gap > 0) {
+#pragma unroll 1
+    for (int i = 0; i < args.stages; ++i) {
+#pragma unroll 1
+      for (u32 at = thread * 16; at < args.x_gap; at += kSummers * 16) {
+        *reinterpret_cast<uint4*>(base + i * args.stage_bytes + args.x_bytes + at) =
+            make_uint4(0, 0, 0, 0);
+      }
+    }
+    publish_shared();
+  }
+  wait_at(kStart, kThreads);
+  int stage = 0, last = -1;
+  u32 parity = 0;
+  for (int index = tiles.begin; index < tiles.end; ++index, tile.next()) {
+    // Images in turn begin with the other warpgroup, for their last tiles may be smaller.
+    const int in_turn = index + (args.row_tiles & 1 ? 0 : tile.n);
+    if ((in_turn & 1) == warpgroup) {
+      const int rows = min(args.tile_rows, args.x_size[0] - tile.h());
+      const int images = min(args.images, args.batch - tile.image());
+      const u32 at = stage * args.stage_bytes >> 4;
+      u64 a_image = a_first + at, b_image = b_first + at;
+      wait_barrier(full + stage * 8, parity);
+      wait_barrier(full + kOther + stage * 8, parity);
+      begin_products();
+#pragma unroll 1
+      for (int image = 0; image < images; ++image) {
+        u64 a_outer = a_image, b_outer = b_image;
+#pragma unroll 1
+        for (int row = 0; row < rows; row += args.outer_rows) {
+          u64 a = a_outer, b = b_outer;
+#pragma unroll 1
+          for (int i = 0; i < args.inner; ++i) {
+            multiply<T, kAlongMn, kAlongMn>(sum.pairs, a, b, 1);
+            multiply<T, kAlongMn, kAlongMn>(sum.pairs, advance(a, args.x_row), advance(b, args.y_row), 1);
+            multiply<T, kAlongMn, kAlongMn>(sum.last, advance(a + a_more, 2 * kBytes), b, 1);
+            // A group each: one that ends behind a loop ends when all of it is over.
+            commit_products();
+            if (last >= 0) {
+              wait_products<1>();
+              release(last);
+              last = -1;
+            }
+            a = advance(a, args.inner_bytes);
+            b = advance(b, args.inner_bytes);
+          }
+          a_outer = advance(a_outer, args.x_outer);
+          b_outer = advance(b_outer, args.y_outer);
+        }
+        a_image = advance(a_image, args.x_image);
+        b_image = advance(b_image, args.y_image);
+      }
+      last = stage;
+    }
+    if (++stage == args.stages) stage = 0, parity ^= 1;
+  }
+  // How many blocks of the slice have begun, asked for beside the last products.
+  u32 begun = 0;
+  if (thread == 0 && shares > 1) begun = begun_by_now(word);
+  wait_products<0>();
+  hold();
+  wait_at(kRead, kSummers);  // all of the block have read the ring
+  float4* const room = reinterpret_cast<float4*>(base);
+  float4 own[kOwn] = {};
+  const Summer of(warp);
+  sum_block(sum, of, room, own);
+  sum_slice<T>(args, slice, share, shares, first, warp, begun, own);
+}

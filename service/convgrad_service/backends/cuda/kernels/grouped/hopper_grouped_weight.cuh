@@ -1,0 +1,76 @@
+// The arguments of hopper_grouped_weight.cu, and the tiles of a block.
+#pragma once
+
+#include "core/divider.cuh"
+#include "core/epilogue.cuh"
+#include "ptx/tma.cuh"
+
+namespace convgrad {
+
+struct HopperGroupedWeightArgs {
+  TensorMap x_map;
+  TensorMap y_map;
+  // What the first copies are asked for with lies side by side.
+  int tiles, more;  // of a share, and one more of so many, the first ones
+  Divider by_columns, by_rows;
+  int row_tiles, column_tiles;  // of an image
+  int tile_rows, tile_columns, images;
+  int pad[2];
+  int stages;
+  u32 y_at, stage_bytes, x_bytes, y_bytes;
+  u32 x_gap;  // bytes behind a box of x that are zeros
+  // Products of a tile: `outer` times `inner`, with so many bytes between them and between the eights
+  // of columns of one product.
+  int outer_rows, inner;
+  u32 x_row, y_row;
+  u32 x_image, y_image;
+  u32 x_outer, y_outer, inner_bytes;
+  u32 x_eight, y_eight;
+  int x_size[2];
+  int batch;
+  int channels;        // of all groups,
+  int group_channels;  // and of one, on both sides
+  int wide;            // w holds float32, whatever x and y do
+  float alpha;
+  float beta;
+  float* partials;
+  void* w;
+  const void* accumulate;  // like w, or null
+  u32* met;                // a zero for each slice, left as zeros
+  i64 w_stride[6];  // G K C T R S; accumulate's too
+};
+
+// A tile: its first image, row of x and column of y. Counts on without a division.
+struct Tile {
+  const HopperGroupedWeightArgs& args;
+  int n, row, column;
+
+  __device__ __forceinline__ Tile(const HopperGroupedWeightArgs& args, int index) : args(args) {
+    const int above = divide(index, args.by_columns);
+    column = index - above * args.column_tiles;
+    n = divide(above, args.by_rows);
+    row = above - n * args.row_tiles;
+  }
+  __device__ __forceinline__ int image() const { return n * args.images; }
+  __device__ __forceinline__ int h() const { return row * args.tile_rows; }
+  __device__ __forceinline__ int q() const { return column * args.tile_columns; }
+  __device__ __forceinline__ void next() {
+    if (++column < args.column_tiles) return;
+    column = 0;
+    if (++row < args.row_tiles) return;
+    row = 0;
+    ++n;
+  }
+};
+
+// The tiles of a share.
+struct Tiles {
+  int begin, end;
+
+  __device__ __forceinline__ Tiles(const HopperGroupedWeightArgs& args, int share) {
+    begin = share * args.tiles + min(share, args.more);
+    end = begin + args.tiles + (share < args.more);
+  }
+};
+
+}  // namespace convgrad

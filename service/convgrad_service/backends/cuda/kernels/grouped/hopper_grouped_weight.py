@@ -1,0 +1,353 @@
+"""The gradient of a grouped 3 x 3 convolution's weight on Hopper: TMA, products of warpgroups."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
+from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import (
+    ZEROS,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+    ceil_div,
+)
+from convgrad_service.plans.cuda.works import ConvWork, Operand
+
+__all__ = ["HopperGroupedWeight", "Share", "shares_of"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+KERNEL = (1, 3, 3)
+TAPS = 3
+WIDTH = 32
+"""Neighbouring channels that a block takes of both sides: a product's rows are so many channels of
+two rows of the input. With 16 of four rows less is in vain, but pixels are copied, and read by
+products, in rows of 32 bytes, which takes longer than what is saved (measured on an H200)."""
+GROUP_CHANNELS = (4, 8, 16, 32)
+NEAR = (8, 16, 32)
+"""Channels that have products wanted, of as many neighbours: a group's, and 8 at least."""
+ROWS, COLUMNS = 2, 8
+SUMMERS, THREADS = 256, 384
+APART = 1
+ALIGNMENT, STATIC_BYTES = 512, 1024
+LEAST_STAGES, MOST_STAGES = 4, 16
+"""A warpgroup keeps a tile until it has its next one, and images in turn begin with the other
+warpgroup: of three stages it may keep the one that its next tile is to come to, for ever."""
+MOST_BOX = 256
+MOST_COLUMNS = 64
+MAX_SIZE, MAX_SPLITS = 2**30, 255
+# What an H200 takes, in clocks: products of two rows and 16 columns; a pixel's copy, and any box's;
+# a tile besides, and a block before its first tile; all multiprocessors' bytes from memory. And
+# what a slice's blocks take to add up: at least, for bytes of a block's sums, for more shares.
+PRODUCT_CLOCKS, PIXEL_CLOCKS, BOX_CLOCKS, TILE_CLOCKS, START_CLOCKS = 160, 2.3, 350, 400, 2600
+MEMORY_BYTES_A_CLOCK = 2400
+PUT_CLOCKS, MEET_CLOCKS, SUM_BYTES_A_CLOCK, SHARES_CLOCKS, SHARES_AT_ONCE = 600, 2600, 12.5, 700, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Images, rows and columns of a tile, and into how many parts all tiles are split."""
+
+    images: int
+    rows: int
+    columns: int
+    splits: int
+
+
+class HopperGroupedWeightArgs(ctypes.Structure):
+    """See ``hopper_grouped_weight.cu``."""
+
+    _fields_ = (
+        ("x_map", MapField),
+        ("y_map", MapField),
+        ("tiles", ctypes.c_int32),
+        ("more", ctypes.c_int32),
+        ("by_columns", ctypes.c_uint32 * 2),
+        ("by_rows", ctypes.c_uint32 * 2),
+        *((name, ctypes.c_int32) for name in ("row_tiles", "column_tiles")),
+        *((name, ctypes.c_int32) for name in ("tile_rows", "tile_columns", "images")),
+        ("pad", ctypes.c_int32 * 2),
+        ("stages", ctypes.c_int32),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("y_at", "stage_bytes", "x_bytes", "y_bytes", "x_gap")
+        ),
+        *((name, ctypes.c_int32) for name in ("outer_rows", "inner")),
+        *((name, ctypes.c_uint32) for name in ("x_row", "y_row", "x_image", "y_image")),
+        *((name, ctypes.c_uint32) for name in ("x_outer", "y_outer", "inner_bytes")),
+        *((name, ctypes.c_uint32) for name in ("x_eight", "y_eight")),
+        ("x_size", ctypes.c_int32 * 2),
+        *((name, ctypes.c_int32) for name in ("batch", "channels", "group_channels", "wide")),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        *((name, ctypes.c_uint64) for name in ("partials", "w", "accumulate", "met")),
+        ("w_stride", ctypes.c_int64 * 6),
+    )
+
+
+class HopperGroupedWeight:
+    """bwd_weight on sm_90a of 3x3 kernels, stride 1, 16 bits, with 4, 8, 16 or 32 channels a group
+    on both sides, channels last."""
+
+    name = "hopper_grouped_weight"
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`. Judged by what a cut along N or a spatial dimension leaves."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no products of warpgroups"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype} is not for products of 16 bits"
+        if work.groups == 1:
+            return "one group"
+        if work.kernel != KERNEL or max(work.stride) > 1 or max(work.dilation) > 1:
+            return "taps other than 3 x 3 side by side, in steps of 1"
+        if work.input[0] != 1 or work.output[0] != 1 or work.pad[0] != 0:
+            return "planes along D"
+        channels = work.in_channels
+        if channels != work.out_channels or channels not in GROUP_CHANNELS:
+            return f"{channels} to {work.out_channels} channels a group; {GROUP_CHANNELS} on both"
+        for side, operand in (("input", work.x), ("output", work.y)):
+            if operand.strides[2] != 1 or operand.strides[1] != channels:
+                return f"the {side}'s channels do not lie side by side"
+            if any(operand.strides[axis] * 2 % CHUNK_BYTES for axis in (0, 4, 5)):
+                return f"the {side}'s pixels do not start at multiples of 16 bytes"
+        if work.groups * channels % 8:
+            return "channels that are no whole 16 bytes"
+        if max(*work.input, *work.output, work.batch) > MAX_SIZE:
+            return f"an extent is more than {MAX_SIZE}"
+        # Small slices are the most.
+        counted = why_not_counted(_Boxes(work, _least(work)).slices)
+        if counted is not None:
+            return counted
+        refused = (one.why_not() for one in _maps(_Boxes(work, _least(work))))
+        return next((reason for reason in refused if reason is not None), None)
+
+    def launches(self, work: ConvWork, device: CudaDevice, share: Share | None = None) -> Fragment:
+        """See `Family.launches`; ``share`` where another than the chosen one is tried."""
+        if share is None:
+            share = min(shares_of(work, device), key=lambda one: _clocks(work, one, device))
+        boxes = _Boxes(work, share)
+        args = _args(work, boxes, share.splits, device)
+        x_map, y_map = _maps(boxes)
+        partials = f"{work.prefix}partials"
+        launch = Launch(
+            _instance(work.dtype, boxes.near),
+            (boxes.slices, share.splits, 1),
+            (THREADS, 1, 1),
+            pack_maps(
+                args,
+                {"x_map": (work.x, x_map), "y_map": (work.y, y_map)},
+                partials=partials,
+                w=work.w,
+                accumulate=work.accumulate,
+                met=ZEROS,
+            ),
+            boxes.shared_bytes(device),
+        )
+        return Fragment(
+            f"{self.name}/{share.splits}",
+            (launch,),
+            (Workspace(partials, boxes.partial_bytes * share.splits),),
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(dtype, near) for dtype in DTYPES for near in NEAR]
+
+
+class _Boxes:
+    """What a block copies and multiplies, with tiles of such a share."""
+
+    def __init__(self, work: ConvWork, share: Share) -> None:
+        self.work, self.share = work, share
+        self.pixel_bytes = WIDTH * 2
+        self.eights = ceil_div(share.columns, COLUMNS)
+        # An odd number of pixels: the next row is in other banks.
+        self.y_extent = self.eights * COLUMNS + APART, share.rows + TAPS - 1, share.images
+        self.column_tiles = ceil_div(work.output[2], share.columns)
+        self.x_extent = self._x_columns(), share.rows, share.images
+        x_bytes = prod(self.x_extent) * self.pixel_bytes
+        # Beyond a row's last pixel products read the next row's first ones, which are outside the
+        # input; beyond the last row's, zeros that no copy overwrites.
+        beyond = self.eights * COLUMNS + TAPS - 1 - self.x_extent[0]
+        self.y_at = _aligned(x_bytes + max(beyond, 0) * self.pixel_bytes)
+        self.x_gap = self.y_at - x_bytes if beyond > 0 else 0
+        self.stage_bytes = self.y_at + _aligned(prod(self.y_extent) * self.pixel_bytes)
+        self.row_tiles = ceil_div(work.input[1], share.rows)
+        self.tiles = ceil_div(work.batch, share.images) * self.row_tiles * self.column_tiles
+        self.slices = ceil_div(work.groups * work.in_channels, WIDTH)
+        self.near = max(work.in_channels, NEAR[0])
+        each = TAPS * self.near // 8
+        self.partial_bytes = self.slices * SUMMERS * (ceil_div(each, 2) + ceil_div(each, 4)) * 16
+        # What warps leave each other of their vectors: one of two, and three of four.
+        self.sum_bytes = SUMMERS * (each // 2 + each) * 16
+
+    def _x_columns(self) -> int:
+        """Of a row of the input: as many as products read, or, of whole rows, those in it and
+        before it alone, an odd number."""
+        read = self.eights * COLUMNS + TAPS - 1
+        if self.column_tiles > 1:
+            return read + APART
+        before, width, given = self.work.pad[2], self.work.input[2], self.work.output[2]
+        least = max(width + before, given + TAPS - 1 - before)
+        return min(read + APART, least | 1)
+
+    @property
+    def pairs_rows(self) -> bool:
+        """Whether a product's two eights of columns are those of two sets of rows."""
+        return self.eights % 2 == 1
+
+    def stages(self, device: CudaDevice) -> int:
+        room = device.shared_bytes_per_block - STATIC_BYTES - ALIGNMENT
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    def shared_bytes(self, device: CudaDevice) -> int:
+        return ALIGNMENT + max(self.stages(device) * self.stage_bytes, self.sum_bytes)
+
+    def products(self, rows: int) -> int:
+        """Of a tile with so many rows of the input."""
+        if self.pairs_rows:
+            return ceil_div(rows, 2 * ROWS) * self.eights
+        return ceil_div(rows, ROWS) * (self.eights // 2)
+
+
+def _least(work: ConvWork) -> Share:
+    """With the smallest boxes."""
+    return Share(1, 2 * ROWS, COLUMNS, 1)
+
+
+def shares_of(work: ConvWork, device: CudaDevice) -> Iterator[Share]:
+    """Those that fit into shared memory."""
+    width = work.output[2]
+    whole = ceil_div(width, COLUMNS) * COLUMNS
+    columns = {min(width, extent) for extent in range(COLUMNS, MOST_COLUMNS + 1, COLUMNS)}
+    for extent in sorted(columns):
+        if extent < min(whole, MOST_COLUMNS) // 2 and extent < width:
+            continue
+        for rows in range(2, MOST_BOX - TAPS, 2):
+            one = Share(1, rows, extent, 1)
+            boxes = _Boxes(work, one)
+            step = ROWS * (2 if boxes.pairs_rows else 1)
+            if rows % step or rows >= work.input[1] + step:
+                continue
+            if boxes.stages(device) < LEAST_STAGES:
+                break
+            yield from _split(work, one, device)
+            for images in (2, 4, 8):
+                one = Share(images, rows, extent, 1)
+                if rows < work.input[1] or images > work.batch:
+                    break
+                if _Boxes(work, one).stages(device) >= LEAST_STAGES:
+                    yield from _split(work, one, device)
+
+
+def _split(work: ConvWork, share: Share, device: CudaDevice) -> Iterator[Share]:
+    """In as many parts as fill the device once, and in fewer, whose sums are added up sooner."""
+    boxes = _Boxes(work, share)
+    if work.split_k is not None:
+        yield replace(share, splits=max(1, min(work.split_k, boxes.tiles, MAX_SPLITS)))
+        return
+    most = min(max(1, device.multiprocessors // boxes.slices), boxes.tiles, MAX_SPLITS)
+    for wanted in dict.fromkeys(max(1, most // part) for part in (1, 2, 3, 4, 6, 8)):
+        # No block has more tiles than it would have with fewer.
+        yield replace(share, splits=ceil_div(boxes.tiles, ceil_div(boxes.tiles, wanted)))
+
+
+def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
+    """That a launch should take, of a multiprocessor."""
+    boxes = _Boxes(work, share)
+    turns = ceil_div(boxes.slices * share.splits, device.multiprocessors)
+    tiles = ceil_div(boxes.tiles, share.splits)
+    whole, rest = divmod(work.input[1], share.rows)
+    products = (whole * boxes.products(share.rows) + boxes.products(rest)) / boxes.row_tiles
+    multiplied = share.images * products * PRODUCT_CLOCKS + TILE_CLOCKS
+    copied = max((prod(boxes.x_extent) + prod(boxes.y_extent)) * PIXEL_CLOCKS, BOX_CLOCKS)
+    pixels = prod(work.input) + prod(work.output)
+    size = work.batch * pixels * work.groups * work.in_channels * work.dtype.itemsize
+    fetched = size / (turns * MEMORY_BYTES_A_CLOCK)
+    # Products wait for the first tile, or the last tile's are behind all copies.
+    loop = max(copied + tiles * multiplied, max(tiles * copied, fetched) + multiplied)
+    added: float = PUT_CLOCKS
+    if share.splits > 1:
+        more = ceil_div(share.splits, SHARES_AT_ONCE) - 1
+        partial = boxes.partial_bytes / boxes.slices / SUM_BYTES_A_CLOCK
+        added = MEET_CLOCKS + partial + more * SHARES_CLOCKS
+    return turns * (START_CLOCKS + loop) + added
+
+
+def _args(
+    work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice
+) -> HopperGroupedWeightArgs:
+    args = HopperGroupedWeightArgs()
+    args.tiles, args.more = divmod(boxes.tiles, splits)
+    args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
+    args.wide = work.result_dtype is DType.FLOAT32
+    args.channels = work.groups * work.in_channels
+    args.group_channels = work.in_channels
+    args.by_columns[:], args.by_rows[:] = divider(boxes.column_tiles), divider(boxes.row_tiles)
+    args.x_size[:], args.pad[:] = work.input[1:], work.pad[1:]
+    share, args.batch = boxes.share, work.batch
+    args.images, args.tile_rows, args.tile_columns = share.images, share.rows, share.columns
+    for name in ("row_tiles", "column_tiles", "y_at", "stage_bytes"):
+        setattr(args, name, getattr(boxes, name))
+    args.stages, args.x_gap = boxes.stages(device), boxes.x_gap
+    args.x_bytes = prod(boxes.x_extent) * boxes.pixel_bytes
+    args.y_bytes = prod(boxes.y_extent) * boxes.pixel_bytes
+    args.x_image, args.y_image = args.x_bytes // share.images, args.y_bytes // share.images
+    args.x_row, args.y_row = (
+        extent[0] * boxes.pixel_bytes for extent in (boxes.x_extent, boxes.y_extent)
+    )
+    eight = COLUMNS * boxes.pixel_bytes
+    x_set, y_set = ROWS * args.x_row, ROWS * args.y_row
+    if boxes.pairs_rows:
+        args.outer_rows, args.inner = 2 * ROWS, boxes.eights
+        args.x_outer, args.y_outer, args.inner_bytes = 2 * x_set, 2 * y_set, eight
+        args.x_eight, args.y_eight = x_set, y_set
+    else:
+        args.outer_rows, args.inner = ROWS, boxes.eights // 2
+        args.x_outer, args.y_outer, args.inner_bytes = x_set, y_set, 2 * eight
+        args.x_eight = args.y_eight = eight
+    return args
+
+
+def _maps(boxes: _Boxes) -> tuple[TileMap, TileMap]:
+    """Of the input and of grad_output: channels, W, H, images."""
+    work = boxes.work
+
+    def of(operand: Operand, size: tuple[int, ...], extent: tuple[int, ...]) -> TileMap:
+        channels = work.groups * work.in_channels
+        sizes = (channels, size[2], size[1], work.batch)
+        given = (operand.strides[5], operand.strides[4], operand.strides[0])
+        # The stride of what there is one of may be anything; the hardware takes multiples of 16.
+        strides = tuple(
+            stride if extent > 1 else channels
+            for stride, extent in zip(given, sizes[1:], strict=True)
+        )
+        return TileMap(
+            work.dtype,
+            sizes,
+            tuple(stride * work.dtype.itemsize for stride in strides),
+            swizzle=boxes.pixel_bytes,
+            box=(WIDTH, *extent),
+        )
+
+    return of(work.x, work.input, boxes.x_extent), of(work.y, work.output, boxes.y_extent)
+
+
+def _aligned(size: int) -> int:
+    return ceil_div(size, 512) * 512
+
+
+def _instance(dtype: DType, near: int) -> Instance:
+    defines = {"ELEMENT": CUDA_TYPES[dtype], "NEAR": near}
+    return Instance.of("grouped/hopper_grouped_weight.cu", defines, HOPPER)

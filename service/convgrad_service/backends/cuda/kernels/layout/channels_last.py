@@ -1,0 +1,147 @@
+"""Operands as the tensor-core kernels read them: channels side by side, in whole 16-byte chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from convgrad_service.backends.cuda.kernels.layout.strided_copy import StridedCopy
+from convgrad_service.backends.cuda.kernels.layout.transpose import RowCopy, Transpose
+from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
+from convgrad_service.plans.cuda.families import choose
+from convgrad_service.plans.cuda.program import Launch, Step, Workspace, ceil_div
+from convgrad_service.plans.cuda.works import (
+    Copy,
+    CopyAxis,
+    Operand,
+    Size3,
+    contiguous_strides,
+)
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Prepared",
+    "in_whole_chunks",
+    "overlapping",
+    "prepare_activation",
+    "prepare_weight",
+]
+
+CHUNK_BYTES = 16
+
+COPIES = (Transpose(), RowCopy(), StridedCopy())
+# Kernels that wait themselves for the one before them.
+WAITING = ("transpose", "transpose_planes", "transpose_runs", "row_copy")
+# Of a GPU's caches.
+LINE_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An operand to read, and the steps that make it, where it is not the request's own."""
+
+    operand: Operand
+    steps: tuple[Step, ...] = ()
+    workspace: tuple[Workspace, ...] = ()
+
+
+def overlapping(steps: Iterable[Step], device: CudaDevice, first: bool = False) -> tuple[Step, ...]:
+    """The same, copies launched to overlap the step before them; the ``first`` one too, where what
+    is before it is known to be a launch of the same plan."""
+    found: list[Step] = []
+    for step in steps:
+        after = isinstance(found[-1], Launch) if found else first
+        if isinstance(step, Launch) and step.instance.entry in WAITING and after:
+            step = replace(step, overlaps=device.capability >= OVERLAPPING)
+        found.append(step)
+    return tuple(found)
+
+
+def in_whole_chunks(operand: Operand, extents: tuple[int, ...], channel_axis: int) -> bool:
+    """Whether every vector of channels starts and ends at a multiple of 16 bytes."""
+    chunk = CHUNK_BYTES // operand.dtype.itemsize
+    if operand.strides[channel_axis] != 1 or extents[channel_axis] % chunk:
+        return False
+    return all(
+        stride % chunk == 0
+        for axis, (stride, extent) in enumerate(zip(operand.strides, extents, strict=True))
+        if axis != channel_axis and extent > 1
+    )
+
+
+def prepare_activation(
+    operand: Operand,
+    batch: int,
+    groups: int,
+    channels: int,
+    size: Size3,
+    name: str,
+    device: CudaDevice,
+) -> Prepared:
+    """(N, D, H, W, G, C/G), the channels of a group padded with zeros to whole chunks."""
+    order = 0, 3, 4, 5, 1, 2
+    return _prepare(operand, (batch, groups, channels, *size), order, name, device)
+
+
+def prepare_weight(
+    operand: Operand,
+    groups: int,
+    out_channels: int,
+    in_channels: int,
+    kernel: Size3,
+    name: str,
+    device: CudaDevice,
+    out_channels_last: bool = False,
+    whole_lines: bool = False,
+) -> Prepared:
+    """(G, K/G, T, R, S, C/G), the channels of a group padded with zeros to whole chunks; or
+    (G, C/G, T, R, S, K/G). With ``whole_lines`` to whole lines of the caches, where there are more
+    than one."""
+    order = (0, 2, 3, 4, 5, 1) if out_channels_last else (0, 1, 3, 4, 5, 2)
+    extents = groups, out_channels, in_channels, *kernel
+    return _prepare(operand, extents, order, name, device, whole_lines)
+
+
+def _prepare(
+    operand: Operand,
+    extents: tuple[int, ...],
+    order: tuple[int, ...],
+    name: str,
+    device: CudaDevice,
+    whole_lines: bool = False,
+) -> Prepared:
+    """``order`` is that of the canonical axes in memory; the last one's extent is padded."""
+    last, dtype = order[-1], operand.dtype
+    chunk, line = (unit // dtype.itemsize for unit in (CHUNK_BYTES, LINE_BYTES))
+    whole_lines = whole_lines and extents[last] > line and extents[last] % line != 0
+    if in_whole_chunks(operand, extents, last) and not whole_lines:
+        return Prepared(operand)
+    if whole_lines:
+        chunk = line
+    channels = extents[last]
+    padded = ceil_div(channels, chunk) * chunk
+    shape = tuple(padded if axis == last else extents[axis] for axis in order)
+    strides = [0] * 6
+    for axis, stride in zip(order, contiguous_strides(shape), strict=True):
+        strides[axis] = stride
+    axes = [
+        CopyAxis(padded if axis == last else extents[axis], operand.strides[axis], strides[axis])
+        for axis in order
+    ]
+    bounds: tuple[tuple[int, int, int], ...] = ()
+    if padded != channels:
+        # A bound joins two axes; the outer one here has one position.
+        axes = [CopyAxis(1, 0, 0), *axes]
+        bounds = ((0, 6, channels),)
+    copy = Copy(operand.buffer, name, dtype, tuple(axes), bounds, pads=bool(bounds), follows=False)
+    target = replace(
+        operand,
+        buffer=name,
+        strides=(strides[0], strides[1], strides[2], strides[3], strides[4], strides[5]),
+    )
+    return Prepared(
+        target,
+        choose(COPIES, copy, device).fragment.steps,
+        (Workspace(name, prod(shape) * dtype.itemsize),),
+    )

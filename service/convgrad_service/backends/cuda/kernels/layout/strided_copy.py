@@ -1,0 +1,106 @@
+"""Copies between orders in memory: Ascend's formats and plain ones."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
+from convgrad_service.plans.cuda.works import Copy, CopyAxis
+
+__all__ = ["StridedCopy"]
+
+BLOCK, AXES, BOUNDS = 256, 8, 2
+# Of the last axis, that one thread copies: the place of the others is worked out once for it.
+LONGEST_RUN = 8
+# A copy needs to know an element's size alone.
+_TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+
+
+class StridedCopyArgs(ctypes.Structure):
+    """See ``strided_copy.cu``."""
+
+    _fields_ = (
+        ("source", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("runs", ctypes.c_int64),
+        ("extent", ctypes.c_int64 * AXES),
+        ("source_stride", ctypes.c_int64 * AXES),
+        ("target_stride", ctypes.c_int64 * AXES),
+        ("limit", ctypes.c_int64 * BOUNDS),
+        ("outer", ctypes.c_int32 * BOUNDS),
+        ("inner", ctypes.c_int32 * BOUNDS),
+        ("pads", ctypes.c_int32),
+        ("run", ctypes.c_int32),
+        ("run_source", ctypes.c_int64),
+        ("run_target", ctypes.c_int64),
+    )
+
+
+class StridedCopy:
+    """Any copy of at most eight axes."""
+
+    name = "strided_copy"
+
+    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        return None
+
+    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        own = list(work.axes) if work.bounds else _joined(work.axes)
+        run = CopyAxis(1, 0, 0)
+        if own and not work.bounds:
+            # A longer axis is cut into runs, where that leaves nothing over.
+            last = own.pop()
+            length = max(n for n in range(1, LONGEST_RUN + 1) if last.extent % n == 0)
+            if last.extent > length:
+                over = last.source * length, last.target * length
+                own.append(CopyAxis(last.extent // length, *over))
+            run = replace(last, extent=length)
+        missing = AXES - len(own)
+        axes = (*[CopyAxis(1, 0, 0)] * missing, *own)
+        args = StridedCopyArgs()
+        args.extent[:] = [axis.extent for axis in axes]
+        args.source_stride[:] = [axis.source for axis in axes]
+        args.target_stride[:] = [axis.target for axis in axes]
+        args.runs = prod(args.extent)
+        args.run, args.run_source, args.run_target = run.extent, run.source, run.target
+        bounds = [(outer + missing, inner + missing, limit) for outer, inner, limit in work.bounds]
+        bounds += [(-1, -1, 0)] * (BOUNDS - len(bounds))
+        args.outer[:], args.inner[:], args.limit[:] = zip(*bounds, strict=True)
+        args.pads, args.target = work.pads, work.target_start * work.dtype.itemsize
+        launch = Launch(
+            _instance(work.dtype.itemsize),
+            linear_grid(args.runs, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, source=work.source, target=work.target),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(itemsize) for itemsize in _TYPES]
+
+
+def _joined(axes: Sequence[CopyAxis]) -> list[CopyAxis]:
+    """The same copy with fewer axes: neighbours that go on from one another are one."""
+    found: list[CopyAxis] = []
+    for axis in axes:
+        if axis.extent == 1:
+            continue
+        steps = axis.extent * axis.source, axis.extent * axis.target
+        if found and (found[-1].source, found[-1].target) == steps:
+            found[-1] = replace(axis, extent=axis.extent * found[-1].extent)
+        else:
+            found.append(axis)
+    return found
+
+
+def _instance(itemsize: int) -> Instance:
+    return Instance("layout/strided_copy.cu", "strided_copy", (("ELEMENT", _TYPES[itemsize]),))

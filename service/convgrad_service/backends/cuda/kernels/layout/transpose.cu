@@ -1,0 +1,229 @@
+// Copies a box of elements between an order in which x runs side by side and one in which y does:
+// target[o, x, y] = source[o, y, x], through shared memory. The host's side is transpose.py.
+//
+// Block: 256 threads move a tile of 64 x 64, or 128 x 64 of 16 bits, through shared memory, in chunks of
+// 16 bytes on either side. Rows that start anywhere (planes of an odd number of pixels) are read
+// (SOURCE_ANY) and written (TARGET_ANY) by the whole chunks they lie in: of a tile's first and last one
+// in the source a part is left, and in the target each row of a tile ends where a chunk does, for which
+// the tile begins `lead` rows of y earlier. Static shared memory: the tile in words, of two neighbours
+// along y where elements have 16 bits, so that both sides go by words, and placed so that lanes do not
+// meet in a bank. Where y reaches `y_limit`, the source has no element and the target gets zero.
+// Relies on its launcher for the grid: tiles of x (fastest), tiles of y, outer positions; and for
+// buffers that start at whole chunks.
+// Deterministic. Index limits: offsets in 64 bits; blocks below 2^31.
+#include "layout/transpose_args.cuh"
+
+using namespace convgrad;
+
+namespace {
+
+using T = ELEMENT;
+constexpr int kTileX = sizeof(T) == 2 ? 128 : 64, kTileY = 64, kThreads = 256;
+constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
+constexpr int kPair = sizeof(T) == 2 ? 2 : 1;  // elements of a word
+template <class Element>
+struct WordOf {
+  using type = Element;
+};
+template <>
+struct WordOf<unsigned short> {
+  using type = u32;
+};
+using Word = WordOf<T>::type;
+using Chunk = Vector<T, kChunk>;
+
+// Of rows that start anywhere a tile has room for what its first and last chunks have beside it. In
+// the target its rows end where sectors of 32 bytes do: what two blocks wrote parts of takes twice as
+// long.
+constexpr int kSector = 2 * kChunk;
+constexpr int kBesideX = SOURCE_ANY ? kChunk : 0, kLead = TARGET_ANY ? kSector : 0;
+constexpr int kAllX = kTileX + 2 * kBesideX, kAllY = kTileY + kLead;
+// Chunks of rows side by side, and of columns on the other side, lie in 32 different banks.
+// Or a warp reads four chunks of eight rows (kFour), whose elements then have places without a skip.
+constexpr bool kFour = SOURCE_ANY && kPair == 2;
+constexpr int kRows = kAllY / kPair, kSkip = sizeof(T) == 8 || kFour ? 0 : 2;
+constexpr int kRowSkip = kPair == 2 ? 0 : kSkip;
+constexpr int kOfRow = kAllX + (kAllX - 1) / 32 * kSkip;
+constexpr int kPitch = sizeof(T) == 4 ? kOfRow + 3 - (kOfRow & 3) : kOfRow | 1;
+// A word more where the last rows are read with the next.
+constexpr int kWords = (kRows + TARGET_ANY) * kPitch + kRows / 32 * kRowSkip;
+__device__ __forceinline__ int place(int row, int x) {
+  x += kBesideX;
+  return row * kPitch + x + (x >> 5) * kSkip + (row >> 5) * kRowSkip;
+}
+__device__ __forceinline__ T& element_at(Word* words, int y, int x) {
+  return reinterpret_cast<T*>(words)[place(y / kPair, x) * kPair + y % kPair];
+}
+
+__device__ __forceinline__ Word joined(const T* first, const T* second, int e) {
+  if constexpr (kPair == 2) {
+    return first[e] | static_cast<u32>(second[e]) << 16;
+  } else {
+    return first[e];
+  }
+}
+
+// How many elements an address is beyond a multiple of so many.
+template <int kElements>
+__device__ __forceinline__ int beyond(const T* at) {
+  return static_cast<int>(reinterpret_cast<u64>(at) / sizeof(T)) & (kElements - 1);
+}
+
+// Rows of the tile, those from the first that there is to before `reals`; they start at whole chunks.
+__device__ __forceinline__ void load(Word* words, const T* source, i64 pitch, int xs, int first,
+                                     int reals) {
+  constexpr int kChunks = kTileX / kChunk, kCount = (kRows * kChunks + kThreads - 1) / kThreads;
+  Chunk chunks[kCount][2];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * kChunk;
+#pragma unroll
+    for (int p = 0; p < kPair; ++p) {
+      const int y = row * kPair + p;
+      chunks[i][p] = y >= first && y < reals && x < xs ? Chunk::load(source + y * pitch + x)
+                                                       : Chunk::zero();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, row = at / kChunks, x = at % kChunks * kChunk;
+    if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
+    Word* const to = words + place(row, x);
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      to[e] = joined(chunks[i][0].at, chunks[i][kPair - 1].at, e);
+    }
+  }
+}
+
+// The same of rows that start anywhere; `end` is where the source does.
+__device__ __forceinline__ void load_any(Word* words, const T* source, const T* end, i64 pitch,
+                                         int xs, int first, int reals) {
+  // A row lies in one chunk more than it has elements for: the last one is for a thread a row.
+  constexpr int kChunks = kTileX / kChunk, kCount = (kAllY * kChunks + kThreads - 1) / kThreads;
+  Chunk chunks[kCount + 1];
+  int starts[kCount + 1];
+  auto at = [&](int i, int& y) {
+    const int index = threadIdx.x + i * kThreads;
+    y = threadIdx.x;
+    if (i == kCount) return kTileX;
+    y = kFour ? index / 4 % 8 + index / (8 * kChunks) * 8 : index / kChunks;
+    return (kFour ? index % 4 + index / 32 % (kChunks / 4) * 4 : index % kChunks) * kChunk;
+  };
+#pragma unroll
+  for (int i = 0; i <= kCount; ++i) {
+    int y;
+    const int aligned = at(i, y);
+    const T* const row = source + y * pitch;
+    const int x = starts[i] = aligned - beyond<kChunk>(row);
+    chunks[i] = Chunk::zero();
+    if (y < first || y >= reals || x >= xs) continue;
+    if (row + x + kChunk <= end) {
+      chunks[i] = Chunk::load(row + x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (row + x + e < end) chunks[i].at[e] = row[x + e];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i <= kCount; ++i) {
+    int y;
+    at(i, y);
+    if (y >= kAllY) continue;
+    T* const to = &element_at(words, y, starts[i]);
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      (kSkip == 0 ? to[e * kPair] : element_at(words, y, starts[i] + e)) = chunks[i].at[e];
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Word* words, T* target, i64 pitch, int xs, int ys) {
+  constexpr int kChunks = kTileY / kChunk, kCount = kTileX * kChunks / kThreads;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, x = at / kChunks, y = at % kChunks * kChunk;
+    Chunk chunk;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) {
+      const Word word = words[place((y + e) / kPair, x)];
+      chunk.at[e] = static_cast<T>((y + e) % kPair == 0 ? word : word >> (kPair - 1) * 16);
+    }
+    if (x < xs && y < ys) chunk.store(target + x * pitch + y);
+  }
+}
+
+// The same of rows that start anywhere: `before` of y are before the tile's first row, and `left`
+// from there on.
+__device__ __forceinline__ void store_any(Word* words, T* target, i64 pitch, int xs, i64 before,
+                                          i64 left) {
+  constexpr int kChunks = kTileY / kChunk, kCount = kTileX * kChunks / kThreads;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = threadIdx.x + i * kThreads, x = at / kChunks;
+    T* const row = target + x * pitch;
+    const int y = at % kChunks * kChunk - beyond<kSector>(row);
+    Chunk chunk;
+    if constexpr (kPair == 2) {
+      // Words of two neighbours: as they are, or each half of it and half of the next.
+      const Word* const from = words + place((y + kLead) / kPair, x);
+      const u32 halves = (y + kLead) % kPair == 0 ? 0x3210 : 0x5432;
+      u32 word[kChunk / 2 + 1];
+#pragma unroll
+      for (int e = 0; e <= kChunk / 2; ++e) word[e] = from[e * kPitch];
+#pragma unroll
+      for (int e = 0; e < kChunk / 2; ++e) {
+        const u32 both = __byte_perm(word[e], word[e + 1], halves);
+        chunk.at[2 * e] = static_cast<T>(both), chunk.at[2 * e + 1] = static_cast<T>(both >> 16);
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) chunk.at[e] = element_at(words, y + kLead + e, x);
+    }
+    if (x >= xs) continue;
+    if (y >= -before && y + kChunk <= left) {
+      chunk.store(row + y);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        if (y + e >= -before && y + e < left) row[y + e] = chunk.at[e];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    transpose(const __grid_constant__ TransposeArgs args) {
+  __shared__ Word words[kWords];
+  begin_copy(args);
+  u32 rest = blockIdx.x;
+  const i64 x0 = static_cast<i64>(take(rest, (args.x_extent + kTileX - 1) / kTileX)) * kTileX;
+  const u32 y_tiles = (args.y_extent + kLead + kTileY - 1) / kTileY;
+  const i64 y0 = static_cast<i64>(take(rest, y_tiles)) * kTileY;
+  i64 from = 0, to = 0;
+  outer_offsets(args, rest, from, to);
+  const T* const whole = static_cast<const T*>(args.source);
+  const T* const source = whole + from + (y0 - kLead) * args.y_source + x0;
+  T* const target = static_cast<T*>(args.target) + to + x0 * args.x_target + y0;
+  const int xs = min(static_cast<i64>(kTileX), args.x_extent - x0);
+  const i64 left = args.y_extent - y0;
+  const int reals = min(static_cast<i64>(kAllY), min(args.y_extent, args.y_limit) - y0 + kLead);
+  const int first = y0 == 0 ? kLead : 0;
+
+  if constexpr (SOURCE_ANY) {
+    load_any(words, source, whole + args.elements, args.y_source, xs, first, reals);
+  } else {
+    load(words, source, args.y_source, xs, first, reals);
+  }
+  __syncthreads();
+  if constexpr (TARGET_ANY) {
+    store_any(words, target, args.x_target, xs, y0, left);
+  } else {
+    store(words, target, args.x_target, xs, min(static_cast<i64>(kTileY), left));
+  }
+  end_copy(args);
+}

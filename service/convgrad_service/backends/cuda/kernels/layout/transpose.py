@@ -1,0 +1,294 @@
+"""Copies at the memory's speed: between orders with different inner axes, and to padded rows."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import cast
+
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import Copy, CopyAxis
+
+__all__ = ["RowCopy", "Transpose"]
+
+BLOCK, CHUNK_BYTES, SECTOR_BYTES = 256, 16, 32
+# Of a tile, along x by the size of an element.
+TILE_X, TILE_Y = {2: 128, 4: 64, 8: 64}, 64
+# Of a multiprocessor, by the sides whose rows start anywhere: what their registers leave room for.
+BLOCKS = {2: (6, 5, 4), 4: (6, 4, 4), 8: (4, 2, 2)}
+PLANES, RUNS = "transpose_planes", "transpose_runs"
+# Of a block of either; and the extent of the short axis from which on tiles are filled as well.
+PLANES_BYTES, WIDE_EXTENT = 16384, 64
+OUTER, ROW_AXES = 4, 6
+# Shorter axes would leave most of a tile.
+LEAST_EXTENT = 8
+# A copy needs to know an element's size alone.
+_TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+
+
+class TransposeArgs(ctypes.Structure):
+    """See ``transpose.cu``."""
+
+    _fields_ = (
+        ("source", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("extent", ctypes.c_uint32 * OUTER),
+        *((name, ctypes.c_int64 * OUTER) for name in ("source_stride", "target_stride")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
+        ),
+        ("elements", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("source_chunk", "target_chunk", "rows", "follows")),
+    )
+
+
+class RowCopyArgs(ctypes.Structure):
+    """See ``row_copy.cu``."""
+
+    _fields_ = (
+        ("source", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_int64 * ROW_AXES)
+            for name in ("extent", "source_stride", "target_stride")
+        ),
+        *((name, ctypes.c_int64) for name in ("chunks", "all_chunks", "elements")),
+        ("follows", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A copy without axes of extent 1, and those that lie alike on both sides made one.
+
+    ``limit`` is how many elements of axis ``padded`` the source has.
+    """
+
+    axes: tuple[CopyAxis, ...]
+    padded: int | None
+    limit: int
+
+    def inner(self, source: bool) -> int | None:
+        """The axis that runs side by side in the source, or in the target."""
+        for index, axis in enumerate(self.axes):
+            if (axis.source if source else axis.target) == 1:
+                return index
+        return None
+
+
+def _box(work: Copy) -> _Box | None:
+    """None where a bound is more than the end of one axis, or the target keeps what is beyond."""
+    padded, limit = None, 0
+    for outer, inner, bound in work.bounds:
+        if work.axes[outer].extent != 1 or padded is not None or not work.pads:
+            return None
+        padded, limit = inner, bound
+    axes: list[CopyAxis] = []
+    place = None
+    for index, axis in enumerate(work.axes):
+        if index == padded:
+            place = len(axes)
+            axes.append(axis)
+        elif axis.extent > 1:
+            last = axes[-1] if axes and place != len(axes) - 1 else None
+            if last and (last.source, last.target) == (
+                axis.extent * axis.source,
+                axis.extent * axis.target,
+            ):
+                axes[-1] = replace(axis, extent=axis.extent * last.extent)
+            else:
+                axes.append(axis)
+    return _Box(tuple(axes), place, limit)
+
+
+class Transpose:
+    """Copies whose sides have different inner axes, as between channels first and last."""
+
+    name = "transpose"
+
+    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        box = _box(work)
+        if box is None:
+            return "its bounds are more than the end of one axis"
+        x, y = box.inner(source=True), box.inner(source=False)
+        if x is None or y is None or x == y:
+            return "the sides do not have different axes side by side"
+        if box.padded not in (None, y):
+            return "an axis is padded that does not run side by side in the target"
+        if len(box.axes) - 2 > OUTER:
+            return f"{len(box.axes)} axes are more than {OUTER + 2}"
+        extents = box.axes[x].extent, box.axes[y].extent
+        short = 0 if _kind(box, x, y) == self.name else 1
+        if sorted(extents)[short] < LEAST_EXTENT:
+            return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
+        if _tiles(work, box, x, y) > MAX_BLOCKS:
+            return "its tiles are more than one grid holds"
+        return None
+
+    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        box = cast(_Box, _box(work))
+        x, y = (cast(int, box.inner(source)) for source in (True, False))
+        x_axis, y_axis = box.axes[x], box.axes[y]
+        outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
+        args = TransposeArgs()
+        _fill_axes(args, outer, OUTER)
+        args.x_extent, args.y_extent = x_axis.extent, y_axis.extent
+        args.y_limit = y_axis.extent if box.padded is None else box.limit
+        args.x_target, args.y_source = x_axis.target, y_axis.source
+        itemsize = work.dtype.itemsize
+        chunk = CHUNK_BYTES // itemsize
+        last = [(axis.extent - 1) * axis.source for axis in (x_axis, *outer)]
+        args.elements = 1 + sum(last) + (args.y_limit - 1) * y_axis.source
+        sources = [axis.source for axis in outer]
+        targets = [work.target_start, *(axis.target for axis in outer)]
+        name = _kind(box, x, y)
+        # A run of rows starts at a whole chunk if its plane does.
+        if name != PLANES:
+            sources += [x_axis.extent, y_axis.source]
+        if name != RUNS:
+            targets += [y_axis.extent, x_axis.target]
+        args.source_chunk, args.target_chunk = (
+            0 if gcd(*each) % chunk else CHUNK_BYTES for each in (sources, targets)
+        )
+        short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
+        args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
+        args.follows = work.follows
+        args.target = work.target_start * itemsize
+        launch = Launch(
+            _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
+            if name == self.name
+            else _instance(name, itemsize),
+            (_tiles(work, box, x, y), 1, 1),
+            (BLOCK, 1, 1),
+            pack(args, source=work.source, target=work.target),
+        )
+        return Fragment(name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            *(_instance(name, size) for name in (PLANES, RUNS) for size in _TYPES),
+            *(
+                _tile_instance(size, source_any, target_any)
+                for size in _TYPES
+                for source_any in (False, True)
+                for target_any in (False, True)
+            ),
+        ]
+
+
+class RowCopy:
+    """Copies with the same inner axis on both sides, to rows of whole 16-byte chunks."""
+
+    name = "row_copy"
+
+    def why_not(self, work: Copy, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        box = _box(work)
+        if box is None:
+            return "its bounds are more than the end of one axis"
+        inner = box.inner(source=False)
+        if inner is None or box.axes[inner].source not in (0, 1):
+            return "the sides do not have the same axis side by side"
+        if box.padded not in (None, inner):
+            return "an axis is padded that does not run side by side"
+        chunk = CHUNK_BYTES // work.dtype.itemsize
+        row = box.axes[inner]
+        targets = (axis.target for axis in box.axes if axis is not row)
+        if any(value % chunk for value in (row.extent, work.target_start, *targets)):
+            return f"the target's rows are not whole chunks of {CHUNK_BYTES} bytes"
+        if len(box.axes) - 1 > ROW_AXES:
+            return f"{len(box.axes)} axes are more than {ROW_AXES + 1}"
+        blocks = linear_grid(prod(axis.extent for axis in box.axes) // chunk, BLOCK)[0]
+        if blocks > MAX_BLOCKS:
+            return f"{blocks} blocks are more than one grid holds"
+        return None
+
+    def launches(self, work: Copy, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        box = cast(_Box, _box(work))
+        row = box.axes[cast(int, box.inner(source=False))]
+        args = RowCopyArgs()
+        _fill_axes(args, [axis for axis in box.axes if axis is not row], ROW_AXES)
+        args.chunks = row.extent * work.dtype.itemsize // CHUNK_BYTES
+        args.all_chunks = args.chunks * prod(args.extent)
+        args.elements = row.extent if box.padded is None else box.limit
+        args.follows = work.follows
+        args.target = work.target_start * work.dtype.itemsize
+        launch = Launch(
+            _instance(self.name, work.dtype.itemsize),
+            linear_grid(args.all_chunks, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, source=work.source, target=work.target),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [_instance(self.name, itemsize) for itemsize in _TYPES]
+
+
+def _fill_axes(args: TransposeArgs | RowCopyArgs, axes: list[CopyAxis], count: int) -> None:
+    padded = [*[CopyAxis(1, 0, 0)] * (count - len(axes)), *axes]
+    args.extent[:] = [axis.extent for axis in padded]
+    args.source_stride[:] = [axis.source for axis in padded]
+    args.target_stride[:] = [axis.target for axis in padded]
+
+
+def _kind(box: _Box, x: int, y: int) -> str:
+    """Which kernel: by tiles, or by runs where one axis is short and its rows have no gaps."""
+    x_axis, y_axis = box.axes[x], box.axes[y]
+    if x_axis.extent < WIDE_EXTENT and y_axis.source == x_axis.extent:
+        return PLANES
+    whole = box.padded is None
+    if y_axis.extent < WIDE_EXTENT and x_axis.target == y_axis.extent and whole:
+        return RUNS
+    return Transpose.name
+
+
+def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
+    """How many of so many rows of the short axis a block moves: about as many as the others."""
+    chunk = CHUNK_BYTES // itemsize
+    most = PLANES_BYTES // itemsize // short.extent // chunk * chunk
+    return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
+
+
+def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
+    itemsize = work.dtype.itemsize
+    x_axis, y_axis = box.axes[x], box.axes[y]
+    outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
+    kind = _kind(box, x, y)
+    if kind == PLANES:
+        inner = ceil_div(y_axis.extent, _rows(x_axis, y_axis.extent, itemsize))
+    elif kind == RUNS:
+        inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
+    else:
+        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
+        lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
+        tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
+        inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
+    return inner * prod(axis.extent for axis in outer)
+
+
+def _tile_instance(itemsize: int, source_any: bool, target_any: bool) -> Instance:
+    """Of transpose, whose rows start anywhere in the source or in the target."""
+    anywhere = source_any + target_any
+    defines = {
+        "ELEMENT": _TYPES[itemsize],
+        "SOURCE_ANY": int(source_any),
+        "TARGET_ANY": int(target_any),
+        "BLOCKS": BLOCKS[itemsize][anywhere],
+    }
+    return Instance.of("layout/transpose.cu", defines)
+
+
+def _instance(name: str, itemsize: int) -> Instance:
+    return Instance(f"layout/{name}.cu", name, (("ELEMENT", _TYPES[itemsize]),))

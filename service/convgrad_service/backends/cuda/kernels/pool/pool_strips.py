@@ -1,0 +1,196 @@
+"""Max pooling's gradient from its input, windows that overlap, a word of channels a thread."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
+from convgrad_service.plans.cuda.works import Operand, PoolWork
+
+__all__ = ["DTYPES", "PoolStrips", "Window", "in_words", "per_word"]
+
+BLOCK = 128
+DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Kernel, stride and padding along H and W; rows that a thread owns; blocks on a
+    multiprocessor."""
+
+    kernel: int
+    stride: int
+    pad: int
+    rows: int
+    blocks: int
+
+
+# By the channels of a word. More rows share more of what they read, and two channels' take more
+# registers.
+WINDOWS: Mapping[int, tuple[Window, ...]] = {
+    2: (Window(3, 2, 1, rows=4, blocks=5),),
+    1: (Window(3, 2, 1, rows=8, blocks=4),),
+}
+
+
+class StripArgs(ctypes.Structure):
+    """See ``pool_strips.cu``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
+        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
+        ("threads", ctypes.c_int64),
+        ("words", ctypes.c_int32),
+        ("x_size", ctypes.c_int32 * 3),
+        ("y_size", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("tiles", "strips", "strip")),
+    )
+
+
+class PoolStrips:
+    """bwd from the input, channels last, the windows of ``WINDOWS``."""
+
+    name = "pool_strips"
+
+    def __init__(self, windows: Mapping[int, tuple[Window, ...]] = WINDOWS) -> None:
+        """Other windows where others are tried."""
+        self._windows = windows
+
+    def why_not(self, work: PoolWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if work.source is None:
+            return "the indices are given"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype}"
+        if any(d != 1 and k != 1 for d, k in zip(work.dilation, work.kernel, strict=True)):
+            return "dilated"
+        if self._window(work) is None:
+            return (
+                f"no instance for kernel {work.kernel}, stride {work.stride} and padding {work.pad}"
+            )
+        if not all(in_words(work, operand) for operand in (work.source, work.x, work.y)):
+            return "the channels do not lie side by side in whole words"
+        if image_elements(work) * work.dtype.itemsize >= 2**31:
+            return "an image of more than 2^31 bytes"
+        if self._threads(work, device) > MAX_BLOCKS * BLOCK:
+            return "more blocks than one grid holds"
+        return None
+
+    def launches(self, work: PoolWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        window = self._window(work)
+        if work.source is None or window is None:
+            raise ValueError("a pooling's gradient without its input, or of other windows")
+        args = StripArgs()
+        for field, operand in (("x", work.source), ("grad", work.y), ("grad_x", work.x)):
+            n, _, *rest = operand.strides
+            getattr(args, f"{field}_stride")[:] = (n, *rest)
+        args.threads, args.words = (
+            self._threads(work, device),
+            work.channels // per_word(work.dtype),
+        )
+        args.x_size[:], args.y_size[:] = work.input, work.output
+        args.tiles = ceil_div(work.input[1], window.rows)
+        args.strip = _strip(work, window, device)
+        args.strips = ceil_div(work.input[2], args.strip)
+        launch = Launch(
+            _instance(work.dtype, window),
+            linear_grid(args.threads, BLOCK),
+            (BLOCK, 1, 1),
+            pack(args, x=work.source, grad=work.y, grad_x=work.x),
+        )
+        return Fragment(self.name, (launch,))
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        return [
+            _instance(dtype, window)
+            for dtype in DTYPES
+            for window in self._windows[per_word(dtype)]
+        ]
+
+    def _window(self, work: PoolWork) -> Window | None:
+        kernel, stride, pad = work.kernel, work.stride, work.pad
+        flat = kernel[0] == stride[0] == 1 and pad[0] == 0 and work.input[0] == work.output[0]
+        for window in self._windows[per_word(work.dtype)]:
+            asked = (window.kernel,) * 2, (window.stride,) * 2, (window.pad,) * 2
+            if flat and asked == (kernel[1:], stride[1:], pad[1:]):
+                return window
+        return None
+
+    def _threads(self, work: PoolWork, device: CudaDevice) -> int:
+        window = self._window(work)
+        if window is None:
+            raise ValueError("no such window")
+        strips = ceil_div(work.input[2], _strip(work, window, device))
+        return strips * _lines(work, window)
+
+
+def _lines(work: PoolWork, window: Window) -> int:
+    """Threads of one strip."""
+    tiles = ceil_div(work.input[1], window.rows)
+    return work.batch * work.input[0] * tiles * (work.channels // per_word(work.dtype))
+
+
+def _strip(work: PoolWork, window: Window, device: CudaDevice) -> int:
+    """Columns of a strip: few enough that the last wave of blocks is nearly full, many enough that
+    those which two strips read count little."""
+    together = device.multiprocessors * window.blocks * BLOCK
+    lines, width = _lines(work, window), work.input[2]
+
+    def expected(strips: int) -> float:
+        columns = _columns(width, strips, window)
+        waves = ceil_div(lines * ceil_div(width, columns), together)
+        # A strip's first columns and its start, in columns.
+        return waves * (columns + 2 * (window.kernel - window.stride) + 4)
+
+    best = min(range(1, max(1, width // 4) + 1), key=expected)
+    return _columns(width, best, window)
+
+
+def _columns(width: int, strips: int, window: Window) -> int:
+    """Of one strip; a multiple of the stride."""
+    return ceil_div(ceil_div(width, strips), window.stride) * window.stride
+
+
+def per_word(dtype: DType) -> int:
+    """Channels of four bytes."""
+    return 4 // dtype.itemsize
+
+
+def in_words(work: PoolWork, operand: Operand) -> bool:
+    """Whether the channels of a position are whole words of memory, side by side."""
+    n, _, c, *rest = operand.strides
+    per = per_word(work.dtype)
+    extents = (work.batch, *work.input)
+    return (
+        c == 1
+        and work.channels % per == 0
+        and all(
+            stride % per == 0
+            for stride, extent in zip((n, *rest), extents, strict=True)
+            if extent > 1
+        )
+    )
+
+
+def _instance(dtype: DType, window: Window) -> Instance:
+    defines = {
+        "ELEMENT": CUDA_TYPES[dtype],
+        "KERNEL": window.kernel,
+        "STRIDE": window.stride,
+        "PAD": window.pad,
+        "ROWS": window.rows,
+        "BLOCKS": window.blocks,
+    }
+    return Instance.of(
+        "pool/pool_strips.cu",
+        defines,
+    )

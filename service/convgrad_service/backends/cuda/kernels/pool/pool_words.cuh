@@ -1,0 +1,128 @@
+// What the kernels of pooling's gradient share that compare words (see ptx/word_keys.cuh): rows of words from
+// and to memory, and the gradient of a window to the first of its maxima.
+#pragma once
+
+#include "ptx/load_store.cuh"
+#include "ptx/word_keys.cuh"
+
+namespace convgrad {
+
+// On a multiprocessor, of so many that registers leave room for on Hopper: others, which take more
+// instructions to compare two keys, take more registers.
+__device__ constexpr int blocks_here(int on_hopper) {
+#if __CUDA_ARCH__ == 900
+  return on_hopper;
+#else
+  return on_hopper > 1 ? on_hopper - 1 : 1;
+#endif
+}
+
+// Bits [low, high) of a word, as far as it has them.
+__device__ __forceinline__ u32 bits_between(int low, int high) {
+  const auto below = [](int bit) { return bit <= 0 ? 0u : bit >= 32 ? ~0u : (1u << bit) - 1; };
+  return below(high) & ~below(low);
+}
+
+// A word of each row, `pitch` bytes apart; zero of those whose bit is not set. Most warps have them
+// all, and need no predicates.
+template <int kRows>
+__device__ __forceinline__ void fetch_rows(u32 there, const char* from, int pitch, int one,
+                                           u32 (&to)[kRows]) {
+  if (there == (1u << kRows) - 1) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      load_if(true, from, to[r]);
+      move_on(from, pitch, one);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      load_where(there & 1u << r, from, to[r]);
+      move_on(from, pitch, one);
+    }
+  }
+}
+template <class T, int kRows>
+__device__ __forceinline__ void store_rows(u32 wanted, char* to, int pitch, int one,
+                                           const float (&sums)[kRows][kPerWord<T>]) {
+  if (wanted == (1u << kRows) - 1) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      store_if(true, to, narrow_word<T>(sums[r]));
+      move_on(to, pitch, one);
+    }
+  } else if (wanted != 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      store_where(wanted & 1u << r, to, narrow_word<T>(sums[r]));
+      move_on(to, pitch, one);
+    }
+  }
+}
+// The keys of a column of words; of those whose bit is not set kNoKeys.
+template <class T, int kRows>
+__device__ __forceinline__ void keys_of_rows(u32 there, const u32 (&words)[kRows],
+                                             u32 (&keys)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) keys[r] = keys_of<T>(words[r]);
+  if (there != (1u << kRows) - 1) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if ((there & 1u << r) == 0) keys[r] = kNoKeys<kPerWord<T>>;
+    }
+  }
+}
+
+// The gradient `rest` of a window of kKeys keys, of which [begin, end) are there, goes to the first
+// that is the greatest. `take(j, c, all, value)` gets what reaches key j: all of it, or none.
+template <int kPer, int kKeys, class Take>
+__device__ __forceinline__ void route(const u32 (&keys)[kKeys], int begin, int end,
+                                      float (&rest)[kPer], Unneeded& unneeded, Take take) {
+  // Of each key, whether it is the greatest from there on. There are few predicates: where these
+  // would be too many the last are found again.
+  constexpr int kHeld = 2;
+  bool here[kKeys][kPer];
+  u32 most = 0;
+#pragma unroll
+  for (int j = kKeys - 1; j >= 0; --j) {
+    if (j < begin || j >= end) continue;
+    for (int c = 0; c < kPer; ++c) here[j][c] = true;
+    if (j + 1 == end) {
+      most = keys[j];
+    } else if (j == begin) {
+      compare<kPer>(keys[j], most, here[j], unneeded);
+    } else if (j - begin < kHeld) {
+      most = larger<kPer>(keys[j], most, here[j]);
+    } else {
+      most = larger<kPer>(keys[j], most);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kKeys; ++j) {
+    if (j < begin || j >= end) continue;
+    if (j + 1 < end && j - begin >= kHeld) {
+      u32 after = keys[end - 1];
+#pragma unroll
+      for (int i = kKeys - 1; i > j; --i) {
+        if (i < end - 1) after = larger<kPer>(keys[i], after);
+      }
+      compare<kPer>(keys[j], after, here[j], unneeded);
+    }
+#pragma unroll
+    for (int c = 0; c < kPer; ++c) {
+      take(j, c, here[j][c], rest[c]);
+      if (j + 1 < end && here[j][c]) rest[c] = 0;
+    }
+  }
+}
+
+// What a key got, added up; `first` of all that it may get.
+__device__ __forceinline__ void add_taken(bool first, bool taken, float value, float& sum) {
+  if (first) {
+    sum = taken ? value : 0.0f;
+  } else if (taken) {
+    sum += value;
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,1 @@
+"""GPU plans: from a problem to launches over named buffers."""
