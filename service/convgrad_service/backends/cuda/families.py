@@ -24,6 +24,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeig
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
+from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -135,6 +136,7 @@ FIRST_DATA = (
     PatchProducts(DENSE),
     HopperFirstData(),
     FirstGroups(),
+    PhaseChannels(DENSE, COPIES),
     FirstData(),
 )
 FIRST_WEIGHT = (
