@@ -264,6 +264,175 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * Adjointness
+         * @description <result, z> against the same number by the adjoint operation, for a random z, in float64.
+         */
+        Adjointness: {
+            /** Applies */
+            applies: boolean;
+            /**
+             * Reason
+             * @description Why it does not apply.
+             * @default null
+             */
+            reason?: string | null;
+            /**
+             * Left
+             * @default null
+             */
+            left?: number | null;
+            /**
+             * Right
+             * @default null
+             */
+            right?: number | null;
+            /**
+             * Allowed
+             * @description By how much the bounds of all elements let the two differ.
+             * @default null
+             */
+            allowed?: number | null;
+            /**
+             * Passed
+             * @default null
+             */
+            passed?: boolean | null;
+        };
+        /**
+         * Again
+         * @description How to ask the same once more; tensors that were sent must be sent again.
+         */
+        Again: {
+            /** Method */
+            method: string;
+            /** Path */
+            path: string;
+            /**
+             * Fields
+             * @description The request's fields but for its tensors.
+             */
+            fields: {
+                [key: string]: unknown;
+            };
+            /**
+             * Command
+             * @description The same as a line of the command line tool.
+             */
+            command: string;
+        };
+        /**
+         * Bits
+         * @description The bits of the result, held against others.
+         */
+        Bits: {
+            /**
+             * Digest
+             * @description BLAKE2b of the result's bytes, 128 bits, in hexadecimal.
+             */
+            digest: string;
+            /**
+             * Equal To Ours
+             * @description None where this server has no kernel for the problem.
+             * @default null
+             */
+            equal_to_ours?: boolean | null;
+            /**
+             * Differing From Ours
+             * @default null
+             */
+            differing_from_ours?: number | null;
+            /**
+             * Equal To Second
+             * @description None where no result of a second run was sent.
+             * @default null
+             */
+            equal_to_second?: boolean | null;
+            /**
+             * Differing From Second
+             * @default null
+             */
+            differing_from_second?: number | null;
+            /**
+             * Equal When Doubled
+             * @description None where no result for a doubled tensor was sent.
+             * @default null
+             */
+            equal_when_doubled?: boolean | null;
+            /**
+             * @description None where nobody sent the same before, as far as is remembered.
+             * @default null
+             */
+            earlier?: components["schemas"]["Earlier"] | null;
+        };
+        /**
+         * Candidate
+         * @description A kernel that could run the problem.
+         */
+        Candidate: {
+            /** Kernel */
+            kernel: string;
+            /** Chosen */
+            chosen: boolean;
+            /**
+             * Predicted S
+             * @default null
+             */
+            predicted_s?: number | null;
+            /**
+             * Measured S
+             * @default null
+             */
+            measured_s?: number | null;
+            /**
+             * Reason
+             * @description Why it was passed over.
+             * @default null
+             */
+            reason?: string | null;
+        };
+        /**
+         * Clocks
+         * @description The device's clocks, power and temperature at one moment; None where it does not say.
+         */
+        Clocks: {
+            /**
+             * Sm Hz
+             * @default null
+             */
+            sm_hz?: number | null;
+            /**
+             * Sm Max Hz
+             * @default null
+             */
+            sm_max_hz?: number | null;
+            /**
+             * Memory Hz
+             * @default null
+             */
+            memory_hz?: number | null;
+            /**
+             * Power W
+             * @default null
+             */
+            power_w?: number | null;
+            /**
+             * Power Limit W
+             * @default null
+             */
+            power_limit_w?: number | null;
+            /**
+             * Temperature C
+             * @default null
+             */
+            temperature_c?: number | null;
+            /**
+             * Throttled
+             * @description What holds the clocks down.
+             * @default []
+             */
+            throttled?: string[];
+        };
+        /**
          * Conv3dBackpropInputRequest
          * @description Gradient of a 3D convolution with respect to its input, in plain or Ascend's formats.
          *
@@ -1303,6 +1472,128 @@ export interface components {
             bias?: components["schemas"]["FloatTensor"] | null;
         };
         /**
+         * Device
+         * @description What computed.
+         */
+        Device: {
+            /**
+             * Backend
+             * @description cpu or cuda.
+             */
+            backend: string;
+            /** Name */
+            name: string;
+            /**
+             * Index
+             * @default 0
+             */
+            index?: number;
+            /**
+             * Uuid
+             * @default
+             */
+            uuid?: string;
+            /**
+             * Processors
+             * @description Multiprocessors of a GPU, threads of a CPU.
+             * @default 0
+             */
+            processors?: number;
+        };
+        /**
+         * Earlier
+         * @description The latest earlier submission with the same problem and inputs.
+         */
+        Earlier: {
+            /** Equal */
+            equal: boolean;
+            /** Request Id */
+            request_id: string;
+            /** Seconds Ago */
+            seconds_ago: number;
+            /**
+             * First Difference
+             * @description The flat range of elements in which the first difference lies.
+             * @default null
+             */
+            first_difference?: [
+                number,
+                number
+            ] | null;
+        };
+        /**
+         * Element
+         * @description One element of an output.
+         */
+        Element: {
+            /**
+             * Index
+             * @description Its position in the output, in the layout sent.
+             */
+            index: number[];
+            /**
+             * Value
+             * @description What the caller computed.
+             */
+            value: number;
+            /**
+             * Reference
+             * @description What it is in float64.
+             */
+            reference: number;
+            /**
+             * Bound
+             * @description By how much rounding may make the two differ.
+             */
+            bound: number;
+            /**
+             * Share
+             * @description The error as a share of the bound; above 1 it is wrong.
+             */
+            share: number;
+        };
+        /**
+         * ExactGate
+         * @description Equality to the bit, which holds where every sum is exact: of small integers.
+         */
+        ExactGate: {
+            /** Applies */
+            applies: boolean;
+            /**
+             * Reason
+             * @description Why it does not apply.
+             * @default null
+             */
+            reason?: string | null;
+            /**
+             * Passed
+             * @default null
+             */
+            passed?: boolean | null;
+            /**
+             * Differing
+             * @default null
+             */
+            differing?: number | null;
+            /** @default null */
+            first?: components["schemas"]["Element"] | null;
+        };
+        /**
+         * Finding
+         * @description What is wrong, in words.
+         */
+        Finding: {
+            /**
+             * Code
+             * @description single-element, region, dropped-terms, repeated-terms, permuted-channels, flipped-kernel, scaled, zeros, non-finite, low-precision, wrong-values, not-exact, nondeterministic, not-linear or not-adjoint.
+             */
+            code: string;
+            /** Output */
+            output: string;
+            /** Sentence */
+            sentence: string;
+        };
+        /**
          * GroupedConvBwdWeightRequest
          * @description Gradient of a convolution with respect to its weight, and to its bias on request.
          *
@@ -1550,6 +1841,69 @@ export interface components {
              * @enum {string}
              */
             precision?: "highest" | "high";
+        };
+        /**
+         * HeatMap
+         * @description The largest share in each cell of a grid over channels (rows) and positions (columns).
+         */
+        HeatMap: {
+            /** Axes */
+            axes: [
+                string,
+                string
+            ];
+            /**
+             * Extents
+             * @description Channels and positions that the grid covers.
+             */
+            extents: [
+                number,
+                number
+            ];
+            /** Values */
+            values: number[][];
+        };
+        /**
+         * Histogram
+         * @description How many elements lie where: ``counts[i]`` of them above ``edges[i-1]``, up to ``edges[i]``;
+         *     the last of the counts is of what lies above all edges.
+         */
+        Histogram: {
+            /** Edges */
+            edges: number[];
+            /** Counts */
+            counts: number[];
+        };
+        /**
+         * Inputs
+         * @description What the result was computed from.
+         */
+        Inputs: {
+            /** Dtype */
+            dtype: string;
+            /**
+             * Seed
+             * @description None where every tensor was sent.
+             * @default null
+             */
+            seed?: number | null;
+            /**
+             * Distribution
+             * @default null
+             */
+            distribution?: string | null;
+            /**
+             * Drawn
+             * @description The tensors drawn from the seed.
+             * @default []
+             */
+            drawn?: string[];
+            /**
+             * Digest
+             * @description BLAKE2b of all tensors, in hexadecimal.
+             * @default
+             */
+            digest?: string;
         };
         /**
          * MaxPool2dBwdRequest
@@ -1940,6 +2294,221 @@ export interface components {
             index_dtype?: "int64" | "int32";
         };
         /**
+         * NonFinite
+         * @description NaNs and infinities, which must lie where the reference has them.
+         */
+        NonFinite: {
+            /**
+             * Expected
+             * @description Elements that are not finite in the reference.
+             */
+            expected: number;
+            /**
+             * Found
+             * @description Elements that are not finite in the result.
+             */
+            found: number;
+            /**
+             * Mismatches
+             * @description Elements where the two disagree.
+             */
+            mismatches: number;
+            /** @default null */
+            first?: components["schemas"]["Element"] | null;
+        };
+        /**
+         * Ours
+         * @description This server's own result of the same problem.
+         */
+        Ours: {
+            /** Kernel */
+            kernel: string;
+            /**
+             * Worst Share
+             * @description By output: its largest error, of the bound.
+             */
+            worst_share: {
+                [key: string]: number;
+            };
+            /** Passed */
+            passed: boolean;
+        };
+        /**
+         * OutputVerification
+         * @description One output, element by element.
+         */
+        OutputVerification: {
+            /** Dtype */
+            dtype: string;
+            /** Shape */
+            shape: number[];
+            /** Elements */
+            elements: number;
+            /** Passed */
+            passed: boolean;
+            /**
+             * Exceeding
+             * @description Elements whose error exceeds the bound.
+             */
+            exceeding: number;
+            /**
+             * @description None of an empty output.
+             * @default null
+             */
+            worst?: components["schemas"]["Element"] | null;
+            /**
+             * Examples
+             * @description Up to 8 of the elements that exceed the bound, the first ones.
+             * @default []
+             */
+            examples?: components["schemas"]["Element"][];
+            shares: components["schemas"]["Histogram"];
+            /**
+             * @description None of integer outputs.
+             * @default null
+             */
+            ulps?: components["schemas"]["Ulps"] | null;
+            non_finite: components["schemas"]["NonFinite"];
+            exact: components["schemas"]["ExactGate"];
+            bits: components["schemas"]["Bits"];
+            /** @default null */
+            heat_map?: components["schemas"]["HeatMap"] | null;
+        };
+        /**
+         * PassedOver
+         * @description A kernel that the plan did not choose.
+         */
+        PassedOver: {
+            /** Kernel */
+            kernel: string;
+            /** Reason */
+            reason: string;
+        };
+        /**
+         * Peer
+         * @description Another library on the same tensors.
+         */
+        Peer: {
+            /** Name */
+            name: string;
+            /** Timings */
+            timings?: {
+                [key: string]: components["schemas"]["TimingReport"];
+            };
+            /**
+             * Reason
+             * @description Why it was not timed.
+             * @default null
+             */
+            reason?: string | null;
+        };
+        /**
+         * PlanExplained
+         * @description The answer to ``GET /plan/<operation>``.
+         */
+        PlanExplained: {
+            /** Operation */
+            operation: string;
+            /**
+             * Layer
+             * @default null
+             */
+            layer?: string | null;
+            device: components["schemas"]["Device"];
+            plan: components["schemas"]["PlanReport"];
+            /** Inputs */
+            inputs: {
+                [key: string]: components["schemas"]["TensorShape"];
+            };
+            /** Outputs */
+            outputs: {
+                [key: string]: components["schemas"]["TensorShape"];
+            };
+            /** Flops */
+            flops: number;
+            /**
+             * Valid Flops
+             * @description Without the taps that fall wholly in padding.
+             */
+            valid_flops: number;
+            /**
+             * Bytes
+             * @description Each input read once, each output written once.
+             */
+            bytes: number;
+            reference: components["schemas"]["ReferenceTime"];
+            /** @default null */
+            again?: components["schemas"]["Again"] | null;
+        };
+        /**
+         * PlanReport
+         * @description What computes the problem, and why nothing else does.
+         */
+        PlanReport: {
+            /** Kernel */
+            kernel: string;
+            /** Workspace Bytes */
+            workspace_bytes: number;
+            /** Pieces */
+            pieces: number;
+            /**
+             * Passed Over
+             * @default []
+             */
+            passed_over?: components["schemas"]["PassedOver"][];
+        };
+        /**
+         * ReferenceReport
+         * @description How the reference was computed.
+         */
+        ReferenceReport: {
+            /**
+             * Arithmetic
+             * @default float64
+             */
+            arithmetic?: string;
+            /** Device */
+            device: string;
+            /** Flops */
+            flops: number;
+            /** Seconds */
+            seconds: number;
+        };
+        /**
+         * ReferenceTime
+         * @description The time that the device cannot go below: the larger of computing and moving.
+         */
+        ReferenceTime: {
+            /** Seconds */
+            seconds: number;
+            /**
+             * Limited By
+             * @description flops or bytes.
+             */
+            limited_by: string;
+            /**
+             * Flops Per S
+             * @description The device's peak, of this type.
+             */
+            flops_per_s: number;
+            /**
+             * Bytes Per S
+             * @description The device's memory bandwidth.
+             */
+            bytes_per_s: number;
+            /**
+             * Overhead S
+             * @description A launch, which is part of it.
+             * @default 0
+             */
+            overhead_s?: number;
+            /**
+             * Source
+             * @description Where the two rates come from.
+             */
+            source: string;
+        };
+        /**
          * Region
          * @description The part of grad_input wanted, [start, stop) in depth and in height.
          */
@@ -2001,6 +2570,5133 @@ export interface components {
              * @default 0
              */
             workspace_bytes?: number;
+        };
+        /**
+         * TensorShape
+         * @description One tensor of the problem.
+         */
+        TensorShape: {
+            /** Shape */
+            shape: number[];
+            /** Dtype */
+            dtype: string;
+        };
+        /**
+         * TimeConv3dBackpropInputRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv3d_backprop_input.
+         */
+        TimeConv3dBackpropInputRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Input Size
+             * @description Size of the input, [D, H, W] or [N, C, D, H, W]. Left out: the smallest input that yields grad_output, plus output_padding.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Weight Size
+             * @description [K, C/groups, D, H, W]: required with FRACTAL_Z_3D, which does not carry it.
+             * @default null
+             */
+            weight_size?: number[] | null;
+            /**
+             * Grad Output Format
+             * @description Order of grad_output's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            grad_output_format?: "NCDHW" | "NDHWC" | "NDC1HWC0";
+            /**
+             * Weight Format
+             * @description Order of weight's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            weight_format?: "NCDHW" | "NDHWC" | "FRACTAL_Z_3D";
+            /**
+             * Output Format
+             * @description Order of grad_input's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            output_format?: "NCDHW" | "NDHWC" | "NDC1HWC0";
+            /**
+             * Output Padding
+             * @description Rows that grad_input has beyond the smallest input that fits.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * @description Compute this part of grad_input alone; all of it where left out.
+             * @default null
+             */
+            region?: components["schemas"]["Region"] | null;
+        };
+        /**
+         * TimeConv3dTransposeRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv3d_transpose.
+         */
+        TimeConv3dTransposeRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+        };
+        /**
+         * TimeConvBackwardRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_backward.
+         */
+        TimeConvBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_input",
+             *       "grad_weight",
+             *       "grad_bias"
+             *     ]
+             */
+            outputs?: ("grad_input" | "grad_weight" | "grad_bias")[];
+        };
+        /**
+         * TimeConvBwdDataRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_bwd_data.
+         */
+        TimeConvBwdDataRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Left out: the smallest input that yields grad_output.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Alpha
+             * @description Factor of the gradient.
+             * @default 1
+             */
+            alpha?: number;
+            /**
+             * Beta
+             * @description Factor of accumulate, 1 when accumulate is given; needs accumulate.
+             * @default null
+             */
+            beta?: number | null;
+        };
+        /**
+         * TimeConvDoubleBackwardRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_double_backward.
+         */
+        TimeConvDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+        };
+        /**
+         * TimeConvFwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_fwd.
+         */
+        TimeConvFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+        };
+        /**
+         * TimeConvTransposeBackwardRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_transpose_backward.
+         */
+        TimeConvTransposeBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_input",
+             *       "grad_weight",
+             *       "grad_bias"
+             *     ]
+             */
+            outputs?: ("grad_input" | "grad_weight" | "grad_bias")[];
+        };
+        /**
+         * TimeConvTransposeDoubleBackwardRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_transpose_double_backward.
+         */
+        TimeConvTransposeDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+        };
+        /**
+         * TimeConvTransposeFwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is conv_transpose_fwd.
+         */
+        TimeConvTransposeFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+        };
+        /**
+         * TimeGroupedConvBwdWeightRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is grouped_conv_bwd_weight.
+         */
+        TimeGroupedConvBwdWeightRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Weight Size
+             * @description Size of the kernel, spatial alone or the weight's full shape. Needed where several kernels yield one grad_output from one input, as some strides above 1 allow.
+             * @default null
+             */
+            weight_size?: number[] | null;
+            /**
+             * Weight Dtype
+             * @description float32 asks for gradients in float32 from 16-bit inputs; otherwise that of the inputs.
+             * @default null
+             */
+            weight_dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Split K
+             * @description Number of parts into which the sum over N and space is divided.
+             * @default auto
+             */
+            split_k?: "auto" | number;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_weight" | "grad_bias")[];
+            /**
+             * Alpha
+             * @description Factor of the gradient.
+             * @default 1
+             */
+            alpha?: number;
+            /**
+             * Beta
+             * @description Factor of accumulate, 1 when accumulate is given; needs accumulate.
+             * @default null
+             */
+            beta?: number | null;
+        };
+        /**
+         * TimeGroupedConvConvFwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is grouped_conv_conv_fwd.
+         */
+        TimeGroupedConvConvFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * @description Geometry of the first convolution.
+             * @default {
+             *       "stride": 1,
+             *       "padding": 0,
+             *       "dilation": 1,
+             *       "groups": 1
+             *     }
+             */
+            conv0?: components["schemas"]["ConvParameters"];
+            /**
+             * @description Geometry of the second convolution.
+             * @default {
+             *       "stride": 1,
+             *       "padding": 0,
+             *       "dilation": 1,
+             *       "groups": 1
+             *     }
+             */
+            conv1?: components["schemas"]["ConvParameters"];
+            /**
+             * Activation0
+             * @description Applied to the intermediate.
+             * @default none
+             * @enum {string}
+             */
+            activation0?: "none" | "relu" | "relu6" | "silu";
+            /**
+             * Activation1
+             * @description Applied to the output.
+             * @default none
+             * @enum {string}
+             */
+            activation1?: "none" | "relu" | "relu6" | "silu";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+        };
+        /**
+         * TimeMaxPool2dBwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is maxpool2d_bwd.
+         */
+        TimeMaxPool2dBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+        };
+        /**
+         * TimeMaxPool2dFwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is maxpool2d_fwd.
+         */
+        TimeMaxPool2dFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+        };
+        /**
+         * TimeMaxPool3dBwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is maxpool3d_bwd.
+         */
+        TimeMaxPool3dBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+        };
+        /**
+         * TimeMaxPool3dFwdRequest
+         * @description An operation to be timed on tensors that are drawn. The operation is maxpool3d_fwd.
+         */
+        TimeMaxPool3dFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Standard Error
+             * @description Samples are taken until the standard error of their mean, of the mean, is below this, or the time is up.
+             * @default 0.005
+             */
+            standard_error?: number;
+            /**
+             * Budget S
+             * @description Seconds that taking samples may last in all; by default, and at most, what the server allows.
+             * @default null
+             */
+            budget_s?: number | null;
+            /**
+             * Peers
+             * @description auto also times PyTorch on the same tensors, where the server has it.
+             * @default auto
+             * @enum {string}
+             */
+            peers?: "auto" | "none";
+            /**
+             * Candidates
+             * @description Also time the kernels that the plan passed over and that could run.
+             * @default false
+             */
+            candidates?: boolean;
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+        };
+        /**
+         * TimedPlan
+         * @description The answer to ``POST /time/<operation>``.
+         *
+         *     ``timings`` are by the way of timing: ``cold`` (caches flushed before each run), ``warm`` (one
+         *     run after another, each timed), ``back_to_back`` (many runs timed together, per run).
+         */
+        TimedPlan: {
+            /** Operation */
+            operation: string;
+            /**
+             * Layer
+             * @default null
+             */
+            layer?: string | null;
+            device: components["schemas"]["Device"];
+            plan: components["schemas"]["PlanReport"];
+            /** Timings */
+            timings: {
+                [key: string]: components["schemas"]["TimingReport"];
+            };
+            /** Flops */
+            flops: number;
+            /** Valid Flops */
+            valid_flops: number;
+            /** Bytes */
+            bytes: number;
+            reference: components["schemas"]["ReferenceTime"];
+            /** @default null */
+            clocks_before?: components["schemas"]["Clocks"] | null;
+            /** @default null */
+            clocks_after?: components["schemas"]["Clocks"] | null;
+            /**
+             * Peers
+             * @default []
+             */
+            peers?: components["schemas"]["Peer"][];
+            /**
+             * Candidates
+             * @default []
+             */
+            candidates?: components["schemas"]["Candidate"][];
+            inputs: components["schemas"]["Inputs"];
+            /** @default null */
+            again?: components["schemas"]["Again"] | null;
+        };
+        /**
+         * TimingReport
+         * @description The samples of one way of timing.
+         */
+        TimingReport: {
+            /** Samples */
+            samples: number;
+            /** Median S */
+            median_s: number;
+            /** Mean S */
+            mean_s: number;
+            /** Min S */
+            min_s: number;
+            /** Max S */
+            max_s: number;
+            /** P05 S */
+            p05_s: number;
+            /** P25 S */
+            p25_s: number;
+            /** P75 S */
+            p75_s: number;
+            /** P95 S */
+            p95_s: number;
+            /**
+             * Standard Error
+             * @description Of the mean, as a share of it.
+             */
+            standard_error: number;
+            /**
+             * Converged
+             * @description Whether it is below what was asked for.
+             */
+            converged: boolean;
+            /**
+             * Flops Per S
+             * @description Nominal FLOPs over the median.
+             */
+            flops_per_s: number;
+            /**
+             * Bytes Per S
+             * @description Compulsory bytes over the median.
+             */
+            bytes_per_s: number;
+            /**
+             * Reference Share
+             * @description The reference time over the median: 1 is as fast as can be.
+             */
+            reference_share: number;
+            /**
+             * Samples S
+             * @description At most 512 of them, in order.
+             */
+            samples_s: number[];
+        };
+        /**
+         * Ulps
+         * @description Distance to the rounded reference, in units in the last place of the output's type.
+         */
+        Ulps: {
+            /**
+             * Max
+             * @description The largest, of finite elements.
+             */
+            max: number;
+            histogram: components["schemas"]["Histogram"];
+        };
+        /**
+         * Verification
+         * @description The answer to ``POST /verify/<operation>``.
+         */
+        Verification: {
+            /** Operation */
+            operation: string;
+            /**
+             * Layer
+             * @description The layer as a benchdnn problem.
+             * @default null
+             */
+            layer?: string | null;
+            /** Passed */
+            passed: boolean;
+            /**
+             * Findings
+             * @default []
+             */
+            findings?: components["schemas"]["Finding"][];
+            /** Outputs */
+            outputs: {
+                [key: string]: components["schemas"]["OutputVerification"];
+            };
+            /** Adjointness */
+            adjointness?: {
+                [key: string]: components["schemas"]["Adjointness"];
+            };
+            /** @default null */
+            ours?: components["schemas"]["Ours"] | null;
+            reference: components["schemas"]["ReferenceReport"];
+            inputs: components["schemas"]["Inputs"];
+            /** @default null */
+            again?: components["schemas"]["Again"] | null;
+        };
+        /**
+         * VerifyConv3dBackpropInputRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv3d_backprop_input.
+         */
+        VerifyConv3dBackpropInputRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, in grad_output_format.
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, in weight_format.
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, [D, H, W] or [N, C, D, H, W]. Left out: the smallest input that yields grad_output, plus output_padding.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Weight Size
+             * @description [K, C/groups, D, H, W]: required with FRACTAL_Z_3D, which does not carry it.
+             * @default null
+             */
+            weight_size?: number[] | null;
+            /**
+             * Grad Output Format
+             * @description Order of grad_output's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            grad_output_format?: "NCDHW" | "NDHWC" | "NDC1HWC0";
+            /**
+             * Weight Format
+             * @description Order of weight's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            weight_format?: "NCDHW" | "NDHWC" | "FRACTAL_Z_3D";
+            /**
+             * Output Format
+             * @description Order of grad_input's dimensions.
+             * @default NCDHW
+             * @enum {string}
+             */
+            output_format?: "NCDHW" | "NDHWC" | "NDC1HWC0";
+            /**
+             * Output Padding
+             * @description Rows that grad_input has beyond the smallest input that fits.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * @description Compute this part of grad_input alone; all of it where left out.
+             * @default null
+             */
+            region?: components["schemas"]["Region"] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConv3dTransposeRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv3d_transpose.
+         */
+        VerifyConv3dTransposeRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Input
+             * @description The layer's input, [N, C_in, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [C_in, C_out/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Bias
+             * @description One value for each output channel, [C_out].
+             * @default null
+             */
+            bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvBackwardRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_backward.
+         */
+        VerifyConvBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, K, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [K, C/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_input",
+             *       "grad_weight",
+             *       "grad_bias"
+             *     ]
+             */
+            outputs?: ("grad_input" | "grad_weight" | "grad_bias")[];
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Weight
+             * @description The caller's grad_weight, to be verified.
+             * @default null
+             */
+            result_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Bias
+             * @description The caller's grad_bias, to be verified.
+             * @default null
+             */
+            result_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Weight
+             * @description The caller's grad_weight from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Bias
+             * @description The caller's grad_bias from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Weight
+             * @description The caller's grad_weight for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Bias
+             * @description The caller's grad_bias for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_bias?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvBwdDataRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_bwd_data.
+         */
+        VerifyConvBwdDataRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, K, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [K, C/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Left out: the smallest input that yields grad_output.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Alpha
+             * @description Factor of the gradient.
+             * @default 1
+             */
+            alpha?: number;
+            /**
+             * Beta
+             * @description Factor of accumulate, 1 when accumulate is given; needs accumulate.
+             * @default null
+             */
+            beta?: number | null;
+            /**
+             * Accumulate
+             * @description Added to the gradient, times beta; of grad_input's shape.
+             * @default null
+             */
+            accumulate?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvDoubleBackwardRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_double_backward.
+         */
+        VerifyConvDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters.
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Input
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @default null
+             */
+            grad_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Weight
+             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @default null
+             */
+            grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Bias
+             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @default null
+             */
+            grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+            /**
+             * Result Grad Grad Output
+             * @description The caller's grad_grad_output, to be verified.
+             * @default null
+             */
+            result_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Weight
+             * @description The caller's grad_weight, to be verified.
+             * @default null
+             */
+            result_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Grad Output
+             * @description The caller's grad_grad_output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Weight
+             * @description The caller's grad_weight from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Grad Output
+             * @description The caller's grad_grad_output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Weight
+             * @description The caller's grad_weight for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_weight?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvFwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_fwd.
+         */
+        VerifyConvFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [K, C/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Bias
+             * @description One value for each output channel, [K].
+             * @default null
+             */
+            bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvTransposeBackwardRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_transpose_backward.
+         */
+        VerifyConvTransposeBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C_out, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C_in, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [C_in, C_out/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_input",
+             *       "grad_weight",
+             *       "grad_bias"
+             *     ]
+             */
+            outputs?: ("grad_input" | "grad_weight" | "grad_bias")[];
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Weight
+             * @description The caller's grad_weight, to be verified.
+             * @default null
+             */
+            result_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Bias
+             * @description The caller's grad_bias, to be verified.
+             * @default null
+             */
+            result_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Weight
+             * @description The caller's grad_weight from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Bias
+             * @description The caller's grad_bias from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Weight
+             * @description The caller's grad_weight for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Bias
+             * @description The caller's grad_bias for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_bias?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvTransposeDoubleBackwardRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_transpose_double_backward.
+         */
+        VerifyConvTransposeDoubleBackwardRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, as the backward pass had it.
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters.
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Input
+             * @description Gradient with respect to the backward pass's grad_input, of input's shape; left out, it counts as zero.
+             * @default null
+             */
+            grad_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Weight
+             * @description With respect to its grad_weight, of weight's shape; likewise.
+             * @default null
+             */
+            grad_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Grad Bias
+             * @description With respect to its grad_bias, one value for each output channel; likewise.
+             * @default null
+             */
+            grad_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_grad_output",
+             *       "grad_input",
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_grad_output" | "grad_input" | "grad_weight")[];
+            /**
+             * Result Grad Grad Output
+             * @description The caller's grad_grad_output, to be verified.
+             * @default null
+             */
+            result_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Weight
+             * @description The caller's grad_weight, to be verified.
+             * @default null
+             */
+            result_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Grad Output
+             * @description The caller's grad_grad_output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Weight
+             * @description The caller's grad_weight from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Grad Output
+             * @description The caller's grad_grad_output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Weight
+             * @description The caller's grad_weight for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_weight?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyConvTransposeFwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is conv_transpose_fwd.
+         */
+        VerifyConvTransposeFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Output Padding
+             * @description Rows added at the end of the output: one int or one a dimension, below the larger of stride and dilation.
+             * @default 0
+             */
+            output_padding?: number | number[];
+            /**
+             * Input
+             * @description The layer's input, [N, C_in, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight
+             * @description The filters, [C_in, C_out/groups, *kernel].
+             * @default null
+             */
+            weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Bias
+             * @description One value for each output channel, [C_out].
+             * @default null
+             */
+            bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyGroupedConvBwdWeightRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is grouped_conv_bwd_weight.
+         */
+        VerifyGroupedConvBwdWeightRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Stride
+             * @description Step between windows: one int or one a dimension.
+             * @default 1
+             */
+            stride?: number | number[];
+            /**
+             * Padding
+             * @description Zeros around the input: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the taps of a window: one int or one a dimension.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Groups
+             * @description Number of blocks the channels are divided into.
+             * @default 1
+             */
+            groups?: number;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: NCHW (channels first, the default in any rank), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, K, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight Size
+             * @description Size of the kernel, spatial alone or the weight's full shape. Needed where several kernels yield one grad_output from one input, as some strides above 1 allow.
+             * @default null
+             */
+            weight_size?: number[] | null;
+            /**
+             * Weight Dtype
+             * @description float32 asks for gradients in float32 from 16-bit inputs; otherwise that of the inputs.
+             * @default null
+             */
+            weight_dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Split K
+             * @description Number of parts into which the sum over N and space is divided.
+             * @default auto
+             */
+            split_k?: "auto" | number;
+            /**
+             * Outputs
+             * @description The gradients wanted.
+             * @default [
+             *       "grad_weight"
+             *     ]
+             */
+            outputs?: ("grad_weight" | "grad_bias")[];
+            /**
+             * Alpha
+             * @description Factor of the gradient.
+             * @default 1
+             */
+            alpha?: number;
+            /**
+             * Beta
+             * @description Factor of accumulate, 1 when accumulate is given; needs accumulate.
+             * @default null
+             */
+            beta?: number | null;
+            /**
+             * Accumulate
+             * @description Added to the gradient, times beta; of grad_weight's shape.
+             * @default null
+             */
+            accumulate?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Weight
+             * @description The caller's grad_weight, to be verified.
+             * @default null
+             */
+            result_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Grad Bias
+             * @description The caller's grad_bias, to be verified.
+             * @default null
+             */
+            result_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Weight
+             * @description The caller's grad_weight from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Bias
+             * @description The caller's grad_bias from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_bias?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Weight
+             * @description The caller's grad_weight for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_weight?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Bias
+             * @description The caller's grad_bias for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_bias?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyGroupedConvConvFwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is grouped_conv_conv_fwd.
+         */
+        VerifyGroupedConvConvFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Input
+             * @description Input of the first convolution, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight0
+             * @description Filters of the first, [M, C/groups0, *kernel0].
+             * @default null
+             */
+            weight0?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Weight1
+             * @description Filters of the second, [K, M/groups1, *kernel1].
+             * @default null
+             */
+            weight1?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Bias0
+             * @description Bias of the first, [M].
+             * @default null
+             */
+            bias0?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Bias1
+             * @description Bias of the second, [K].
+             * @default null
+             */
+            bias1?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * @description Geometry of the first convolution.
+             * @default {
+             *       "stride": 1,
+             *       "padding": 0,
+             *       "dilation": 1,
+             *       "groups": 1
+             *     }
+             */
+            conv0?: components["schemas"]["ConvParameters"];
+            /**
+             * @description Geometry of the second convolution.
+             * @default {
+             *       "stride": 1,
+             *       "padding": 0,
+             *       "dilation": 1,
+             *       "groups": 1
+             *     }
+             */
+            conv1?: components["schemas"]["ConvParameters"];
+            /**
+             * Activation0
+             * @description Applied to the intermediate.
+             * @default none
+             * @enum {string}
+             */
+            activation0?: "none" | "relu" | "relu6" | "silu";
+            /**
+             * Activation1
+             * @description Applied to the output.
+             * @default none
+             * @enum {string}
+             */
+            activation1?: "none" | "relu" | "relu6" | "silu";
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default), NHWC, or grouped ones such as NHWGC, and their 1D and 3D kin.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Precision
+             * @description highest computes float32 in true float32; high lets it use TF32.
+             * @default highest
+             * @enum {string}
+             */
+            precision?: "highest" | "high";
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyMaxPool2dBwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is maxpool2d_bwd.
+         */
+        VerifyMaxPool2dBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in]; either this or indices.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Indices
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @default null
+             */
+            indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyMaxPool2dFwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is maxpool2d_fwd.
+         */
+        VerifyMaxPool2dFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Indices
+             * @description The caller's indices, to be verified.
+             * @default null
+             */
+            result_indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Indices
+             * @description The caller's indices from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Indices
+             * @description The caller's indices for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_indices?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyMaxPool3dBwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is maxpool3d_bwd.
+         */
+        VerifyMaxPool3dBwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Grad Output
+             * @description Gradient with respect to the layer's output, [N, C, *out].
+             * @default null
+             */
+            grad_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in]; either this or indices.
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Indices
+             * @description Index of each window's maximum, flat in its (n, c) plane, [N, C, *out], as the forward gave it.
+             * @default null
+             */
+            indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Input Size
+             * @description Size of the input, spatial alone or the full shape. Needed with indices, which count positions in planes of that size.
+             * @default null
+             */
+            input_size?: number[] | null;
+            /**
+             * Result Grad Input
+             * @description The caller's grad_input, to be verified.
+             * @default null
+             */
+            result_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Grad Input
+             * @description The caller's grad_input from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_grad_input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Grad Input
+             * @description The caller's grad_input for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_grad_input?: components["schemas"]["FloatTensor"] | null;
+        };
+        /**
+         * VerifyMaxPool3dFwdRequest
+         * @description The caller's result of an operation, to be held against float64. The operation is maxpool3d_fwd.
+         */
+        VerifyMaxPool3dFwdRequest: {
+            /**
+             * Deterministic
+             * @description The same bits for the same request on the same device model.
+             * @default true
+             */
+            deterministic?: boolean;
+            /**
+             * Response
+             * @description Form of the tensors in a JSON answer; by default that of the first tensor in a JSON request, and npy elsewhere.
+             * @default npy
+             * @enum {string}
+             */
+            response?: "npy" | "data" | "values";
+            /**
+             * Stored
+             * @description Tensors that the server has kept, by the fields that they stand for; in JSON {"stored": "name"} in the place of a tensor says the same.
+             */
+            stored?: {
+                [key: string]: string;
+            };
+            /**
+             * Store
+             * @description Outputs that the server shall keep and not send, each with its name there.
+             */
+            store?: {
+                [key: string]: string;
+            };
+            /**
+             * Layer
+             * @description The layer in anybody's words: a name of the suites (ck_headline), a benchdnn problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.
+             * @default null
+             */
+            layer?: string | null;
+            /**
+             * Batch
+             * @description Number of samples, in place of the layer's.
+             * @default null
+             */
+            batch?: number | null;
+            /**
+             * Dtype
+             * @description Element type of tensors that are drawn: by default the layer's, or float32.
+             * @default null
+             */
+            dtype?: ("float16" | "bfloat16" | "float32" | "float64") | null;
+            /**
+             * Shapes
+             * @description Shapes of tensors that are drawn, where no layer says them.
+             */
+            shapes?: {
+                [key: string]: number[];
+            };
+            /**
+             * Seed
+             * @description What tensors that are not given are drawn from, by Philox 4x32-10.
+             * @default 0
+             */
+            seed?: number;
+            /**
+             * Distribution
+             * @description What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers from -2 to 2, whose sums are exact.
+             * @default normal
+             * @enum {string}
+             */
+            distribution?: "normal" | "uniform" | "integers";
+            /**
+             * Factors
+             * @description How the caller's kernel rounds factors before it multiplies them: the bound allows for it. By default tf32 with precision high, else exact.
+             * @default null
+             */
+            factors?: ("exact" | "tf32" | "tf32_truncated" | "bfloat16") | null;
+            /**
+             * Sums
+             * @description How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates (2^-23 a term). float64 tensors are added in float64.
+             * @default float32
+             * @enum {string}
+             */
+            sums?: "float32" | "tensor_core";
+            /**
+             * Kernel Size
+             * @description Size of the window: one int or one a dimension.
+             * @default null
+             */
+            kernel_size?: (number | number[]) | null;
+            /**
+             * Stride
+             * @description Step between windows; kernel_size where left out.
+             * @default null
+             */
+            stride?: (number | number[]) | null;
+            /**
+             * Padding
+             * @description Positions added around the input that never win: one int, one a dimension, or a [before, after] pair a dimension.
+             * @default 0
+             */
+            padding?: number | (number | number[])[];
+            /**
+             * Dilation
+             * @description Step between the elements of a window.
+             * @default 1
+             */
+            dilation?: number | number[];
+            /**
+             * Ceil Mode
+             * @description Round the output size up, so that a last partial window counts.
+             * @default false
+             */
+            ceil_mode?: boolean;
+            /**
+             * Layout
+             * @description Order of the dimensions of all tensors: channels first (the default) or last.
+             * @default null
+             */
+            layout?: string | null;
+            /**
+             * Input
+             * @description The layer's input, [N, C, *in].
+             * @default null
+             */
+            input?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Return Indices
+             * @description Also answer with the index of each maximum.
+             * @default false
+             */
+            return_indices?: boolean;
+            /**
+             * Index Dtype
+             * @description Element type of indices.
+             * @default int64
+             * @enum {string}
+             */
+            index_dtype?: "int64" | "int32";
+            /**
+             * Result Output
+             * @description The caller's output, to be verified.
+             * @default null
+             */
+            result_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Result Indices
+             * @description The caller's indices, to be verified.
+             * @default null
+             */
+            result_indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Output
+             * @description The caller's output from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Second Indices
+             * @description The caller's indices from running the same once more: its bits must be equal.
+             * @default null
+             */
+            second_indices?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Output
+             * @description The caller's output for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_output?: components["schemas"]["FloatTensor"] | null;
+            /**
+             * Doubled Indices
+             * @description The caller's indices for the first of the tensors doubled: it must double.
+             * @default null
+             */
+            doubled_indices?: components["schemas"]["FloatTensor"] | null;
         };
         /**
          * NpyTensor
