@@ -119,11 +119,10 @@ if find_spec("jax") is not None:
     def xla(input: Array, weight: Array, **p: Any) -> Any:
         import jax
 
-        found = jax.lax.conv_general_dilated(
+        return jax.lax.conv_general_dilated(
             input, weight, p["stride"], p["padding"], rhs_dilation=p["dilation"],
             feature_group_count=p["groups"], precision="highest",
         )  # fmt: skip
-        return found
 
     def xla_bwd_data(grad_output: Array, weight: Array, **p: Any) -> Array:
         import jax

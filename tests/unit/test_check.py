@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad import check
-from convgrad.check.bounds import rounded
+from convgrad.check.bounds import allowed_error, rounded
 from convgrad.check.compare import ulps_between
 from convgrad.check.philox import philox
 from convgrad.contract.verification import Verification
@@ -157,6 +157,18 @@ def test_a_planted_error_is_found_and_named(
     assert not found.passed
     assert codes(found) == [code], found.findings
     assert words in found.findings[0].sentence
+
+
+def test_coarse_arithmetic_near_the_bound_is_not_called_scaled() -> None:
+    """As cuDNN's TF32 is, on sums of 576 terms: found where it first ran on a GPU."""
+    dy, w = tensors()
+    wanted = reference.conv_bwd_data(dy, w, SIZE, **GEOMETRY)
+    rng = np.random.default_rng(1)
+    signs = rng.choice([-1.0, 1.0], wanted.value.shape)
+    errors = signs * rng.uniform(1.2, 3.5, signs.shape)
+    off = wanted.value + errors * allowed_error(wanted, np.dtype(np.float32))
+    found = verified(off.astype(np.float32), dy, w)
+    assert codes(found) == ["low-precision"]
 
 
 def test_tf32_passes_where_it_is_said() -> None:
