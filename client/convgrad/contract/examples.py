@@ -124,9 +124,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "grad_output": _values(1, 1, 4, 4),
             "input": _rows((1.0, 2.0), (3.0, 4.0)),
             "weight": _rows((1.0, 0.0), (0.0, -1.0)),
+            "grad_grad_input": _rows((0.0, 1.0), (-1.0, 2.0)),
             "grad_grad_weight": _rows((0.0, 1.0), (2.0, 0.0)),
             "stride": 2,
-            "outputs": ["grad_grad_output", "grad_input"],
             "response": "values",
         },
     }

@@ -112,7 +112,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
     return pipeline_on(hub, settings)
 
 
-def count_in(hub: Hub) -> None:
+def count_in(hub: Hub) -> Metrics:
     """Have the hub count what it is told of, for Prometheus."""
     metrics = Metrics(hub.backend)
     schedule, memory = hub.schedule, hub.memory
@@ -165,6 +165,7 @@ def count_in(hub: Hub) -> None:
     triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
     metrics.more.append(triton.exposition)
     hub.counts = metrics
+    return metrics
 
 
 def _count_keys(metrics: Metrics, hub: Hub) -> None:

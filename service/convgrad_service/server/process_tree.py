@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
 from convgrad_service.engine.ipc.messages import Listens
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
@@ -41,6 +43,7 @@ from convgrad_service.server.front_ends import (
     serve_management,
 )
 from convgrad_service.server.http_server import listening_socket
+from convgrad_service.server.process_metrics import count_connections, count_processes
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -83,6 +86,7 @@ class Tree:
         self._here: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
         self._exiting = asyncio.Event()
+        self._metrics: Metrics
         self.management_port: int | None = None
         """Where health and metrics are answered, if they have a port of their own."""
 
@@ -90,6 +94,16 @@ class Tree:
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
         """The front ends' processes."""
         return [process for _, process in self._fronts.values()]
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """The ids of all processes, by name."""
+        workers = self.supervisor.workers.items()
+        return {
+            "hub": os.getpid(),
+            **{f"worker-{index}": worker.process_id for index, worker in workers},
+            **{name.removeprefix("convgrad-"): front.pid for name, front in self._fronts.values()},
+        }
 
     async def start(self) -> int:
         """Start everything; the gRPC port.
@@ -104,10 +118,13 @@ class Tree:
         # A port that is taken is found out before anything has been started.
         managing = self._management_socket()
         grpc_port = await self._start_front_ends()
+        ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
         if managing is not None:
             # Ended only when nothing is left to be said of this server.
             serve = partial(serve_management, listening=managing)
             self.management_port = await self._serve_here(serve, ended=self._exiting)
+            ports["management"] = self.management_port
+        count_connections(self._metrics, ports)
         return grpc_port
 
     async def _start_front_ends(self) -> int:
@@ -116,7 +133,7 @@ class Tree:
         workers = self._settings.http_workers
         if workers == 1:
             await working
-            count_in(self.hub)
+            self._count()
             grpc_port = await self._serve_here(serve_grpc)
             await self._serve_here(partial(serve_http, listening=self._listening))
             return grpc_port
@@ -127,7 +144,7 @@ class Tree:
         ]
         self._watching = asyncio.ensure_future(self._watch())
         await asyncio.gather(working, grpc, *others)
-        count_in(self.hub)
+        self._count()
         return grpc.result()
 
     async def stop(self) -> None:
@@ -159,6 +176,10 @@ class Tree:
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
+
+    def _count(self) -> None:
+        self._metrics = count_in(self.hub)
+        count_processes(self._metrics, lambda: self.processes)
 
     def _management_socket(self) -> socket.socket | None:
         host, port = self._settings.http_host, self._settings.management_port

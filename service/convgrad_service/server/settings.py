@@ -102,6 +102,12 @@ class Settings(BaseSettings):
         "HTTP and without a key, whatever the other ports want; 0 lets the system choose a free "
         "one. For probes and Prometheus, and for nobody outside the platform. Unset means none.",
     )
+    service_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A name that is asked for as a model, besides the operations', to hear whether "
+        "the server is ready: KServe asks by the name of its service. Unset means none.",
+    )
     http_workers: _Count = Field(
         default=1,
         description="Processes that serve HTTP, on the same port; all share the devices, the "

@@ -35,14 +35,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma impor
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
-)
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.kernels.fused.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
@@ -85,7 +81,6 @@ DEPTHWISE = (
 DEPTHWISE_WEIGHT = (
     HopperDepthwiseStrips(),
     DepthwiseWeightDirect(),
-    HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
     ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
@@ -155,8 +150,6 @@ FIRST_WEIGHT = (
 FUSED = (
     HopperSeparable(),
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
-    FusedSeparable(),
-    FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )
 
 FAMILIES = Families(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
+from convgrad_service.backends.cuda.kernels.core.divider import Divider
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
@@ -24,7 +25,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args impo
     fill_weight,
     partials_of,
 )
-from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork

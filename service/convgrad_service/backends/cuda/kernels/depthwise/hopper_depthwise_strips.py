@@ -238,7 +238,7 @@ def _maps(
             (pixel * item, row * item, image * item),
             swizzle=CHANNELS * item,
             box=(CHANNELS, columns, 1, tile.images),
-            # Fetching more than is asked for fetched it twice in hopper_depthwise_weight.
+            # Fetching more than is asked for into the L2 cache was measured to fetch it twice.
             l2_bytes=0,
         )
 
