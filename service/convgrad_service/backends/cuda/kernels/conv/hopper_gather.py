@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -33,9 +31,10 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of, divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TensorMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -58,60 +57,10 @@ MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
 
 
-class AxisArgs(ctypes.Structure):
-    """See ``hopper_gather.cuh``."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count", "low"))
+AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
 
 
-class PhaseArgs(ctypes.Structure):
-    """See ``hopper_gather.cuh``."""
-
-    _fields_ = (
-        ("axis", AxisArgs * 3),
-        *((name, ctypes.c_int32) for name in ("pixels", "share", "tiles")),
-        ("extent", ctypes.c_int32 * 3),
-        ("factor", ctypes.c_uint32 * 3),
-        ("shift", ctypes.c_int32 * 3),
-    )
-
-
-@cache
-def _args_type(maps: int) -> type[ctypes.Structure]:
-    """``HopperGatherArgs`` of ``hopper_gather.cuh`` with so many maps."""
-
-    class HopperGatherArgs(ctypes.Structure):
-        _fields_ = (
-            ("weight", MapField),
-            *((f"source{i}", MapField) for i in range(maps)),
-            *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
-            ("y_stride", ctypes.c_int64 * 6),
-            ("alpha", ctypes.c_float),
-            ("beta", ctypes.c_float),
-            *(
-                (name, ctypes.c_int32)
-                for name in (
-                    "in_channels",
-                    "out_channels",
-                    "activation",
-                    "plain",
-                    "wide_stores",
-                    "images_first",
-                    "dims",
-                    "rounds",
-                    "slots",
-                    "channel_tiles",
-                    "phases",
-                )
-            ),
-            *(
-                (name, ctypes.c_int32 * 3)
-                for name in ("x_size", "x_step", "x_tap", "y_step", "r_step")
-            ),
-            ("phase", PhaseArgs * maps),
-        )
-
-    return HopperGatherArgs
+PhaseArgs = structure("conv/hopper_gather.cuh", "GatherPhase")
 
 
 class HopperGather:
@@ -178,7 +127,7 @@ class HopperGather:
         maps = next(each for each in MAPS if each >= len(phases))
         read, written = _channels(work)
         result = sides.result
-        args = _args_type(maps)()
+        args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=maps)()
         args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.in_channels, args.out_channels = read, written
