@@ -18,6 +18,7 @@ from convgrad._call import Answer, Call, Stored, as_tensor, check_call
 from convgrad._client import check_open, shared_memory
 from convgrad._direct import AsyncDirectTransport, is_direct
 from convgrad._events import EventHooks
+from convgrad._examinations import AsyncExaminations
 from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import async_method
 from convgrad._options import OptionChanges, Options
@@ -34,7 +35,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class AsyncClient:
+class AsyncClient(AsyncExaminations):
     """`Client` for asynchronous programs, with the same parameters and methods.
 
     Tensors are copied to shared memory, and with ``wire="json"`` become text, on the event loop;
@@ -103,6 +104,10 @@ class AsyncClient:
     maxpool2d_fwd = async_method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = async_method(_calls.maxpool3d_fwd)
     conv_backward = async_method(_calls.conv_backward)
+    conv_transpose_fwd = async_method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = async_method(_calls.conv_transpose_backward)
+    conv_double_backward = async_method(_calls.conv_double_backward)
+    conv_transpose_double_backward = async_method(_calls.conv_transpose_double_backward)
 
     async def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs with the server's report; see `Client.call`."""
@@ -128,9 +133,7 @@ class AsyncClient:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             await self._sleep(delay_s)
 
     async def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

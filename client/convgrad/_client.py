@@ -16,6 +16,7 @@ from convgrad import _calls
 from convgrad._call import Answer, Call, Stored, as_tensor, check_call
 from convgrad._direct import DirectTransport, is_direct
 from convgrad._events import EventHooks
+from convgrad._examinations import Examinations
 from convgrad._exchange import Exchange, Requests, Target
 from convgrad._methods import method
 from convgrad._options import OptionChanges, Options
@@ -35,7 +36,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Client:
+class Client(Examinations):
     """A connection pool to one convgrad server. Use it as a context manager, or `close` it.
 
     Threads may share a client.
@@ -137,6 +138,10 @@ class Client:
     maxpool2d_fwd = method(_calls.maxpool2d_fwd)
     maxpool3d_fwd = method(_calls.maxpool3d_fwd)
     conv_backward = method(_calls.conv_backward)
+    conv_transpose_fwd = method(_calls.conv_transpose_fwd)
+    conv_transpose_backward = method(_calls.conv_transpose_backward)
+    conv_double_backward = method(_calls.conv_double_backward)
+    conv_transpose_double_backward = method(_calls.conv_transpose_double_backward)
 
     def call(self, call: Call[T]) -> Answer[T]:
         """Send a Call, and return its outputs together with the server's report and timings.
@@ -195,9 +200,7 @@ class Client:
                 exchange.read(receiver.finish())
                 return
             except ConvgradError as error:
-                if begun:
-                    raise
-                delay_s = exchange.retry_delay_s(error)
+                delay_s = exchange.retry_delay_s(error, possible=not begun)
             self._sleep(delay_s)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike = "float32") -> NDArray[Any]:

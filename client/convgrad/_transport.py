@@ -67,9 +67,11 @@ class HttpxTransport:
             response = self._http.send(request, stream=True, follow_redirects=False)
             try:
                 receiver = Receiver(response.status_code, response.headers, exchange.request_id)
+                sent_bytes = 0 if exchange.body is None else exchange.body.total_bytes
                 for chunk in raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
+                    exchange.report(sent_bytes, receiver)
                     yield receiver
                     if receiver.has_enough:
                         break
@@ -107,9 +109,11 @@ class AsyncHttpxTransport:
             response = await self._http.send(request, stream=True, follow_redirects=False)
             try:
                 receiver = Receiver(response.status_code, response.headers, exchange.request_id)
+                sent_bytes = 0 if exchange.body is None else exchange.body.total_bytes
                 async for chunk in async_raw_chunks(response):
                     exchange.check_deadline()
                     receiver.add(chunk)
+                    exchange.report(sent_bytes, receiver)
                     yield receiver
                     if receiver.has_enough:
                         break

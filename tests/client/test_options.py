@@ -127,7 +127,7 @@ def test_event_hooks_see_each_attempt(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("hooks", "sentence"),
     [
-        ({"answer": [print]}, "expected request, response, retry, got 'answer'"),
+        ({"answer": [print]}, "expected request, response, retry, failure, progress, got 'answer'"),
         ({"request": [1]}, "a list of functions for 'request'"),
         ({"request": print}, "a list of functions for 'request'"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,78 @@ def _cpu() -> Backend:
 BACKENDS = {"cpu": _cpu, **cuda_backends.MAKERS}
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param(name, marks=pytest.mark.gpu) if name in cuda_backends.MAKERS else name
-        for name in BACKENDS
-    ],
-)
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the emulated products, `make test` runs what covers every value of every parameter.
+
+    Each instance of a kernel is compiled for the emulator, about a second of a core. A test over
+    (case, tile, dtype) keeps as many of its combinations as every case, tile and dtype needs to be
+    run at least once; the whole product is `make test-slow`'s, and the GPU's.
+    """
+    products = defaultdict(list)
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item.module, "EmulatedBackend")
+            and item.get_closest_marker("gpu") is None
+        ):
+            products[item.module.__name__, item.originalname].append(item)
+    for product in products.values():
+        for item in set(product) - _covering(product):
+            item.add_marker(pytest.mark.slow)
+
+
+def _covering(product: Iterable[pytest.Function]) -> set[pytest.Function]:
+    """Some of a test's combinations in which each value of each parameter appears."""
+    values = {item: _values(item) for item in product}
+    missing = set().union(*values.values())
+    kept = {item for item, of_item in values.items() if not of_item}
+    while missing:
+        best = max(values, key=lambda item: len(values[item] & missing))
+        kept.add(best)
+        missing -= values[best]
+    return kept
+
+
+def _values(item: pytest.Function) -> set[tuple[Hashable, ...]]:
+    """What a combination is made of; names that one `parametrize` gives together are one value."""
+    if not hasattr(item, "callspec"):
+        return set()
+    params = item.callspec.params
+    together = {
+        name: mark.args[0] for mark in item.iter_markers("parametrize") for name in _names(mark)
+    }
+    grouped: dict[Hashable, list[Hashable]] = defaultdict(list)
+    for name in sorted(params):
+        grouped[str(together.get(name, name))].append(id(params[name]))
+    return {(names, *parts) for names, parts in grouped.items()}
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each backend in turn; a run that leaves GPUs out does not collect their 60,000 tests."""
+    if "backend" not in metafunc.fixturenames or hasattr(metafunc.module, "backend"):
+        return
+    without_gpu = "not gpu" in metafunc.config.getoption("markexpr")
+    metafunc.parametrize(
+        "backend",
+        [
+            pytest.param(name, marks=pytest.mark.gpu) if name in cuda_backends.MAKERS else name
+            for name in BACKENDS
+            if not (without_gpu and name in cuda_backends.MAKERS)
+        ],
+        indirect=True,
+        scope="session",
+    )
+
+
+@pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Each backend in turn."""
+    """The backend that ``pytest_generate_tests`` names."""
     return BACKENDS[request.param]()
 
 

@@ -22,6 +22,10 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    Config as PointwiseConfig,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
@@ -99,6 +103,19 @@ def implicit_gemm(config: Config | None = None) -> Families:
     """implicit_gemm for every convolution that it can compute, however many channels it has; the
     general kernels for the others. ``config`` in place of the plan's own."""
     gemm = ImplicitGemm(config)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
+def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = False) -> Families:
+    """pointwise_gemm for every convolution that it can compute; the general kernels for the others.
+    ``config`` in place of the plan's own, with wgrad's rows ``swapped``."""
+    gemm = PointwiseGemm(config, swapped=swapped)
     return replace(
         FAMILIES,
         fwd=[gemm, GatherDirect()],

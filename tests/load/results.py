@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.perf.provenance import cpu_model, origin
 
-__all__ = ["RESULTS", "store"]
+__all__ = ["RESULTS", "device", "store"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "perf" / "results" / "load.jsonl"
 
@@ -25,7 +25,7 @@ def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) 
     """
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     stamp = {
-        **origin(f"{cpu_model()}, {os.cpu_count()} cores", versions),
+        **origin(device(), versions),
         "system": f"{platform.system()} {platform.release()}",
     }
     if not _changed_beside_results():
@@ -34,6 +34,11 @@ def store(run: str, rows: Iterable[Mapping[str, Any]], packages: Sequence[str]) 
     kept = [line for line in kept if json.loads(line)["run"] != run]
     made = [json.dumps({"bench": "load", "run": run, **row, **stamp}) for row in rows]
     RESULTS.write_text("".join(line + "\n" for line in [*kept, *made]), encoding="utf-8")
+
+
+def device() -> str:
+    """The machine, as results name it."""
+    return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def _changed_beside_results() -> bool:

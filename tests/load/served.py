@@ -52,6 +52,7 @@ def server(**settings: str) -> Iterator[Served]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+        process.stdout.close()
 
 
 @contextmanager

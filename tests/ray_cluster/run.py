@@ -62,7 +62,12 @@ def served(port: int, replica: type[Compute] = Compute, **options: Any) -> Itera
     """The application, with replicas of this kind, on the cluster that this process has joined."""
     ray_serve.Compute = replica  # type: ignore[misc]
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    arguments = {"settings": SETTINGS, "front_resources": {"front": 0.1}, **options}
+    arguments = {
+        "settings": SETTINGS,
+        "front_resources": {"front": 0.1},
+        "anonymous": True,
+        **options,
+    }
     serve.run(application(arguments), name="convgrad", route_prefix="/")
     try:
         yield f"http://127.0.0.1:{port}"

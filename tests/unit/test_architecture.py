@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENT, SERVICE = ROOT / "client", ROOT / "service"
 # In the order of a request's way through them: each layer imports those before it.
-LAYERS = ("problems", "plans", "backends", "engine", "oip", "http_api", "grpc_api")
+LAYERS = ("problems", "plans", "backends", "examination", "engine", "oip", "http_api", "grpc_api")
 # What of the client the service builds on: the contract and nothing of the SDK.
-CONTRACT = {"_version", "contract", "dtypes", "errors", "wire"}
+CONTRACT = {"_version", "check", "contract", "dtypes", "errors", "layers", "wire"}
 MAX_LINES = 400
 # Which files may read the environment, and why.
 ENVIRONMENT_READERS = {

@@ -47,7 +47,7 @@ class GrpcServer:
             cuda=settings.cuda_shared_memory,
         )
         infer = InferMethods(pipeline, settings, self._exchanges, memory)
-        describing = DescribingMethods(pipeline, memory)
+        describing = DescribingMethods(pipeline, memory, settings.service_name)
         self._health = HealthMethods(pipeline, self._exchanges)
         self._handlers: Mapping[str, grpc.RpcMethodHandler] = {
             **{

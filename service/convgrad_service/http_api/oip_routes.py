@@ -54,7 +54,7 @@ def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
         system=settings.system_shared_memory,
         cuda=settings.cuda_shared_memory,
     )
-    app.include_router(_describing(pipeline, memory))
+    app.include_router(_describing(pipeline, memory, settings.service_name))
     app.include_router(shared_memory_router(memory))
     endpoint = InferEndpoint(pipeline, settings, memory)
     for path in (_MODEL, _VERSION):
@@ -62,7 +62,9 @@ def add_oip(app: FastAPI, pipeline: Pipeline, settings: Settings) -> Endpoints:
     return {f"/v2/models/{name}/infer": (endpoint, {"model": name}) for name in OPERATIONS}
 
 
-def _describing(pipeline: Pipeline, shared_memory: SharedMemory) -> APIRouter:
+def _describing(
+    pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None
+) -> APIRouter:
     router = APIRouter(tags=["open inference protocol"])
 
     @router.get("/v2", summary="The server's name, version and extensions.")
@@ -82,9 +84,10 @@ def _describing(pipeline: Pipeline, shared_memory: SharedMemory) -> APIRouter:
     @router.get(f"{_VERSION}/ready", include_in_schema=False)
     @router.get(f"{_MODEL}/ready", summary="The model takes requests.")
     async def ready(model: str, version: str = "") -> JSONResponse:
-        operation = operation_named(model, version)
+        if model != service_name:
+            operation_named(model, version)
         pipeline.require_ready()
-        return JSONResponse({"name": operation.name, "ready": True})
+        return JSONResponse({"name": model, "ready": True})
 
     @router.get(f"{_VERSION}/config", include_in_schema=False)
     @router.get(f"{_MODEL}/config", summary="A model's configuration, in Triton's words.")

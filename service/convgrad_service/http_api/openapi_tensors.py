@@ -76,6 +76,7 @@ def stored_tensor_paths(error: Callable[[int], Any]) -> dict[str, Any]:
     a_tensor = {
         "application/json": {"schema": {"$ref": REF.format("Tensor")}},
         "application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}},
+        "application/x-npy": {"schema": {"type": "string", "format": "binary"}},
     }
 
     def operation(identifier: str, summary: str, answer: Any, *statuses: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The server as a Ray Serve application: one front end, replicas that compute.
 
-    serve run convgrad_service.server.ray_serve:application min_replicas=2 max_replicas=8
+    serve run convgrad_service.server.ray_serve:application max_replicas=8 anonymous=true
 
 The front end is the same application as `convgrad serve`, with a backend that sends each problem
 to a replica, and cuts one that is too large for a replica along its own `split`. Replicas come

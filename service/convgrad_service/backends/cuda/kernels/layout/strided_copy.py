@@ -57,7 +57,7 @@ class StridedCopy:
         bounds = [(outer + missing, inner + missing, limit) for outer, inner, limit in work.bounds]
         bounds += [(-1, -1, 0)] * (BOUNDS - len(bounds))
         args.outer[:], args.inner[:], args.limit[:] = zip(*bounds, strict=True)
-        args.pads = work.pads
+        args.pads, args.target = work.pads, work.target_start * work.dtype.itemsize
         launch = Launch(
             _instance(work.dtype.itemsize),
             linear_grid(args.runs, BLOCK),

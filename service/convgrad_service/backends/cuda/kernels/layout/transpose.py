@@ -102,7 +102,7 @@ class Transpose:
         short = 0 if _kind(box, x, y) == self.name else 1
         if sorted(extents)[short] < LEAST_EXTENT:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
-        if _tiles(box, x, y, work.dtype.itemsize) > MAX_BLOCKS:
+        if _tiles(work, box, x, y) > MAX_BLOCKS:
             return "its tiles are more than one grid holds"
         return None
 
@@ -122,7 +122,7 @@ class Transpose:
         last = [(axis.extent - 1) * axis.source for axis in (x_axis, *outer)]
         args.elements = 1 + sum(last) + (args.y_limit - 1) * y_axis.source
         sources = [axis.source for axis in outer]
-        targets = [axis.target for axis in outer]
+        targets = [work.target_start, *(axis.target for axis in outer)]
         name = _kind(box, x, y)
         # A run of rows starts at a whole chunk if its plane does.
         if name != PLANES:
@@ -135,11 +135,12 @@ class Transpose:
         short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
         args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
         args.follows = work.follows
+        args.target = work.target_start * itemsize
         launch = Launch(
             _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
             if name == self.name
             else _instance(name, itemsize),
-            (_tiles(box, x, y, itemsize), 1, 1),
+            (_tiles(work, box, x, y), 1, 1),
             (BLOCK, 1, 1),
             pack(args, source=work.source, target=work.target),
         )
@@ -176,7 +177,7 @@ class RowCopy:
         chunk = CHUNK_BYTES // work.dtype.itemsize
         row = box.axes[inner]
         targets = (axis.target for axis in box.axes if axis is not row)
-        if any(value % chunk for value in (row.extent, *targets)):
+        if any(value % chunk for value in (row.extent, work.target_start, *targets)):
             return f"the target's rows are not whole chunks of {CHUNK_BYTES} bytes"
         if len(box.axes) - 1 > ROW_AXES:
             return f"{len(box.axes)} axes are more than {ROW_AXES + 1}"
@@ -195,6 +196,7 @@ class RowCopy:
         args.all_chunks = args.chunks * prod(args.extent)
         args.elements = row.extent if box.padded is None else box.limit
         args.follows = work.follows
+        args.target = work.target_start * work.dtype.itemsize
         launch = Launch(
             _instance(self.name, work.dtype.itemsize),
             linear_grid(args.all_chunks, BLOCK),
@@ -233,7 +235,8 @@ def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
     return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
 
 
-def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
+def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
+    itemsize = work.dtype.itemsize
     x_axis, y_axis = box.axes[x], box.axes[y]
     outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
     kind = _kind(box, x, y)
@@ -242,7 +245,7 @@ def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
     elif kind == RUNS:
         inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
     else:
-        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer)
+        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
         lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
         tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
         inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y
