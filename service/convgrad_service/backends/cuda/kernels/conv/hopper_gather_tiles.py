@@ -172,7 +172,7 @@ TILES = (
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
 )
-"""Others lost everywhere: see HOPPER.md."""
+"""Others lost everywhere."""
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:

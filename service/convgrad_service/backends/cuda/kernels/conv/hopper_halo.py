@@ -37,7 +37,7 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-# Where others are faster, measured on an H200 (HOPPER.md).
+# Where others are faster, measured on an H200.
 LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
 MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
 MAX_INDEX = 2**31 - 1
@@ -191,7 +191,7 @@ class HopperHalo:
 
 
 def _slower(work: ConvWork) -> str | None:
-    """Why another kernel is as fast or faster; judged by what HOPPER.md lists the times of."""
+    """Why another kernel is as fast or faster; as measured on an H200."""
     read, written = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         read, written = written, read

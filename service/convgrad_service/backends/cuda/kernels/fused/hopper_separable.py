@@ -34,7 +34,7 @@ __all__ = ["HopperSeparable"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 MAX_ITEMS, MAX_EXTENT = 2**31 - 2**16, 2**28
-# Measured on an H200 (NOTES.md): for 512 to 512 channels at 14 x 14 one launch takes as long as two
+# Measured on an H200: for 512 to 512 channels at 14 x 14 one launch takes as long as two
 # with 64 images, a third more with one to eight; for 1024 and 728 it takes longer.
 MOST_OUTPUTS = 256
 
