@@ -24,16 +24,8 @@ import torch
 
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.server.malloc import keep_large_blocks
-from tests.perf.bench_cpu import (
-    A_TURN,
-    KEPT_BYTES,
-    Layer,
-    Pair,
-    geomean,
-    pairs,
-    provenance,
-    record_of,
-)
+from tests.perf.bench_cpu import A_TURN, KEPT_BYTES, geomean, provenance, record_of
+from tests.perf.cpu_layers import Layer, Pair, pairs
 
 SUITE = Path(__file__).parent / "suite" / "networks.json"
 RESULTS = Path(__file__).parent / "results" / "cpu_networks.jsonl"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import convgrad.torch as ours
 from tests.torch.test_functional import TOLERANCE, normal, same
 
 functional = torch.nn.functional
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 # By function: shapes of the input, arguments.
 POOLS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [

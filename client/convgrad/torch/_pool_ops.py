@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -24,7 +24,7 @@ from convgrad.torch._tensors import dense, is_channels_last
 
 __all__ = ["OPS"]
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 _LIBRARY = torch.library.Library("convgrad", "FRAGMENT")
 _AVERAGE = (
     "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
@@ -250,7 +250,7 @@ for _name, _compute, _fake, _derivative, _save in (
     ),
 ):
     _LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"convgrad::{_name}", _fake, lib=_LIBRARY)  # type: ignore[arg-type]
+    torch.library.register_fake(f"convgrad::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_autograd(
         f"convgrad::{_name}", _derivative, setup_context=_save, lib=_LIBRARY
     )

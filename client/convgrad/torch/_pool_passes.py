@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,7 +23,7 @@ __all__ = [
     "unpool_forward",
 ]
 
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 def avg_forward(backend: Backend, input: Tensor, window: tuple[Any, ...]) -> Tensor:

@@ -10,8 +10,7 @@ from math import prod
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
-from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
 from convgrad_service.backends.cuda.kernels.pool.window_routes import routes, routes_instances
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
 from convgrad_service.plans.cuda.device import CudaDevice

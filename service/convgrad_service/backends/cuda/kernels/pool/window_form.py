@@ -10,17 +10,27 @@ from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import WindowWork
 from convgrad_service.problems.windows import WindowAxis
 
-__all__ = ["WindowArgs", "WindowForm", "most_positions", "window_args"]
+__all__ = ["Divider", "WindowArgs", "WindowForm", "most_positions", "window_args", "window_grid"]
 
 Axes = tuple[WindowAxis, ...]
 LARGEST = 2**31 - 1
 ONE = WindowAxis.sliding(1, 1, 1, 1, 0)
+
+
+class Divider(ctypes.Structure):
+    """See ``divider.cuh``."""
+
+    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
+
+    @classmethod
+    def of(cls, by: int) -> Divider:
+        return cls(*divider(by))
 
 
 class WindowRange(ctypes.Structure):

@@ -10,10 +10,9 @@ from math import prod
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.fused.fused_shapes import Divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.pool.max_pool import BAD_INDEX
-from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, WindowForm
+from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
     Check,
