@@ -11,7 +11,11 @@ from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.window_form import LARGEST, Divider, WindowForm
-from convgrad_service.backends.cuda.kernels.pool.window_routes import routes, routes_instances
+from convgrad_service.backends.cuda.kernels.pool.window_routes import (
+    check,
+    routes,
+    routes_instances,
+)
 from convgrad_service.backends.cuda.kernels.pool.window_tiles import Tiles, tiles, tiles_instances
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
@@ -72,7 +76,7 @@ class MaxUnpool:
             steps.append(_launch(work, args, grid, GATHER_BLOCK, bad))
         else:
             if work.windows is not None:
-                steps.append(_moves(_by_windows(work), bad))
+                steps += _moves(_by_windows(work), bad)
             threads = args.batch * args.inner * (1 if work.channels_last else 32)
             grid = linear_grid(threads, SCATTER_BLOCK)
             steps.append(_launch(work, args, grid, SCATTER_BLOCK, bad))
@@ -94,10 +98,10 @@ class MaxUnpool:
         ]
 
 
-def _moves(work: WindowWork, bad: str) -> Launch:
+def _moves(work: WindowWork, bad: str) -> list[Launch]:
     if Tiles.of(WindowForm.of(work)) is not None:
-        return tiles(work, bad, moves=True)
-    return routes(work, bad, moves=True)
+        return [tiles(work, bad, moves=True)]
+    return [check(work, bad, moves=True), routes(work, moves=True)]
 
 
 def _by_windows(work: UnpoolWork) -> WindowWork:

@@ -1,11 +1,11 @@
 // What goes where indices say, by windows of any kind: the gradient of max pooling from the indices of
 // the maxima, and max unpooling. The host's side is window_routes.py.
 //
-// y[i] = sum of x[o] over the windows o that hold i and whose index is i, or with MOVE the last of
-// them, bit by bit: a gather, so without atomics, in the order of the windows. Deterministic. Where
-// `bad` is given, the thread at a window's first position holds its index against the window
-// (`counted`), and sets bad[0] to 1 where it lies outside; with MOVE bad[1], where it is a position of
-// the plane all the same. Memory-safe whatever an index says: indices are compared, not followed.
+// window_routes: y[i] = sum of x[o] over the windows o that hold i and whose index is i, or with MOVE
+// the last of them, bit by bit: a gather, so without atomics, in the order of the windows.
+// Deterministic. Memory-safe whatever an index says: indices are compared, not followed.
+// window_check: holds the index of each window, one a thread, against the window (`counted`); sets
+// bad[0] to 1 where one lies outside, but with MOVE bad[1] where it is a position of the plane.
 // A thread has WIDTH neighbouring elements of `inner` at one position, in PLANES planes. Where a
 // position has at most ROWS by COLUMNS windows, their indices are loaded side by side. Block: 128
 // threads; shared memory: none. Relies on its launcher for the grid (chunks of the batch along y) and
@@ -19,25 +19,6 @@ namespace {
 using T = ELEMENT;
 using S = Sum<T>;
 using Values = Vector<T, WIDTH>;
-
-__device__ __forceinline__ bool in_plane(const WindowArgs& args, i64 index) {
-  return index >= 0 &&
-         index < static_cast<i64>(args.y_size[0]) * args.y_size[1] * args.y_size[2];
-}
-
-__device__ __forceinline__ bool inside(const WindowArgs& args, i64 index, const int (&window)[3]) {
-  if (!in_plane(args, index)) return false;
-  int rest = static_cast<int>(index);
-  bool good = true;
-#pragma unroll
-  for (int axis = 2; axis >= 0; --axis) {
-    const int outer = divide(rest, args.by_items[axis]), at = rest - outer * args.y_size[axis];
-    const WindowRange& range = args.counted[axis];
-    good &= at >= range.start(window[axis]) && at < range.stop(window[axis]);
-    rest = outer;
-  }
-  return good;
-}
 
 // The indices of WIDTH neighbouring windows; none is -1.
 struct Found {
@@ -102,15 +83,6 @@ struct Route {
   }
 };
 
-__device__ __forceinline__ void check(const WindowArgs& args, const Found& found,
-                                      const int (&window)[3]) {
-#pragma unroll
-  for (int v = 0; v < WIDTH; ++v) {
-    // All threads that write write the same.
-    if (!inside(args, found.at[v], window)) args.bad[MOVE && in_plane(args, found.at[v])] = 1;
-  }
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(128, 4)
@@ -138,19 +110,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) route[p].clear();
   const i64 row = static_cast<i64>(args.x_size[2]) * args.inner;
-  // Whose index this thread checks: those of the windows that begin here.
-  const auto begins = [&](int axis, int window) {
-    return args.counted[axis].start(window) == item.at[axis];
-  };
-#if ROWS
-  bool own_row[ROWS], own_column[COLUMNS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) own_row[r] = args.bad != nullptr && begins(1, start[1] + r);
-#pragma unroll
-  for (int c = 0; c < COLUMNS; ++c) own_column[c] = args.bad != nullptr && begins(2, start[2] + c);
-#endif
   for (int o0 = start[0]; o0 < stop[0]; ++o0) {
-    const bool own = args.bad != nullptr && begins(0, o0);
     const i64 from = (static_cast<i64>(o0) * args.x_size[1] + start[1]) * row +
                      static_cast<i64>(start[2]) * args.inner;
 #if ROWS
@@ -170,14 +130,12 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) {
-        const int window[3] = {o0, start[1] + r, start[2] + c};
-        if (window[1] >= stop[1] || window[2] >= stop[2]) continue;
+        if (start[1] + r >= stop[1] || start[2] + c >= stop[2]) continue;
 #pragma unroll
         for (int p = 0; p < PLANES; ++p) {
           if (p >= planes) break;
           const T* const value = x + from + r * row + c * args.inner + p * x_plane;
           route[p].take(found[r][c][p], value, position);
-          if (own && own_row[r] && own_column[c]) check(args, found[r][c][p], window);
         }
       }
     }
@@ -185,8 +143,6 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     for (int o1 = start[1]; o1 < stop[1]; ++o1) {
       i64 at = from + (o1 - start[1]) * row;
       for (int o2 = start[2]; o2 < stop[2]; ++o2, at += args.inner) {
-        const int window[3] = {o0, o1, o2};
-        const bool own_window = own && begins(1, o1) && begins(2, o2);
         Found found[PLANES];
 #pragma unroll
         for (int p = 0; p < PLANES; ++p) found[p].load(indices + at + p * x_plane, p < planes);
@@ -194,7 +150,6 @@ extern "C" __global__ void __launch_bounds__(128, 4)
         for (int p = 0; p < PLANES; ++p) {
           if (p >= planes) break;
           route[p].take(found[p], x + at + p * x_plane, position);
-          if (own_window) check(args, found[p], window);
         }
       }
     }
@@ -209,4 +164,29 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     if (p >= planes) break;
     route[p].result().store(y + p * y_plane);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    window_check(const __grid_constant__ WindowArgs args) {
+  const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
+  if (thread >= args.threads) return;
+  const WindowItem item = item_of(args, thread, args.x_size, args.inner);
+  if (item.group >= args.batch) return;
+  const i64 windows = static_cast<i64>(args.x_size[0]) * args.x_size[1] * args.x_size[2];
+  const i64 window =
+      (static_cast<i64>(item.at[0]) * args.x_size[1] + item.at[1]) * args.x_size[2] + item.at[2];
+  const i64 index = static_cast<const INDEX*>(
+      args.indices)[(item.group * windows + window) * args.inner + item.vector];
+  const int plane = args.y_size[0] * args.y_size[1] * args.y_size[2];
+  const bool exists = index >= 0 && index < plane;
+  bool good = exists;
+  int rest = exists ? static_cast<int>(index) : 0;
+#pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    const int outer = rest / args.y_size[axis], at = rest - outer * args.y_size[axis];
+    const WindowRange& range = args.counted[axis];
+    good &= at >= range.start(item.at[axis]) && at < range.stop(item.at[axis]);
+    rest = outer;
+  }
+  if (!good) args.bad[MOVE && exists] = 1;  // every thread that writes writes the same
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import FLOATING, INDEX, DType
@@ -20,7 +21,7 @@ from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Check, Clear, Fragment, Instance, Launch, Workspace
 from convgrad_service.plans.cuda.works import WindowWork
 
-__all__ = ["WindowRoutes", "routes", "routes_instances"]
+__all__ = ["WindowRoutes", "check", "routes", "routes_instances"]
 
 BLOCK = 128
 # Planes of a thread where neighbouring threads have neighbouring positions.
@@ -47,9 +48,9 @@ class WindowRoutes:
     def launches(self, work: WindowWork, device: CudaDevice) -> Fragment:
         """See `Family.launches`."""
         if not work.checked:
-            return Fragment(self.name, (routes(work, None),))
+            return Fragment(self.name, (routes(work),))
         bad = f"{work.prefix}bad_index"
-        steps = (Clear(bad, 4), routes(work, bad))
+        steps = (Clear(bad, 4), check(work, bad), routes(work))
         return Fragment(self.name, steps, (Workspace(bad, 4),), (Check(bad, BAD_INDEX),))
 
     def instances(self) -> Iterable[Instance]:
@@ -57,7 +58,20 @@ class WindowRoutes:
         return routes_instances(moves=False)
 
 
-def routes(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
+def check(work: WindowWork, bad: str, *, moves: bool = False) -> Launch:
+    """The launch that holds indices against their windows."""
+    form = WindowForm.of(work)
+    args = window_args(form, 1, form.x_size)
+    instance = _instance(work.dtype, work.index_dtype, 1, 1, ONE_BY_ONE, moves)
+    return Launch(
+        replace(instance, entry="window_check"),
+        window_grid(args, 1, BLOCK),
+        (BLOCK, 1, 1),
+        pack(args, indices=work.indices, bad=bad),
+    )
+
+
+def routes(work: WindowWork, *, moves: bool = False) -> Launch:
     """The launch; it ``moves`` elements where it does not add them up."""
     form = WindowForm.of(work)
     width = form.width(work.dtype)
@@ -75,13 +89,18 @@ def routes(work: WindowWork, bad: str | None, *, moves: bool = False) -> Launch:
         _instance(work.dtype, work.index_dtype, width, planes, near, moves),
         window_grid(args, planes, BLOCK),
         (BLOCK, 1, 1),
-        pack(args, x=work.x, y=work.y, indices=work.indices, bad=bad),
+        pack(args, x=work.x, y=work.y, indices=work.indices),
     )
 
 
 def routes_instances(*, moves: bool) -> list[Instance]:
-    """Every instance that `routes` can name."""
-    return [
+    """Every instance that `routes` and `check` can name."""
+    checks = [
+        replace(_instance(dtype, index, 1, 1, ONE_BY_ONE, moves), entry="window_check")
+        for dtype in FLOATING
+        for index in INDEX
+    ]
+    return checks + [
         _instance(dtype, index, width, planes, near, moves)
         for dtype in FLOATING
         for index in INDEX
