@@ -129,8 +129,8 @@ COPY_BYTES_S = 3e12
 
 
 class LeastExpected(Generic[V]):
-    """Of several sequences of families, each in order of preference, the one whose first family that
-    applies is expected to take the least time.
+    """Of several sequences of families, each in order of preference, the one whose first family
+    that applies is expected to take the least time.
 
     Only work that the first sequence computes is considered.
     """

@@ -30,13 +30,13 @@ ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """Of a step along the reduction: where that is no longer, and where a stage has room for more."""
 MULTIPROCESSORS = 132
-# Sums of a warpgroup's thread. Results of a small tile, of one with deep steps, of one whose reduction is
-# split, which other blocks send. What else was never the fastest is left out (`_Ways`).
+# Sums of a warpgroup's thread. Results of a small tile, of one with deep steps, of one whose
+# reduction is split, which other blocks send. What was never the fastest is left out (`_Ways`).
 MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
 MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
 LEAST_TALL_COLUMNS = 64
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
-# Columns of tiles beyond the result's, and tiles of 256 rows, fewer of which leave multiprocessors idle.
+# Columns of tiles beyond the result's; tiles of 256 rows, fewer of which leave some idle.
 MOST_SPARE, LEAST_TALL = 1.4, 60
 # A clock of the tensor cores, in microseconds, and the fewest that a product takes.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
@@ -50,13 +50,14 @@ class Rates:
     its bytes (``bandwidth``) and rows (``line``) on their way to a multiprocessor, its products
     (``products`` times what the tensor cores need, and ``issue``), all multiprocessors' bytes from
     the L2 cache (``l2``, megabytes), and ``step``; ``few_stages`` more where little is under way.
-    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for several:
-    ``near`` of its bytes count, and with splits ``near_split_a`` of a's and ``near_split_b`` of b's.
+    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for
+    several: ``near`` of its bytes count, with splits ``near_split_a`` of a's and ``near_split_b``
+    of b's.
     ``tile`` and ``tile_size`` are a tile's results. ``memory`` is a bandwidth, in megabytes, and
     ``beside`` how much of the shorter of memory's and multiprocessors' time is not hidden.
-    ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a cluster's
-    reduction, of what is sent and of what a thread finishes; ``meet`` and ``left`` the one through
-    a workspace.
+    ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a
+    cluster's reduction, of what is sent and of what a thread finishes; ``meet`` and ``left`` the
+    one through a workspace.
     """
 
     start: float
@@ -176,9 +177,9 @@ def every_config(*, wgrad: bool) -> Iterator[Config]:
 
 
 class _Table:
-    """All configurations for products whose operands lie so, with what of their times does not depend
-    on sizes: arrays, so that a plan, which is made in a request's time, is a few sums of them. Those with
-    fewer columns come first."""
+    """All configurations for products whose operands lie so, with what of their times does not
+    depend on sizes: arrays, so that a plan, which is made in a request's time, is a few sums of
+    them. Those with fewer columns come first."""
 
     def __init__(self, device: CudaDevice, *, wgrad: bool, b_mn: bool) -> None:
         self._device, self._wgrad = device, wgrad
@@ -265,8 +266,8 @@ class _Table:
             resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
         )
         stored &= product.stores & (across <= many)
-        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and 6
-        # were not measured so.
+        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and
+        # 6 were not measured so.
         kind = self.parts[:end]
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
@@ -307,7 +308,7 @@ def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
 
 
 def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
-    """The configurations worth a thought with the seconds that each should take, the fastest first."""
+    """The configurations worth a thought with the seconds that each should take, fastest first."""
     table = _table(device, product.a.mn, product.b.mn)
     times, parts = table.times(product, counters)
     order = [int(i) for i in np.argsort(times, kind="stable") if np.isfinite(times[i])]
@@ -321,8 +322,8 @@ def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[flo
 def chosen(
     products: Sequence[Product], device: CudaDevice, counters: int
 ) -> tuple[float, Product, Config] | None:
-    """Of these ways to see the work, what should take the least time, and that time in seconds; None
-    where nothing fits. From sizes and the device model alone."""
+    """Of these ways to see the work, what should take the least time, and that time in seconds;
+    None where nothing fits. From sizes and the device model alone."""
     best = None
     for product in products:
         table = _table(device, product.a.mn, product.b.mn)
