@@ -28,8 +28,8 @@ LAYOUTS: dict[int, tuple[str, ...]] = {
     3: ("NCDHW", "NDHWC", "NGCDHW", "NDHWGC", "GNDHWC"),
 }
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
-_WEIGHTS = frozenset({"weight", "weight0", "weight1", "grad_weight"})
-_VECTORS = frozenset({"bias", "bias0", "bias1", "grad_bias"})
+_WEIGHTS = frozenset({"weight", "weight0", "weight1", "grad_weight", "grad_grad_weight"})
+_VECTORS = frozenset({"bias", "bias0", "bias1", "grad_bias", "grad_grad_bias"})
 # What `accumulate` is shaped like, where that is not an activation.
 _ACCUMULATES_WEIGHT = frozenset({"grouped_conv_bwd_weight"})
 

@@ -71,12 +71,47 @@ def conv_backward(name: str, conv: Conv) -> Case:
     return Case(name, "conv_backward", shapes, conv.params)
 
 
-def conv3d_transpose(name: str, conv: Conv) -> Case:
+def _transposed_params(conv: Conv) -> dict[str, Any]:
+    more = {"output_padding": conv.rows_left_over} if any(conv.rows_left_over) else {}
+    return {**conv.params, **more}
+
+
+def conv_transpose_fwd(name: str, conv: Conv) -> Case:
     shapes = {"input": conv.output_shape, "weight": conv.weight_shape, "bias": (conv.c,)}
-    params = conv.params
-    if any(conv.rows_left_over):
-        params["output_padding"] = conv.rows_left_over
-    return Case(name, "conv3d_transpose", shapes, params)
+    return Case(name, "conv_transpose_fwd", shapes, _transposed_params(conv))
+
+
+def conv3d_transpose(name: str, conv: Conv) -> Case:
+    return replace(conv_transpose_fwd(name, conv), operation="conv3d_transpose")
+
+
+def conv_transpose_backward(name: str, conv: Conv) -> Case:
+    shapes = {
+        "grad_output": conv.input_shape,
+        "input": conv.output_shape,
+        "weight": conv.weight_shape,
+    }
+    return Case(name, "conv_transpose_backward", shapes, _transposed_params(conv))
+
+
+def _double(case: Case, operation: str, bias: int) -> Case:
+    """The double backward pass of a backward pass."""
+    shapes = {
+        **case.shapes,
+        "grad_grad_input": case.shapes["input"],
+        "grad_grad_weight": case.shapes["weight"],
+        "grad_grad_bias": (bias,),
+    }
+    return replace(case, operation=operation, shapes=shapes)
+
+
+def conv_double_backward(name: str, conv: Conv) -> Case:
+    return _double(conv_backward(name, conv), "conv_double_backward", conv.k)
+
+
+def conv_transpose_double_backward(name: str, conv: Conv) -> Case:
+    case = conv_transpose_backward(name, conv)
+    return _double(case, "conv_transpose_double_backward", conv.c)
 
 
 def conv3d_backprop_input(name: str, conv: Conv) -> Case:
@@ -90,6 +125,13 @@ FROM_CONV = {
     "grouped_conv_bwd_weight": grouped_conv_bwd_weight,
     "conv_backward": conv_backward,
 }
+# Compositions of the passes above, on the same kernels.
+FROM_PASSES = {
+    "conv_transpose_fwd": conv_transpose_fwd,
+    "conv_transpose_backward": conv_transpose_backward,
+    "conv_double_backward": conv_double_backward,
+    "conv_transpose_double_backward": conv_transpose_double_backward,
+}
 FROM_CONV3D = {
     "conv3d_transpose": conv3d_transpose,
     "conv3d_backprop_input": conv3d_backprop_input,
@@ -101,7 +143,29 @@ def conv_cases(operation: str) -> list[Case]:
     if operation in FROM_CONV3D:
         make = FROM_CONV3D[operation]
         return [make(name, conv) for name, conv in CONVS.items() if conv.ndim == 3]
-    return [FROM_CONV[operation](name, conv) for name, conv in CONVS.items()]
+    make = {**FROM_CONV, **FROM_PASSES}[operation]
+    return [make(name, conv) for name, conv in CONVS.items()]
+
+
+PASSES: list[Case] = [
+    case
+    for operation in FROM_PASSES
+    for case in conv_cases(operation)
+    if case.name
+    in (
+        "plain",
+        "stride_shares_factor_with_dilation",
+        "rows_past_the_last_window",
+        "asymmetric_padding",
+        "depthwise_strided",
+        "groups_3_odd",
+        "1d_causal",
+        "1d_depthwise",
+        "3d_plain",
+        "3d_depthwise",
+    )
+]
+"""A few geometries of each kind: what these operations are made of is tested whole."""
 
 
 def _accumulating(case: Case, shape: Shape) -> list[Case]:

@@ -95,11 +95,69 @@ def _conv_backward(t: Tensors, params: Params) -> Answer:
     return {name: made[name]() for name in params.get("outputs", tuple(made))}
 
 
-def _conv3d_transpose(t: Tensors, params: Params) -> Answer:
+def _conv_transpose_fwd(t: Tensors, params: Params) -> Answer:
     geometry = _only(params, (*_GEOMETRY, "output_padding"))
-    return {
-        "output": reference.conv3d_transpose(t["input"], t["weight"], t.get("bias"), **geometry)
+    return {"output": reference.conv_transpose(t["input"], t["weight"], t.get("bias"), **geometry)}
+
+
+def _transposed_input_grad(
+    dy: NDArray[Any], w: NDArray[Any], size: tuple[int, ...], params: Params
+) -> Reference:
+    """A convolution, of which rows that output_padding adds under a dilation are left away."""
+    whole = reference.conv_fwd(dy, w, **_only(params, _GEOMETRY))
+    rows = tuple(slice(0, extent) for extent in size)
+    return whole.map(lambda a: a[(slice(None), slice(None), *rows)])
+
+
+def _conv_transpose_backward(t: Tensors, params: Params) -> Answer:
+    geometry = _only(params, _GEOMETRY)
+    dy, x, w = t["grad_output"], t["input"], t["weight"]
+    made: dict[str, Callable[[], Reference]] = {
+        "grad_input": lambda: _transposed_input_grad(dy, w, x.shape[2:], params),
+        "grad_weight": lambda: reference.conv_bwd_weight(dy, x, w.shape[2:], **geometry),
+        "grad_bias": lambda: reference.grad_bias(dy),
     }
+    return {name: made[name]() for name in params.get("outputs", tuple(made))}
+
+
+def _double_backward(t: Tensors, params: Params, *, transposed: bool) -> Answer:
+    geometry = _only(params, _GEOMETRY)
+    dy, x, w = t["grad_output"], t["input"], t["weight"]
+    ggx, ggw, ggb = (t.get(f"grad_grad_{name}") for name in ("input", "weight", "bias"))
+
+    def forward(a: NDArray[Any], b: NDArray[Any]) -> Reference:
+        if transposed:
+            return reference.conv_bwd_data(a, b, dy.shape[2:], **geometry)
+        return reference.conv_fwd(a, b, **geometry)
+
+    def to_input(a: NDArray[Any]) -> Reference:
+        if transposed:
+            return _transposed_input_grad(dy, a, x.shape[2:], params)
+        return reference.conv_bwd_data(dy, a, x.shape[2:], **geometry)
+
+    def to_weight(a: NDArray[Any]) -> Reference:
+        sides = (dy, a) if transposed else (a, dy)
+        return reference.conv_bwd_weight(*sides, w.shape[2:], **geometry)
+
+    def to_output() -> list[Reference]:
+        parts = [] if ggx is None else [forward(ggx, w)]
+        parts += [] if ggw is None else [forward(x, ggw)]
+        return parts + ([] if ggb is None else [reference.of_bias(ggb, dy.shape)])
+
+    made: dict[str, Callable[[], Reference]] = {
+        "grad_grad_output": lambda: reference.total(dy.shape, to_output()),
+        "grad_input": lambda: reference.total(x.shape, [] if ggw is None else [to_input(ggw)]),
+        "grad_weight": lambda: reference.total(w.shape, [] if ggx is None else [to_weight(ggx)]),
+    }
+    return {name: made[name]() for name in params.get("outputs", tuple(made))}
+
+
+def _conv_double_backward(t: Tensors, params: Params) -> Answer:
+    return _double_backward(t, params, transposed=False)
+
+
+def _conv_transpose_double_backward(t: Tensors, params: Params) -> Answer:
+    return _double_backward(t, params, transposed=True)
 
 
 def _conv3d_backprop_input(t: Tensors, params: Params) -> Answer:
@@ -166,7 +224,11 @@ ORACLES: dict[str, Callable[[Tensors, Params], Answer]] = {
     "conv_bwd_data": _conv_bwd_data,
     "grouped_conv_bwd_weight": _grouped_conv_bwd_weight,
     "conv_backward": _conv_backward,
-    "conv3d_transpose": _conv3d_transpose,
+    "conv_transpose_fwd": _conv_transpose_fwd,
+    "conv_transpose_backward": _conv_transpose_backward,
+    "conv_double_backward": _conv_double_backward,
+    "conv_transpose_double_backward": _conv_transpose_double_backward,
+    "conv3d_transpose": _conv_transpose_fwd,
     "conv3d_backprop_input": _conv3d_backprop_input,
     "grouped_conv_conv_fwd": _fused,
     "maxpool2d_fwd": _maxpool_fwd,

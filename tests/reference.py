@@ -21,28 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
+from convgrad.check.bounds import Float, Reference
+
 Sizes = int | Sequence[int]
 Padding = int | Sequence[int | Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """One output: its value, S = sum |a*b|, the number of terms, all of the value's shape.
-
-    `slack` is an absolute error that the inputs of the last step may already carry: the fused
-    forward's intermediate is rounded once, and that error travels on.
-    """
-
-    value: Float
-    magnitude: Float
-    terms: NDArray[np.int64]
-    slack: Float | float = 0.0
-
-    def map(self, move: Callable[[NDArray[Any]], NDArray[Any]]) -> Reference:
-        """The same with its arrays moved: transposed, sliced, packed."""
-        slack = move(self.slack) if isinstance(self.slack, np.ndarray) else self.slack
-        return Reference(move(self.value), move(self.magnitude), move(self.terms), slack)
 
 
 def per_dimension(value: Sizes, ndim: int) -> tuple[int, ...]:
@@ -203,9 +185,15 @@ def conv_fwd(
     return out if bias is None else _with_bias(out, bias)
 
 
+def of_bias(bias: NDArray[Any], shape: Sequence[int]) -> Reference:
+    """The bias of each channel at every place of an activation of this shape."""
+    each = _float64(bias).reshape(-1, *(1,) * (len(shape) - 2))
+    value = np.broadcast_to(each, tuple(shape))
+    return Reference(value, np.abs(value), np.ones(tuple(shape), np.int64))
+
+
 def _with_bias(out: Reference, bias: NDArray[Any]) -> Reference:
-    each = _float64(bias).reshape(-1, *(1,) * (out.value.ndim - 2))
-    return Reference(out.value + each, out.magnitude + np.abs(each), out.terms + 1)
+    return total(out.value.shape, [out, of_bias(bias, out.value.shape)])
 
 
 @np.errstate(all="ignore")
@@ -271,6 +259,18 @@ def grad_bias(grad_output: NDArray[Any]) -> Reference:
 
 
 @np.errstate(all="ignore")
+def total(shape: Sequence[int], parts: Sequence[Reference]) -> Reference:
+    """The sum of references; of none, zero."""
+    value, terms = np.zeros(tuple(shape)), np.zeros(tuple(shape), np.int64)
+    made = Reference(value, value.copy(), terms)
+    for part in parts:
+        made = Reference(
+            made.value + part.value, made.magnitude + part.magnitude, made.terms + part.terms
+        )
+    return made
+
+
+@np.errstate(all="ignore")
 def epilogue(
     grad: Reference, alpha: float, beta: float, accumulate: NDArray[Any] | None
 ) -> Reference:
@@ -282,7 +282,7 @@ def epilogue(
     return Reference(value, magnitude, grad.terms + 3)
 
 
-def conv3d_transpose(
+def conv_transpose(
     input: NDArray[Any],
     weight: NDArray[Any],
     bias: NDArray[Any] | None = None,
@@ -293,7 +293,7 @@ def conv3d_transpose(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Reference:
-    """conv_bwd_data with input for grad_output, weight [C_in, C_out/groups, D, H, W]; plus bias."""
+    """conv_bwd_data with input for grad_output, weight [C_in, C_out/groups, *kernel]; plus bias."""
     size = smallest_input_size(
         input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding
     )

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.cases import FROM_CONV, FROM_CONV3D, Case, fused, maxpool_bwd, maxpool_fwd
+from tests.cases import FROM_CONV, FROM_CONV3D, FROM_PASSES, Case, fused, maxpool_bwd, maxpool_fwd
 from tests.geometries import Conv, Pool
 from tests.reference import padding_pairs, per_dimension
 
@@ -63,7 +63,7 @@ def convs(draw: Draw, ndim: int | None = None) -> Conv:
 def conv_cases(draw: Draw) -> Case:
     """A request of any convolution."""
     conv = draw(convs())
-    makers = {**FROM_CONV, **(FROM_CONV3D if conv.ndim == 3 else {})}
+    makers = {**FROM_CONV, **FROM_PASSES, **(FROM_CONV3D if conv.ndim == 3 else {})}
     case: Case = makers[draw(st.sampled_from(sorted(makers)))]("random", conv)
     return case
 
@@ -192,6 +192,7 @@ def _spoil_agreement(draw: Draw, case: Case) -> Case:
 _DISAGREES = {
     "conv_fwd": ("weight", 1),
     "conv3d_transpose": ("weight", 0),
+    "conv_transpose_fwd": ("weight", 0),
     "grouped_conv_bwd_weight": ("grad_output", 0),
 }
 

@@ -19,13 +19,28 @@ from convgrad._version import __version__
 
 if TYPE_CHECKING:
     from convgrad import _calls as calls
+    from convgrad import check as check
     from convgrad import errors as errors
+    from convgrad import layers as layers
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
-    from convgrad._events import EventHooks, RequestEvent, ResponseEvent, RetryEvent
+    from convgrad._events import (
+        EventHooks,
+        FailureEvent,
+        ProgressEvent,
+        RequestEvent,
+        ResponseEvent,
+        RetryEvent,
+    )
     from convgrad._parts import Part
-    from convgrad._results import ConvBackwardResult, ConvWeightResult, MaxPoolResult
+    from convgrad._progress import progress_bars
+    from convgrad._results import (
+        ConvBackwardResult,
+        ConvDoubleBackwardResult,
+        ConvWeightResult,
+        MaxPoolResult,
+    )
     from convgrad.contract import Report
     from convgrad.dtypes import DType
     from convgrad.errors import (
@@ -46,6 +61,7 @@ if TYPE_CHECKING:
         NotFound,
         Overloaded,
         PayloadTooLarge,
+        PermissionDenied,
         ProblemTooLarge,
         RequestTimeout,
         ServiceError,
@@ -63,6 +79,7 @@ __all__ = [
     "ClientTimeout",
     "ConnectionFailed",
     "ConvBackwardResult",
+    "ConvDoubleBackwardResult",
     "ConvWeightResult",
     "ConvgradError",
     "DType",
@@ -70,6 +87,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceUnavailable",
     "EventHooks",
+    "FailureEvent",
     "GatewayError",
     "Internal",
     "InvalidAnswer",
@@ -82,7 +100,9 @@ __all__ = [
     "Overloaded",
     "Part",
     "PayloadTooLarge",
+    "PermissionDenied",
     "ProblemTooLarge",
+    "ProgressEvent",
     "Report",
     "RequestEvent",
     "RequestTimeout",
@@ -95,7 +115,10 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "calls",
+    "check",
     "errors",
+    "layers",
+    "progress_bars",
 ]
 
 _HOMES = {
@@ -104,18 +127,27 @@ _HOMES = {
     "Call": "convgrad._call",
     "Client": "convgrad._client",
     "ConvBackwardResult": "convgrad._results",
+    "ConvDoubleBackwardResult": "convgrad._results",
     "ConvWeightResult": "convgrad._results",
     "DType": "convgrad.dtypes",
     "EventHooks": "convgrad._events",
+    "FailureEvent": "convgrad._events",
     "MaxPoolResult": "convgrad._results",
     "Part": "convgrad._parts",
+    "ProgressEvent": "convgrad._events",
     "Report": "convgrad.contract",
     "RequestEvent": "convgrad._events",
     "ResponseEvent": "convgrad._events",
     "RetryEvent": "convgrad._events",
     "Stored": "convgrad._call",
+    "progress_bars": "convgrad._progress",
 }
-_MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
+_MODULES = {
+    "calls": "convgrad._calls",
+    "check": "convgrad.check",
+    "errors": "convgrad.errors",
+    "layers": "convgrad.layers",
+}
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name to be there
 

@@ -52,7 +52,8 @@ class Base64:
 class Body:
     """The bytes of a request; every iteration starts afresh, so that a retry can send it again.
 
-    ``on_chunk`` runs before each chunk and after the last, and may raise to stop the upload.
+    ``on_chunk`` is called with the bytes that were taken so far, before each chunk and after the
+    last, and may raise to stop the upload.
     """
 
     content_type: str
@@ -72,14 +73,17 @@ class Body:
             if view.nbytes:  # memoryview refuses to cast an empty one
                 yield view.cast("B")
 
-    def chunks(self, on_chunk: Callable[[], None]) -> Iterator[memoryview]:
+    def chunks(self, on_chunk: Callable[[int], None]) -> Iterator[memoryview]:
+        taken = 0
         for view in self.views():
             for start in range(0, view.nbytes, _CHUNK_BYTES):
-                on_chunk()
-                yield view[start : start + _CHUNK_BYTES]
-        on_chunk()
+                on_chunk(taken)
+                chunk = view[start : start + _CHUNK_BYTES]
+                yield chunk
+                taken += chunk.nbytes
+        on_chunk(taken)
 
-    async def async_chunks(self, on_chunk: Callable[[], None]) -> AsyncIterator[memoryview]:
+    async def async_chunks(self, on_chunk: Callable[[int], None]) -> AsyncIterator[memoryview]:
         for chunk in self.chunks(on_chunk):
             yield chunk
 

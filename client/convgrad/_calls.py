@@ -14,6 +14,8 @@ from __future__ import annotations
 from convgrad._calls_conv import ConvOptions, conv_fwd, grouped_conv_conv_fwd
 from convgrad._calls_conv3d import conv3d_backprop_input, conv3d_transpose
 from convgrad._calls_conv_bwd import conv_backward, conv_bwd_data, grouped_conv_bwd_weight
+from convgrad._calls_conv_double import conv_double_backward, conv_transpose_double_backward
+from convgrad._calls_conv_transpose import conv_transpose_backward, conv_transpose_fwd
 from convgrad._calls_pool import maxpool2d_bwd, maxpool2d_fwd, maxpool3d_bwd, maxpool3d_fwd
 
 __all__ = [
@@ -22,7 +24,11 @@ __all__ = [
     "conv3d_transpose",
     "conv_backward",
     "conv_bwd_data",
+    "conv_double_backward",
     "conv_fwd",
+    "conv_transpose_backward",
+    "conv_transpose_double_backward",
+    "conv_transpose_fwd",
     "grouped_conv_bwd_weight",
     "grouped_conv_conv_fwd",
     "maxpool2d_bwd",

@@ -10,7 +10,13 @@ from convgrad._calls_conv import ConvLayout, Padding, Precision, Sizes
 from convgrad._methods import by_name
 from convgrad._results import Array, ConvBackwardResult, ConvWeightResult
 
-__all__ = ["conv_backward", "conv_bwd_data", "grouped_conv_bwd_weight"]
+__all__ = [
+    "Gradient",
+    "conv_backward",
+    "conv_bwd_data",
+    "grouped_conv_bwd_weight",
+    "read_gradients",
+]
 
 FloatName: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 WeightGradient: TypeAlias = Literal["grad_weight", "grad_bias"]
@@ -371,7 +377,7 @@ def conv_backward(
     ...     grad_output, x, weight, padding=1
     ... )
     """
-    return make_call("conv_backward", locals(), _read_gradients(outputs))
+    return make_call("conv_backward", locals(), read_gradients(outputs))
 
 
 def _read_weight_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvWeightResult[Any, Any]]:
@@ -381,7 +387,9 @@ def _read_weight_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvWeig
     return read
 
 
-def _read_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvBackwardResult[Any, Any, Any]]:
+def read_gradients(asked: Sequence[str]) -> Callable[[Outputs], ConvBackwardResult[Any, Any, Any]]:
+    """A reader for the gradients of a convolution's backward pass."""
+
     def read(outputs: Outputs) -> ConvBackwardResult[Any, Any, Any]:
         return ConvBackwardResult(*select(outputs, ConvBackwardResult._fields, asked))
 

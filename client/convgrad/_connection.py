@@ -66,6 +66,8 @@ class Connection:
         """Whether a byte of the present answer has come."""
         self.reusable = False
         """Whether the last answer ended where another may begin."""
+        self.sent_bytes = 0
+        """Of the present request's body."""
 
     def close(self) -> None:
         self.socket.close()
@@ -97,6 +99,7 @@ class Connection:
         """
         self.answering = self.reusable = False
         sent_all, broken = False, None
+        self.sent_bytes = -len(head)
         try:
             sent_all = yield from self._send(_Outgoing(head, body))
         except OSError as error:
@@ -116,7 +119,9 @@ class Connection:
     def _send(self, outgoing: _Outgoing) -> Steps[bool]:
         while piece := outgoing.piece():
             try:
-                outgoing.drop(self.socket.sendmsg(piece))
+                sent = self.socket.sendmsg(piece)
+                outgoing.drop(sent)
+                self.sent_bytes += sent
             except BlockingIOError:
                 if (yield READ | WRITE) & READ:
                     return False

@@ -127,14 +127,17 @@ class DirectTransport(_Pool):
     ) -> Iterator[Receiver]:
         poll = select.poll()
         steps = self._steps(connection, exchange, head)
+        receiver = None
         try:
             with self._errors(exchange):
                 awaited = next(steps, None)
                 while awaited is not None:
                     if isinstance(awaited, Receiver):
+                        receiver = awaited
                         yield awaited
                         awaited = next(steps, None)
                     else:
+                        exchange.report(max(connection.sent_bytes, 0), receiver)
                         awaited = steps.send(_wait(poll, connection, awaited, exchange))
         finally:
             self._release(connection)
@@ -176,14 +179,17 @@ class AsyncDirectTransport(_Pool):
         self, connection: Connection, exchange: Exchange[Any], head: bytes
     ) -> AsyncIterator[Receiver]:
         steps = self._steps(connection, exchange, head)
+        receiver = None
         try:
             with self._errors(exchange):
                 awaited = next(steps, None)
                 while awaited is not None:
                     if isinstance(awaited, Receiver):
+                        receiver = awaited
                         yield awaited
                         awaited = next(steps, None)
                     else:
+                        exchange.report(max(connection.sent_bytes, 0), receiver)
                         awaited = steps.send(await _ready(connection, awaited, exchange))
         finally:
             self._release(connection)

@@ -1,6 +1,6 @@
 """What a client tells of its requests: to event hooks, and to the logger ``convgrad``.
 
-A line for each request and each response is logged at DEBUG, one for each retry at INFO.
+A line for each request, response and failure is logged at DEBUG, one for each retry at INFO.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from convgrad.errors import ConvgradError
 
 __all__ = [
     "EventHooks",
+    "FailureEvent",
+    "ProgressEvent",
     "RequestEvent",
     "ResponseEvent",
     "RetryEvent",
@@ -75,6 +77,38 @@ class RetryEvent:
         return f"{self.method} {self.url}: trying again in {self.delay_s:.2f} s after: {self.error}"
 
 
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A call has failed with ``error``, after ``attempt`` attempts; there is no other."""
+
+    method: str
+    url: str
+    request_id: str
+    attempt: int
+    error: ConvgradError
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.url}: failed: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """How far an attempt is, whenever it waits for its connection.
+
+    The server computes once ``sent_bytes`` are ``body_bytes``; ``answer_bytes`` is None until its
+    answer begins, and where that does not say how long it is.
+    """
+
+    method: str
+    url: str
+    request_id: str
+    attempt: int
+    sent_bytes: int
+    body_bytes: int
+    received_bytes: int
+    answer_bytes: int | None
+
+
 class EventHooks(TypedDict, total=False):
     """Functions to call at each event, in order; an exception in one ends the call.
 
@@ -84,6 +118,8 @@ class EventHooks(TypedDict, total=False):
     request: Sequence[Callable[[RequestEvent], object]]
     response: Sequence[Callable[[ResponseEvent], object]]
     retry: Sequence[Callable[[RetryEvent], object]]
+    failure: Sequence[Callable[[FailureEvent], object]]
+    progress: Sequence[Callable[[ProgressEvent], object]]
 
 
 def check_event_hooks(hooks: EventHooks) -> None:
@@ -96,7 +132,9 @@ def check_event_hooks(hooks: EventHooks) -> None:
             raise ValueError(f"event_hooks: expected a list of functions for {name!r}")
 
 
-def emit(hooks: EventHooks, event: RequestEvent | ResponseEvent | RetryEvent) -> None:
+def emit(
+    hooks: EventHooks, event: RequestEvent | ResponseEvent | RetryEvent | FailureEvent
+) -> None:
     """Log an event and call the hooks for it."""
     name, level = _KINDS[type(event)]
     _logger.log(level, "%s", event)
@@ -108,4 +146,5 @@ _KINDS = {
     RequestEvent: ("request", logging.DEBUG),
     ResponseEvent: ("response", logging.DEBUG),
     RetryEvent: ("retry", logging.INFO),
+    FailureEvent: ("failure", logging.DEBUG),
 }

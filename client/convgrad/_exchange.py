@@ -16,10 +16,18 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import httpx
 
 from convgrad._body import Body
-from convgrad._events import RequestEvent, ResponseEvent, RetryEvent, emit
+from convgrad._events import (
+    FailureEvent,
+    ProgressEvent,
+    RequestEvent,
+    ResponseEvent,
+    RetryEvent,
+    emit,
+)
 from convgrad._http_errors import from_httpx
 from convgrad._options import Options
-from convgrad._reply import Reply, error_of
+from convgrad._reply import Receiver, Reply, error_of
+from convgrad._trace import trace_headers
 from convgrad.errors import ClientTimeout, ConnectionFailed, ConvgradError
 
 __all__ = ["Exchange", "Requests", "Target"]
@@ -97,7 +105,7 @@ class Exchange(Generic[R]):
         content: Any = None
         if self._target.body is not None:
             kind = _AsyncContent if isinstance(http, httpx.AsyncClient) else _Content
-            content = kind(self._target.body, self.check_deadline)
+            content = kind(self._target.body, self._about_to_send)
         request = http.build_request(
             self._target.method,
             self.url,
@@ -115,7 +123,7 @@ class Exchange(Generic[R]):
             ResponseEvent(
                 self.method,
                 self.url,
-                reply.request_id,
+                self.request_id,
                 self._attempts,
                 reply.status,
                 reply.content.nbytes,
@@ -132,20 +140,22 @@ class Exchange(Generic[R]):
                 error.request_id = reply.request_id
             raise
 
-    def retry_delay_s(self, error: ConvgradError) -> float:
-        """Seconds to wait before the next attempt; raises ``error`` when there is none.
+    def retry_delay_s(self, error: ConvgradError, *, possible: bool = True) -> float:
+        """Seconds to wait before the next attempt; raises ``error`` when there is none, or none is
+        ``possible`` any more.
 
         Sending again is safe even after an answer broke off: every operation is a pure function
         of its request, so a second run changes nothing.
         """
-        if not error.retryable or self._attempts > self._options.max_retries:
+        which = self.method, self.url, self.request_id, self._attempts
+        delay_s = math.inf
+        if possible and error.retryable and self._attempts <= self._options.max_retries:
+            retry_after_s: float | None = getattr(error, "retry_after_s", None)
+            delay_s = self._options.backoff.delay_s(self._attempts, retry_after_s)
+        if delay_s == math.inf or self._clock() + delay_s >= self._deadline_s:
+            emit(self._options.event_hooks, FailureEvent(*which, error))
             raise error
-        retry_after_s: float | None = getattr(error, "retry_after_s", None)
-        delay_s = self._options.backoff.delay_s(self._attempts, retry_after_s)
-        if self._clock() + delay_s >= self._deadline_s:
-            raise error
-        event = RetryEvent(self.method, self.url, self.request_id, self._attempts, error, delay_s)
-        emit(self._options.event_hooks, event)
+        emit(self._options.event_hooks, RetryEvent(*which, error, delay_s))
         return delay_s
 
     def failed(self, error: Exception) -> ConvgradError:
@@ -153,6 +163,20 @@ class Exchange(Generic[R]):
         if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
             self.waited_in_vain()
         return from_httpx(error, self.url, self.request_id)
+
+    def report(self, sent_bytes: int, answer: Receiver | None) -> None:
+        """Tell the hooks for progress, if there are any, how far this attempt is."""
+        for hook in self._options.event_hooks.get("progress", ()):
+            arrived, announced = (
+                (0, None) if answer is None else (answer.arrived_bytes, answer.announced_bytes)
+            )
+            which = self.method, self.url, self.request_id, self._attempts
+            size = 0 if self.body is None else self.body.total_bytes
+            hook(ProgressEvent(*which, sent_bytes, size, arrived, announced))
+
+    def _about_to_send(self, sent_bytes: int) -> None:
+        self.check_deadline()
+        self.report(sent_bytes, None)
 
     def check_deadline(self) -> None:
         """Raise ClientTimeout once the time is up, and shorten httpx's timeouts to it.
@@ -204,12 +228,14 @@ class Exchange(Generic[R]):
             )
 
     def _headers(self, remaining_s: float | None, body_bytes: int) -> Mapping[str, str]:
-        headers = {**self._options.headers, **self._target.headers}  # names in small letters
+        # Names in small letters; a trace that the caller names wins over the current span's.
+        headers = {**trace_headers(), **self._options.headers, **self._target.headers}
         headers["accept-encoding"] = "identity"
         headers["x-request-id"] = self.request_id
         body = self._target.body
         if body is not None:
-            headers["content-type"] = headers["accept"] = body.content_type
+            headers["content-type"] = body.content_type
+            headers["accept"] = self._target.headers.get("accept", body.content_type)
             # Announced, so that httpx does not fall back to chunked encoding.
             headers["content-length"] = str(body_bytes)
             if remaining_s is not None:
@@ -219,7 +245,7 @@ class Exchange(Generic[R]):
 
 class _Content:
     # Not a generator: httpx iterates it again where an injected client's auth sends twice.
-    def __init__(self, body: Body, on_chunk: Callable[[], None]) -> None:
+    def __init__(self, body: Body, on_chunk: Callable[[int], None]) -> None:
         self._body = body
         self._on_chunk = on_chunk
 
@@ -228,7 +254,7 @@ class _Content:
 
 
 class _AsyncContent:
-    def __init__(self, body: Body, on_chunk: Callable[[], None]) -> None:
+    def __init__(self, body: Body, on_chunk: Callable[[int], None]) -> None:
         self._body = body
         self._on_chunk = on_chunk
 

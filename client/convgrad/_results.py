@@ -13,10 +13,18 @@ from numpy.typing import NDArray
 
 from convgrad._display import fields_text, html_table
 
-__all__ = ["Array", "ConvBackwardResult", "ConvWeightResult", "IndexArray", "MaxPoolResult"]
+__all__ = [
+    "Array",
+    "ConvBackwardResult",
+    "ConvDoubleBackwardResult",
+    "ConvWeightResult",
+    "IndexArray",
+    "MaxPoolResult",
+]
 
 Array: TypeAlias = NDArray[Any]
 IndexArray: TypeAlias = NDArray[np.integer[Any]]
+OutputT = TypeVar("OutputT", bound=Array | None, covariant=True)
 InputT = TypeVar("InputT", bound=Array | None, covariant=True)
 WeightT = TypeVar("WeightT", bound=Array | None, covariant=True)
 BiasT = TypeVar("BiasT", bound=Array | None, covariant=True)
@@ -29,6 +37,20 @@ class ConvBackwardResult(NamedTuple, Generic[InputT, WeightT, BiasT]):
     grad_input: InputT
     grad_weight: WeightT
     grad_bias: BiasT
+
+    def __repr__(self) -> str:
+        return fields_text(type(self).__name__, self._asdict().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._asdict().items())
+
+
+class ConvDoubleBackwardResult(NamedTuple, Generic[OutputT, InputT, WeightT]):
+    """The gradients of a backward pass, in the order of PyTorch's _convolution_double_backward."""
+
+    grad_grad_output: OutputT
+    grad_input: InputT
+    grad_weight: WeightT
 
     def __repr__(self) -> str:
         return fields_text(type(self).__name__, self._asdict().items())

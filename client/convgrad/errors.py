@@ -7,6 +7,7 @@
     │   ├── MalformedRequest          malformed-request      400
     │   ├── InvalidProblem            invalid-problem        400
     │   ├── Unauthenticated           unauthenticated        401
+    │   ├── PermissionDenied          permission-denied      403
     │   ├── NotFound                  not-found              404
     │   ├── MethodNotAllowed          method-not-allowed     405
     │   ├── NotAcceptable             not-acceptable         406
@@ -55,6 +56,7 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PayloadTooLarge",
+    "PermissionDenied",
     "ProblemTooLarge",
     "RequestTimeout",
     "ServiceError",
@@ -86,6 +88,7 @@ CODES: dict[str, ErrorCode] = {
         ErrorCode("malformed-request", "Malformed request", 400, "INVALID_ARGUMENT", False),
         ErrorCode("invalid-problem", "Invalid problem", 400, "INVALID_ARGUMENT", False),
         ErrorCode("unauthenticated", "Unauthenticated", 401, "UNAUTHENTICATED", False),
+        ErrorCode("permission-denied", "Permission denied", 403, "PERMISSION_DENIED", False),
         ErrorCode("not-found", "Not found", 404, "NOT_FOUND", False),
         ErrorCode("method-not-allowed", "Method not allowed", 405, None, False),
         ErrorCode("not-acceptable", "Not acceptable", 406, None, False),
@@ -164,6 +167,12 @@ class Unauthenticated(ServiceError):
     """No key, or an unknown one."""
 
     code = "unauthenticated"
+
+
+class PermissionDenied(ServiceError):
+    """The key is known, and may not do this: it lacks the scope."""
+
+    code = "permission-denied"
 
 
 class NotFound(ServiceError):

@@ -65,7 +65,7 @@ def test_headers() -> None:
 def test_large_tensors_leave_in_bounded_views_of_their_own_memory() -> None:
     array = np.zeros((1, 1, MIB), np.float32)
     body = WIRES["safetensors"].body(calls.conv_fwd(array, ones(1, 1, 1)))
-    chunks = list(body.chunks(lambda: None))
+    chunks = list(body.chunks(lambda _: None))
     assert max(chunk.nbytes for chunk in chunks) == MIB
     assert sum(chunk.nbytes for chunk in chunks) == body.total_bytes
     shared = [chunk for chunk in chunks if np.shares_memory(np.frombuffer(chunk, np.uint8), array)]

@@ -37,8 +37,9 @@ class Guarded(NamedTuple):
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys"
-    keys = {name: new_key() for name in ("ada", "bob")}
-    file.write_text("".join(f"{name}:{hash_of(key)}\n" for name, key in keys.items()))
+    keys = {name: new_key() for name in ("ada", "bob", "prometheus")}
+    lines = [f"{name}:{hash_of(key)}" for name, key in keys.items()]
+    file.write_text("\n".join([*lines[:-1], f"{lines[-1]} scopes=metrics"]))
     with serving_oip(CpuBackend(threads=1), api_keys=file, log_level="info") as server:
         yield Guarded(server, keys, file)
 
@@ -97,6 +98,34 @@ def test_grpc_needs_a_key_too(guarded: Guarded) -> None:
             with pytest.raises(InferenceServerException) as error:
                 refused()
             assert error.value.status() == str(grpc.StatusCode.UNAUTHENTICATED)
+
+
+def test_a_key_does_what_its_scopes_say(guarded: Guarded) -> None:
+    url = f"http://{guarded.server.http}"
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    assert guarded.get("/metrics", "prometheus").status_code == 200
+    assert guarded.get("/tensors", "prometheus").status_code == 403
+    with (
+        convgrad.Client(url, api_key=guarded.keys["prometheus"]) as client,
+        pytest.raises(convgrad.PermissionDenied, match="'prometheus' has the scopes metrics"),
+    ):
+        client.conv_fwd(ones, ones)
+    key = {key.lower(): value for key, value in guarded.headers("prometheus").items()}
+    tensor = triton_grpc.InferInput("input", [1, 1, 1, 1], "FP32").set_data_from_numpy(ones)
+    with triton_grpc.InferenceServerClient(guarded.server.grpc) as client:
+        assert client.get_inference_statistics(headers=key).model_stats
+        with pytest.raises(InferenceServerException, match="needs the scope infer") as error:
+            client.infer("conv_fwd", [tensor], headers=key)
+    assert error.value.status() == str(grpc.StatusCode.PERMISSION_DENIED)
+    until(lambda: refusals(guarded, "permission-denied") == 3)
+
+
+def refusals(guarded: Guarded, code: str) -> float:
+    """How many requests a server says that it has answered so."""
+    text = guarded.get("/metrics", "ada").text
+    line = f'convgrad_requests_by_code_total{{code="{code}"}} '
+    (found,) = (one for one in text.splitlines() if one.startswith(line))
+    return float(found.removeprefix(line))
 
 
 def test_stored_tensors_are_their_owners(guarded: Guarded) -> None:

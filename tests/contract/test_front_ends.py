@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from convgrad import Client
 from convgrad_service.server.connection_dispatcher import ConnectionDispatcher
@@ -136,8 +138,39 @@ def test_what_nobody_takes_waits_and_who_has_gone_gets_nothing() -> None:
             dealer.remove(ours)
             await connect(1)
             assert dealt(theirs) == 0
-            dealer.close()
         for each in (*held, theirs):
             each.close()
 
     asyncio.run(scenario())
+
+
+def test_what_each_process_uses_is_measured_and_who_is_connected(server: TreeServer) -> None:
+    port = server.url.rpartition(":")[2]
+    waiting = [socket.create_connection(("127.0.0.1", int(port)), 10) for _ in range(3)]
+
+    def found() -> dict[tuple[str, str], float]:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        return {
+            (sample.name, value): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            for label, value in sample.labels.items()
+            if label in ("process", "port")
+        }
+
+    # The one that asks is connected too.
+    until(lambda: found()["convgrad_connections", "http"] == 4)
+    for one in waiting:
+        one.close()
+    until(lambda: found()["convgrad_connections", "http"] == 1)
+    values = found()
+    fronts = {f"http-{number}" for number in range(FRONT_ENDS)}
+    for name, least in (
+        ("process_cpu_seconds_total", 0.01),
+        ("process_resident_bytes", 2**20),
+        ("process_open_files", 4),
+    ):
+        measured = {value for metric, value in values if metric == f"convgrad_{name}"}
+        assert measured == {"hub", "worker-0", "grpc", *fronts}
+        assert all(values[f"convgrad_{name}", one] >= least for one in measured), name
+    assert values["convgrad_connections", "grpc"] == 0

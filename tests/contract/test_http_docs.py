@@ -25,8 +25,9 @@ def document(live: LiveServer) -> dict[str, Any]:
 def test_openapi_describes_every_operation(document: dict[str, Any], operation: str) -> None:
     post = document["paths"][f"/{operation}"]["post"]
     assert post["summary"]
-    assert post["requestBody"]["content"].keys() == {JSON, SAFETENSORS}
-    assert post["responses"]["200"]["content"].keys() == {JSON, SAFETENSORS}
+    assert post["requestBody"]["content"].keys() == {JSON, SAFETENSORS, "multipart/form-data"}
+    numpys = {"application/x-npy", "application/x-npz"}
+    assert post["responses"]["200"]["content"].keys() == {JSON, SAFETENSORS, *numpys}
     for status, answer in post["responses"].items():
         if status != "200":
             assert answer["content"].keys() == {PROBLEM}
@@ -91,7 +92,7 @@ def test_operations_lists_what_each_takes(live: LiveServer) -> None:
     listed = live.get("/operations").json()
     assert [operation["name"] for operation in listed["operations"]] == list(OPERATIONS)
     assert listed["backend"] == "zeros"
-    assert listed["media_types"] == [JSON, SAFETENSORS]
+    assert listed["media_types"] == [JSON, SAFETENSORS, "multipart/form-data"]
     assert listed["limits"]["body_bytes"][JSON] == 256 * 1024
     first = listed["operations"][0]
     assert first["tensors"]["weight"]["required"] is True

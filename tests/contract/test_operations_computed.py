@@ -22,7 +22,7 @@ from convgrad.contract import OPERATIONS
 from convgrad_service.backends.cpu import CpuBackend
 from tests.arrays import DTYPES, Arrays, canonical, request_arrays
 from tests.bounds import assert_same_bits
-from tests.cases import FUSED, Case, conv_cases, pool_cases
+from tests.cases import FROM_CONV, FROM_PASSES, FUSED, Case, conv_cases, pool_cases
 from tests.kernels.harness import GATES, check, drawn
 from tests.support.http_server import JSON, SAFETENSORS, serving
 
@@ -50,7 +50,7 @@ CASES = list(_cases())
 
 def test_every_operation_has_a_case_of_every_rank() -> None:
     ranks = {name: {case.ndim for case in CASES if case.operation == name} for name in OPERATIONS}
-    anywhere = ("conv_bwd_data", "grouped_conv_bwd_weight", "conv_fwd", "conv_backward")
+    anywhere = (*FROM_CONV, *FROM_PASSES)
     assert all(ranks[name] == {1, 2, 3} for name in anywhere), ranks
     assert all(ranks.values()), ranks
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from convgrad_service.server.command import serve
-from convgrad_service.server.settings import setting_fields
+from convgrad_service.server.setting_table import setting_fields
 from tests.support.http_server import EXAMPLE, JSON
 
 COMMAND = [sys.executable, "-c", "import sys; from convgrad_service.server.command import serve; "

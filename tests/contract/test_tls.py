@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,69 +23,19 @@ from convgrad_service.server.settings import Settings
 from tests.contract.test_worker_deaths import mortal
 from tests.support.fake_backends import Zeros
 from tests.support.oip_server import OipServer, serving_oip
+from tests.support.tls_files import TlsFiles
 from tests.support.tree_server import serving_tree
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
 
 
-@dataclass(frozen=True)
-class Files:
-    """An authority's certificate, and certificates with keys that it signed."""
-
-    folder: Path
-
-    @property
-    def authority(self) -> Path:
-        return self.folder / "ca.pem"
-
-    def certificate(self, name: str) -> Path:
-        return self.folder / f"{name}.pem"
-
-    def key(self, name: str) -> Path:
-        return self.folder / f"{name}.key"
-
-    def sign(self, name: str) -> None:
-        """Make (again) what is signed for ``name``."""
-        names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-        self._openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                      "-keyout", self.key(name), "-out", self.folder / "request",
-                      "-subj", f"/CN={name}", "-addext", names)  # fmt: skip
-        self._openssl("x509", "-req", "-in", self.folder / "request", "-CA", self.authority,
-                      "-CAkey", self.key("ca"), "-CAcreateserial", "-days", "2",
-                      "-copy_extensions", "copyall", "-out", self.certificate(name))  # fmt: skip
-
-    def found(self) -> None:
-        """Make the authority."""
-        self._openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-                      "-nodes", "-keyout", self.key("ca"), "-out", self.authority,
-                      "-subj", "/CN=authority", "-days", "2")  # fmt: skip
-
-    def server(self) -> dict[str, Any]:
-        """Settings of a server with the certificate of that name."""
-        return {"tls_certificate": self.certificate("server"), "tls_key": self.key("server")}
-
-    def client_context(self, name: str | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self.authority)
-        if name is not None:
-            context.load_cert_chain(self.certificate(name), self.key(name))
-        return context
-
-    @staticmethod
-    def _openssl(*arguments: str | Path) -> None:
-        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return TlsFiles.made(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    made = Files(tmp_path_factory.mktemp("keys"))
-    made.found()
-    for name in ("server", "client"):
-        made.sign(name)
-    return made
-
-
-@pytest.fixture(scope="module")
-def server(files: Files) -> Iterator[OipServer]:
+def server(files: TlsFiles) -> Iterator[OipServer]:
     with serving_oip(CpuBackend(), **files.server()) as running:
         yield running
 
@@ -102,7 +50,7 @@ def pooled(server: OipServer, array: np.ndarray[Any, Any], **security: Any) -> A
 
 
 @pytest.mark.parametrize("size", [4, 64, 2048])
-def test_tensors_over_both_ports(server: OipServer, files: Files, seed: int, size: int) -> None:
+def test_tensors_over_both_ports(server: OipServer, files: TlsFiles, seed: int, size: int) -> None:
     array = np.random.default_rng(seed).standard_normal((1, 2, size, size), dtype=np.float32)
     wanted = array.reshape(1, 2, size // 2, 2, size // 2, 2).max((3, 5))
     roots = {"root_certificates": str(files.authority)}
@@ -114,7 +62,7 @@ def test_tensors_over_both_ports(server: OipServer, files: Files, seed: int, siz
         np.testing.assert_array_equal(client.maxpool2d_fwd(array, 2).output, wanted)
 
 
-def test_connections_that_are_dealt_out_are_secure_too(files: Files) -> None:
+def test_connections_that_are_dealt_out_are_secure_too(files: TlsFiles) -> None:
     with (
         serving_tree(mortal, http_workers=2, **files.server()) as server,
         httpx.Client(verify=files.client_context(), timeout=20) as http,
@@ -142,7 +90,7 @@ def test_plain_text_is_no_way_in(server: OipServer) -> None:
         grpc_client.InferenceServerClient(server.grpc).is_server_live(client_timeout=5)
 
 
-def test_clients_are_asked_for_certificates(files: Files) -> None:
+def test_clients_are_asked_for_certificates(files: TlsFiles) -> None:
     with serving_oip(Zeros(), **files.server(), tls_client_ca=files.authority) as server:
         url = f"https://{server.http}/v2/health/live"
         assert httpx.get(url, verify=files.client_context("client"), timeout=60).status_code == 200
@@ -159,7 +107,7 @@ def test_clients_are_asked_for_certificates(files: Files) -> None:
             pooled(server, array, root_certificates=str(files.authority))
 
 
-def shown_certificate(server: OipServer, files: Files) -> bytes:
+def shown_certificate(server: OipServer, files: TlsFiles) -> bytes:
     host, port = server.grpc.split(":")
     with (
         socket.create_connection((host, int(port)), 5) as plain,
@@ -170,9 +118,9 @@ def shown_certificate(server: OipServer, files: Files) -> bytes:
         return certificate
 
 
-def test_renewed_certificates_are_served(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewed_certificates_are_served(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "_LOOK_S", 0.0)
-    renewed = Files(files.folder)
+    renewed = TlsFiles(files.folder)
     with serving_oip(Zeros(), **renewed.server()) as server:
         first = shown_certificate(server, files)
         assert shown_certificate(server, files) == first
@@ -184,7 +132,7 @@ def test_renewed_certificates_are_served(files: Files, monkeypatch: pytest.Monke
         assert shown_certificate(server, files) != first
 
 
-def test_alpn_names_what_is_spoken(server: OipServer, files: Files) -> None:
+def test_alpn_names_what_is_spoken(server: OipServer, files: TlsFiles) -> None:
     for address, protocol in ((server.grpc, "h2"), (server.http, "http/1.1")):
         host, port = address.split(":")
         context = files.client_context()
@@ -203,7 +151,7 @@ def test_alpn_names_what_is_spoken(server: OipServer, files: Files) -> None:
      ("missing.pem", "server.key", None), ("server.pem", "client.key", None),
      ("server.pem", "server.key", "server.key")],
 )  # fmt: skip
-def test_settings_that_cannot_be(files: Files, names: tuple[str | None, ...]) -> None:
+def test_settings_that_cannot_be(files: TlsFiles, names: tuple[str | None, ...]) -> None:
     paths = [None if name is None else files.folder / name for name in names]
     certificate, key, authority = paths
     settings = Settings(tls_certificate=certificate, tls_key=key, tls_client_ca=authority)
@@ -215,7 +163,7 @@ def test_without_settings_there_is_no_tls() -> None:
     assert tls.server_context(Settings(), "h2") is None
 
 
-def test_the_command_says_what_is_wrong(files: Files) -> None:
+def test_the_command_says_what_is_wrong(files: TlsFiles) -> None:
     code = "from convgrad_service.server.command import serve; raise SystemExit(serve())"
     done = subprocess.run(
         [sys.executable, "-c", code, "--tls-certificate", str(files.certificate("server"))],
@@ -240,7 +188,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_probe_speaks_as_the_server_does(
-    files: Files, environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    files: TlsFiles, environment: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving_oip(Zeros(), **files.server()) as server:
         environment(server.http)
@@ -255,7 +203,9 @@ def test_a_probe_speaks_as_the_server_does(
         assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().out
 
 
-def test_a_probe_has_no_certificate_to_show(files: Files, environment: Callable[..., None]) -> None:
+def test_a_probe_has_no_certificate_to_show(
+    files: TlsFiles, environment: Callable[..., None]
+) -> None:
     mutual = {**files.server(), "tls_client_ca": files.authority}
     with serving_oip(Zeros(), **mutual) as server:
         environment(server.http, **mutual)

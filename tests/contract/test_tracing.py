@@ -1,4 +1,4 @@
-"""Spans at a real collector: one a request, under the caller's trace, over both transports."""
+"""Spans at a real collector: a request's under its caller's trace, its stages' under its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
 
+import convgrad
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.server.settings import Settings
@@ -61,15 +63,31 @@ def attributes(span: Any) -> dict[str, Any]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
 
 
-def test_a_span_a_request(collector: tuple[str, list[Any]]) -> None:
+def spans_of(spans: list[Any]) -> tuple[list[Any], dict[bytes, list[Any]]]:
+    """The requests' spans in the order in which they began, and those of each one's stages."""
+    by_parent: dict[bytes, list[Any]] = {}
+    for span in spans:
+        by_parent.setdefault(span.parent_span_id, []).append(span)
+    requests = sorted(
+        (span for span in spans if span.kind == span.SPAN_KIND_SERVER),
+        key=lambda span: span.start_time_unix_nano,
+    )
+    return requests, by_parent
+
+
+def test_a_span_a_request_and_one_for_each_of_its_stages(
+    collector: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     endpoint, spans = collector
     trace = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    with serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server:
+    with (
+        serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server,
+        caplog.at_level("INFO", logger="convgrad.access"),
+    ):
         url = f"http://{server.http}"
         headers = {"content-type": JSON, "x-request-id": "one"}
-        assert httpx.post(
-            f"{url}/conv_bwd_data", content=EXAMPLE, headers=headers | trace
-        ).is_success
+        answer = httpx.post(f"{url}/conv_bwd_data", content=EXAMPLE, headers=headers | trace)
+        assert answer.is_success
         wrong = httpx.post(f"{url}/conv_bwd_data", content=b"{}", headers=headers, timeout=60)
         assert wrong.status_code == 400
         httpx.get(f"{url}/v2/health/live", timeout=60)
@@ -80,20 +98,72 @@ def test_a_span_a_request(collector: tuple[str, list[Any]]) -> None:
         with triton_grpc.InferenceServerClient(server.grpc) as client:
             client.infer("conv_fwd", [x, w], headers=trace)
     # What waits is sent when the server ends.
-    assert sorted(span.name for span in spans) == ["conv_bwd_data", "conv_bwd_data", "conv_fwd"]
-    good, refused, grpc = sorted(spans, key=lambda span: (span.name, span.start_time_unix_nano))
-    for span, transport in ((good, "http"), (grpc, "grpc")):
+    (good, refused, grpc), by_parent = spans_of(spans)
+    assert good.name == refused.name == "POST /conv_bwd_data"
+    assert grpc.name == "inference.GRPCInferenceService/ModelInfer"
+    for span in (good, grpc):
         assert span.trace_id.hex() == TRACE
         assert span.parent_span_id.hex() == PARENT
-        found = attributes(span)
-        assert found["rpc.system"] == transport
-        assert found["convgrad.code"] == "ok"
-        spent_s = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
-        assert 0 < found["convgrad.compute_s"] < spent_s < 20
-    assert attributes(good)["convgrad.request_id"] == "one"
+        stages = by_parent[span.span_id]
+        assert {"receive", "decode", "queue", "compute", "encode"} == {one.name for one in stages}
+        for stage in stages:
+            assert stage.trace_id == span.trace_id
+            assert span.start_time_unix_nano <= stage.start_time_unix_nano
+            assert stage.start_time_unix_nano <= stage.end_time_unix_nano
+            assert stage.end_time_unix_nano <= span.end_time_unix_nano
+    found = attributes(good)
+    assert found["convgrad.request_id"] == "one"
+    assert found["http.request.method"] == "POST"
+    assert found["http.route"] == found["url.path"] == "/conv_bwd_data"
+    assert found["http.response.status_code"] == 200
+    assert found["http.request.body.size"] == len(EXAMPLE)
+    assert found["client.address"] == "127.0.0.1"
+    found = attributes(grpc)
+    assert (found["rpc.system"], found["rpc.method"]) == ("grpc", "ModelInfer")
+    assert found["rpc.grpc.status_code"] == 0
+    assert found["convgrad.operation"] == "conv_fwd"
+    assert found["client.address"] == "127.0.0.1"
+    # Its caller's fault is no error of the server's span.
     assert refused.trace_id.hex() != TRACE
-    assert attributes(refused)["convgrad.code"] == "malformed-request"
-    assert refused.status.code == 2
+    assert attributes(refused)["error.type"] == "malformed-request"
+    assert refused.status.code == 0
+    # The answer and the log name the span.
+    assert answer.headers["traceresponse"] == f"00-{TRACE}-{good.span_id.hex()}-01"
+    assert wrong.headers["traceresponse"].split("-")[1] == refused.trace_id.hex()
+    assert f"trace_id={TRACE}" in caplog.text
+    assert f"trace_id={refused.trace_id.hex()}" in caplog.text
+
+
+def test_a_caller_decides_whether_its_trace_is_kept(collector: tuple[str, list[Any]]) -> None:
+    endpoint, spans = collector
+    with serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server:
+        headers = {"content-type": JSON, "traceparent": f"00-{TRACE}-{PARENT}-00"}
+        url = f"http://{server.http}/conv_bwd_data"
+        assert httpx.post(url, content=EXAMPLE, headers=headers, timeout=60).is_success
+    assert spans == []
+
+
+def test_the_sdk_sends_the_trace_that_its_caller_is_in(
+    collector: tuple[str, list[Any]],
+) -> None:
+    endpoint, spans = collector
+    tracer = TracerProvider().get_tracer("a training script")
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    with serving_oip(CpuBackend(threads=1), otlp_endpoint=endpoint) as server:
+        url = f"http://{server.http}"
+        with convgrad.Client(url) as client, tracer.start_as_current_span("a step") as step:
+            client.conv_bwd_data(ones, ones)
+        # One that a caller names itself is left alone, and outside of a span there is none.
+        named = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        with convgrad.Client(url, headers=named) as client, tracer.start_as_current_span("other"):
+            client.conv_bwd_data(ones, ones)
+        with convgrad.Client(url) as client:
+            client.conv_bwd_data(ones, ones)
+    (within, as_named, alone), _ = spans_of(spans)
+    assert within.trace_id.hex() == f"{step.get_span_context().trace_id:032x}"
+    assert within.parent_span_id.hex() == f"{step.get_span_context().span_id:016x}"
+    assert as_named.parent_span_id.hex() == PARENT
+    assert not alone.parent_span_id
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "ftp://collector"])

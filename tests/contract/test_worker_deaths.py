@@ -105,6 +105,7 @@ class Load:
 
     def __init__(self, url: str, threads: int = 4) -> None:
         self.answered = 0
+        self.longest_s = 0.0
         self._url, self._ended = url, threading.Event()
         self._pool = ThreadPoolExecutor(threads)
         self._running = [self._pool.submit(self._ask, seed) for seed in range(threads)]
@@ -117,7 +118,9 @@ class Load:
                 grad = np.full((1, 1, side, side), rng.randrange(4), np.float32)
                 weight = np.full((1, 1, 1, 1), rng.randrange(4), np.float32)
                 wire = "json" if rng.random() < 0.2 else "safetensors"
+                began_s = time.monotonic()
                 found = client.with_options(wire=wire).conv_bwd_data(grad, weight)
+                self.longest_s = max(self.longest_s, time.monotonic() - began_s)
                 assert found.shape == grad.shape
                 assert (found == grad.sum(dtype=np.float64) + weight.sum()).all()
                 self.answered += 1

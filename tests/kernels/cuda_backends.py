@@ -33,9 +33,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct im
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
-)
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
@@ -139,7 +136,6 @@ def few() -> Families:
     weight: list[Family[Any]] = [
         DepthwiseWeightDirect(always=True),
         HopperDepthwiseStrips(always=True),
-        HopperDepthwiseWeight(least_elements=0),
         WeightDirect(),
     ]
     return replace(FAMILIES, fwd=families, bwd_data=families, bwd_weight=weight, fused=())

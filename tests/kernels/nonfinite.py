@@ -101,21 +101,43 @@ def _forward(bad: Mapping[str, Mask], names: tuple[str, str, str], groups: int, 
     return reached | _from_channels(bad[bias], shape) if bias in bad else reached
 
 
-def _backward(bad: Mapping[str, Mask], name: str, groups: int, shape: Any) -> Mask:
-    """Of an input's gradient, `name` being what stands for grad_output."""
-    weight = bad["weight"].reshape(groups, -1, *bad["weight"].shape[1:])
-    reached = _from_activation(bad[name], groups, shape)
+def _backward(
+    bad: Mapping[str, Mask], names: tuple[str, str, str], groups: int, shape: Any
+) -> Mask:
+    """Of an input's gradient: what stands for grad_output, the weight and a bias by name."""
+    y, w, bias = names
+    weight = bad[w].reshape(groups, -1, *bad[w].shape[1:])
+    reached = _from_activation(bad[y], groups, shape)
     reached = reached | _from_channels(_rest(weight, 0, 2).reshape(-1), shape)
-    return reached | _from_channels(bad["bias"], shape) if "bias" in bad else reached
+    return reached | _from_channels(bad[bias], shape) if bias in bad else reached
 
 
-def _weight(bad: Mapping[str, Mask], groups: int, shape: Any) -> Mask:
-    """Of a weight's gradient [K, C/groups, ...]: the rows of grad_output's channels, and of each
-    group the columns of the input's."""
-    rows, columns = _rest(bad["grad_output"], 1), _rest(bad["input"], 1)
+def _weight(bad: Mapping[str, Mask], names: tuple[str, str], groups: int, shape: Any) -> Mask:
+    """Of a weight's gradient [K, C/groups, ...]: the rows of the output gradient's channels, and of
+    each group the columns of the input's; both by name, the input first."""
+    x, y = names
+    rows, columns = _rest(bad[y], 1), _rest(bad[x], 1)
     of_column = np.repeat(columns.reshape(groups, -1), shape[0] // groups, axis=0)
     reached = rows[:, None] | of_column
     return np.broadcast_to(reached.reshape(*reached.shape, *(1,) * (len(shape) - 2)), shape)
+
+
+def _second(
+    bad: Mapping[str, Mask], output: str, transposed: bool, groups: int, shape: Any
+) -> Mask:
+    """Of a double backward pass's outputs; of terms whose tensors are missing, none."""
+    ways = (_backward, _forward) if transposed else (_forward, _backward)
+    none = np.zeros(shape, bool)
+    if output == "grad_grad_output":
+        reached = none
+        for names in (("grad_grad_input", "weight"), ("input", "grad_grad_weight")):
+            if names[0] in bad and names[1] in bad:
+                reached = reached | ways[0](bad, (*names, "grad_grad_bias"), groups, shape)
+        return reached
+    if output == "grad_input":
+        return ways[1](bad, ("grad_output", "grad_grad_weight", ""), groups, shape)
+    names = ("grad_grad_input", "grad_output")
+    return _weight(bad, names[::-1] if transposed else names, groups, shape)
 
 
 def _fused(bad: Mapping[str, Mask], params: Mapping[str, Any], shape: Any, middle: Any) -> Mask:
@@ -138,17 +160,23 @@ def reached(
     """Where an output, of this canonical shape, may differ from that of the finite parts."""
     bad = {name: nonfinite(array) for name, array in tensors.items()}
     groups = case.groups
+    transposed = "transpose" in case.operation
     if output == "grad_bias":
         return _rest(bad["grad_output"], 1)
-    if output == "grad_weight":
-        mask = _weight(bad, groups, shape)
+    if "double" in case.operation:
+        mask = _second(bad, output, transposed, groups, shape)
+    elif output == "grad_weight":
+        names = ("input", "grad_output")
+        mask = _weight(bad, names[::-1] if transposed else names, groups, shape)
     elif case.operation == "grouped_conv_conv_fwd":
         mask = _fused(bad, case.params, shape, _middle_shape(case, tensors))
     elif case.operation == "conv_fwd":
         mask = _forward(bad, ("input", "weight", "bias"), groups, shape)
+    elif transposed and output == "grad_input":
+        mask = _forward(bad, ("grad_output", "weight", ""), groups, shape)
     else:
-        gradient = "input" if case.operation == "conv3d_transpose" else "grad_output"
-        mask = _backward(bad, gradient, groups, shape)
+        gradient = "input" if transposed else "grad_output"
+        mask = _backward(bad, (gradient, "weight", "bias"), groups, shape)
     if "accumulate" in bad and case.params.get("beta") != 0:
         mask = mask | bad["accumulate"]
     return mask

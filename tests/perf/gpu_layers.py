@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from convgrad.dtypes import DType
+from convgrad_service.inprocess.base import problem_of as problem_of_request
 from convgrad_service.problems import (
     ConvBackward,
     ConvBwdData,
@@ -31,8 +32,14 @@ FMA_FLOPS = 60e12
 OPERATIONS = {
     "pool": ("maxpool_bwd",),
     "separable": ("grouped_conv_conv_fwd",),
+    "transposed": ("conv_transpose_fwd", "conv_transpose_backward"),
 }
 CONVOLUTIONS = ("conv_bwd_data", "grouped_conv_bwd_weight")
+# By the kind of a layer, what is measured where it is asked for by name.
+MORE = {
+    "conv": ("conv_fwd", "conv_backward", "conv_double_backward"),
+    "conv_transpose": ("conv_transpose_double_backward",),
+}
 
 Tensors = Mapping[str, Any]
 
@@ -91,8 +98,8 @@ def cases_of(
     for op in OPERATIONS.get(layer["class"], CONVOLUTIONS):
         if not ops or op in ops:
             yield CASES[op](layer, dtype, layout, op)
-    for op in ("conv_fwd", "conv_backward"):
-        if op in ops and layer["kind"] == "conv":
+    for op in MORE.get(layer["kind"], ()):
+        if op in ops:
             yield CASES[op](layer, dtype, layout, op)
 
 
@@ -233,8 +240,81 @@ def _separable_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) 
     return Case(layer, op, problem, tensors, peer, dtype, layout)
 
 
+def _request_case(layer: Mapping[str, Any], dtype: str, layout: str, op: str) -> Case:
+    """A transposed convolution, or second derivatives, from the request that asks for it."""
+    transposed = layer["kind"] == "conv_transpose"
+    parsed, last = _layout_of(layer, layout)
+    batch, groups, ndim = layer["N"], layer["groups"], layer["ndim"]
+    outer, inner = (layer["C"], layer["K"]) if transposed else (layer["K"], layer["C"])
+
+    def placed(first: int, channels: int, size: Sequence[int]) -> tuple[int, ...]:
+        return (first, *size, channels) if last else (first, channels, *size)
+
+    x = placed(batch, layer["C"], layer["input_size"])
+    w = placed(outer, inner // groups, layer["kernel_size"])
+    y = placed(batch, layer["K"], layer["output_size"])
+    bias = {"bias": (layer["K"],)} if layer.get("bias") else {}
+    shapes: dict[str, tuple[int, ...]] = {"input": x, "weight": w}
+    if op == "conv_transpose_fwd":
+        shapes |= bias
+    else:
+        shapes = {"grad_output": y, **shapes}
+    if "double" in op:
+        shapes |= {"grad_grad_input": x, "grad_grad_weight": w}
+    names = ("stride", "padding", "dilation", "groups")
+    parameters = {name: layer[name] for name in names} | {"layout": parsed.name}
+    extra = layer.get("output_padding", [0] * ndim)
+    if transposed:
+        parameters["output_padding"] = extra
+    if dtype == "float32":
+        parameters["precision"] = "high"
+    mask = [True, True, bool(bias)]
+    if op == "conv_transpose_backward" and not bias:
+        parameters["outputs"] = ["grad_input", "grad_weight"]
+    problem = problem_of_request(
+        op, {name: (shape, dtype) for name, shape in shapes.items()}, parameters
+    )
+    tensors = {name: random_tensor(shape, dtype) for name, shape in shapes.items()}
+    steps = (layer["stride"], layer["padding"], layer["dilation"], transposed, extra, groups)
+
+    def peer(given: Tensors) -> Any:
+        a, b = (channels_first(given[name], last) for name in ("input", "weight"))
+        if op == "conv_transpose_fwd":
+            found = [torch.ops.aten.convolution(a, b, given.get("bias"), *steps)]
+        else:
+            grad = channels_first(given["grad_output"], last)
+            found = (
+                _second_derivatives(given, (grad, b, a), steps, last)
+                if "double" in op
+                else torch.ops.aten.convolution_backward(grad, a, b, [layer["K"]], *steps, mask)
+            )
+        results = [
+            one.movedim(1, -1) if last and one.dim() > 1 else one
+            for one in found
+            if one is not None
+        ]
+        return results if len(results) > 1 else results[0]
+
+    return Case(layer, op, problem, tensors, peer, dtype, layout)
+
+
+def _second_derivatives(given: Tensors, own: Any, steps: Any, last: bool) -> Any:
+    second = [channels_first(given[f"grad_grad_{name}"], last) for name in ("input", "weight")]
+    every = [True, True, True]
+    return torch.ops.aten._convolution_double_backward(*second, None, *own, *steps, every)
+
+
 CASES: Mapping[str, Callable[[Mapping[str, Any], str, str, str], Case]] = {
     **dict.fromkeys((*CONVOLUTIONS, "conv_fwd", "conv_backward"), _conv_case),
     "maxpool_bwd": _pool_case,
     "grouped_conv_conv_fwd": _separable_case,
+    **dict.fromkeys(
+        (
+            "conv_transpose_fwd",
+            "conv_transpose_backward",
+            "conv_double_backward",
+            "conv_transpose_double_backward",
+        ),
+        _request_case,
+    ),
 }

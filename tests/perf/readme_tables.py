@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from convgrad.errors import CODES, ServiceError
-from convgrad_service.server.settings import markdown_table
+from convgrad_service.server.setting_table import markdown_table
 from tests.perf import load_tables, network_tables, speed_tables
 from tests.perf.records import records
 from tests.perf.stale import stale_rows

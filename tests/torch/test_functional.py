@@ -82,19 +82,20 @@ def test_convolutions_are_pytorchs(name: str, dtype: torch.dtype) -> None:
     same(torch.autograd.grad(output, inputs, grad), gradients, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", TRANSPOSED)
-def test_transposed_convolutions_are_pytorchs(name: str) -> None:
+def test_transposed_convolutions_are_pytorchs(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ndim, of_input, of_weight, options = TRANSPOSED[name]
     channels = of_weight[1] * options.get("groups", 1)
-    inputs = normal(of_input), normal(of_weight), normal((channels,))
+    inputs = normal(of_input, dtype), normal(of_weight, dtype), normal((channels,), dtype)
     output = getattr(ours, f"conv_transpose{ndim}d")(*inputs, **options)
     with ours.use(None):
         wanted = getattr(functional, f"conv_transpose{ndim}d")(*inputs, **options)
         grad = torch.randn_like(wanted)
         gradients = torch.autograd.grad(wanted, inputs, grad)
-    same([output], [wanted], torch.float64)
-    same(torch.autograd.grad(output, inputs, grad), gradients, torch.float64)
+    same([output], [wanted], dtype)
+    same(torch.autograd.grad(output, inputs, grad), gradients, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -131,8 +132,14 @@ def test_second_derivatives() -> None:
     def conv(*tensors: Tensor) -> Tensor:
         return ours.conv2d(*tensors, **options)
 
+    def transposed(*tensors: Tensor) -> Tensor:
+        return ours.conv_transpose2d(*tensors, **options, output_padding=1)
+
     assert torch.autograd.gradcheck(conv, inputs)
     assert torch.autograd.gradgradcheck(conv, inputs)
+    inputs = normal((1, 4, 3, 2)), normal((4, 1, 3, 3)), normal((2,))
+    assert torch.autograd.gradcheck(transposed, inputs)
+    assert torch.autograd.gradgradcheck(transposed, inputs)
     # Values far apart: finite differences must not change the maximum.
     spread = torch.randperm(2 * 3 * 36).double().view(2, 3, 6, 6).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: ours.max_pool2d(x, 3, 2, 1), (spread,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -68,8 +70,49 @@ def test_a_models_gradients_are_pytorchs(backend: ours.Backend, channels_last: b
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     rows = ours.report(reset=True).rows
     assert {row.computed_by for row in rows} == {backend.name}
-    # Seven convolutions, one of which is transposed and takes two operations, and the pooling.
-    assert sum(row.calls for row in rows) == 10
+    # Eight convolutions, one of them transposed, and the pooling: one call each.
+    assert sum(row.calls for row in rows) == 9
+
+
+def test_double_backward_passes_are_one_call_each(backend: ours.Backend) -> None:
+    """A gradient penalty: it differentiates the gradient of the input by the parameters."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.Softplus(), nn.ConvTranspose2d(6, 4, 3, 2))
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+
+    def penalized() -> list[torch.Tensor]:
+        model.zero_grad()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = penalized()
+    ours.report(reset=True)
+    with ours.use(backend, fallback=False):
+        found = penalized()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    calls: Counter[str] = Counter()
+    for row in ours.report(reset=True).rows:
+        calls[row.operation] += row.calls
+    assert calls["conv_double_backward"] == calls["conv_transpose_double_backward"] == 1
+    # Once for the gradient, and once for what goes on through the forward pass.
+    assert sum(calls.values()) - 2 == 4
+
+
+def test_third_derivatives_stay_pytorchs() -> None:
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def third() -> torch.Tensor:
+        y = torch.nn.functional.conv2d(x, w).pow(4).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(second.square().sum(), w)[0]
+
+    wanted = third()
+    with ours.use(ours.Local()):
+        torch.testing.assert_close(third(), wanted)
 
 
 def test_outside_of_it_pytorch_computes() -> None:

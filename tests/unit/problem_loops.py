@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from convgrad_service.problems import (
     Conv3dBackpropInput,
-    Conv3dTranspose,
     ConvBackward,
     ConvBwdData,
     ConvFwd,
+    ConvPasses,
     ConvShape,
     GroupedConvBwdWeight,
     GroupedConvConvFwd,
@@ -133,14 +133,26 @@ def _conv_backward(p: ConvBackward, t: Tensors, out: dict[str, Array]) -> None:
         out.update(run(part, t))
 
 
-def _transpose(p: Conv3dTranspose, t: Tensors, out: dict[str, Array]) -> None:
+def _passes(p: ConvPasses, t: Tensors, out: dict[str, Array]) -> None:
+    """Term by term, as each pass says."""
     g = p.conv.groups
-    y = dgrad(
-        p.conv, activation_view(t["input"], p.layout, g), weight_view(t["weight"], p.layout, g)
-    )
-    if p.bias:
-        y += _over_channels(t["bias"], y)
-    activation_view(out["output"], p.layout, g)[...] = y
+    view = {"x": activation_view, "w": weight_view, "y": activation_view}
+    compute = {"fwd": fprop, "bwd_data": dgrad, "bwd_weight": wgrad}
+    for one in p.passes:
+        operands = [
+            [view[one.sides[name]](t[name], p.layout, g) for name in term] for term in one.terms
+        ]
+        if one.direction == "input_sums":
+            x = operands[0][0].astype(np.float64)
+            out[one.output][...] = x.sum((0, *range(3, x.ndim))).reshape(-1)
+            continue
+        result = view[one.written or ""](out[one.output], p.layout, g)
+        total = np.zeros(result.shape)
+        for term in operands:
+            total += compute[one.direction](p.conv, *term)
+        if one.bias is not None:
+            total += _over_channels(t[one.bias], total)
+        result[...] = total
 
 
 def _backprop_input(p: Conv3dBackpropInput, t: Tensors, out: dict[str, Array]) -> None:
@@ -211,7 +223,7 @@ _RUN: dict[type[Problem], Callable[[Any, Tensors, dict[str, Array]], None]] = {
     ConvBwdData: _conv_bwd_data,
     GroupedConvBwdWeight: _bwd_weight,
     ConvBackward: _conv_backward,
-    Conv3dTranspose: _transpose,
+    ConvPasses: _passes,
     Conv3dBackpropInput: _backprop_input,
     GroupedConvConvFwd: _fused,
     MaxPoolFwd: _pool_fwd,

@@ -13,15 +13,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENT, SERVICE = ROOT / "client", ROOT / "service"
 # In the order of a request's way through them: each layer imports those before it.
-LAYERS = ("problems", "plans", "backends", "engine", "oip", "http_api", "grpc_api")
+LAYERS = ("problems", "plans", "backends", "examination", "engine", "oip", "http_api", "grpc_api")
 # What of the client the service builds on: the contract and nothing of the SDK.
-CONTRACT = {"_version", "contract", "dtypes", "errors", "wire"}
+CONTRACT = {"_version", "check", "contract", "dtypes", "errors", "layers", "wire"}
 MAX_LINES = 400
 # Which files may read the environment, and why.
 ENVIRONMENT_READERS = {
     "settings.py": "its job",
     "_options.py": "the same for the client",
     "compile.py": "hands it on, unread, to the compiler that it starts",
+    "hatch_metadata.py": "when a distribution is built: the address that its publisher gives it",
 }
 # Files that are longer, each with its reason. Better empty.
 LONGER: dict[str, str] = {}

@@ -38,7 +38,16 @@ from convgrad_service.plans.cuda.works import activation_operand, weight_operand
 from convgrad_service.problems import PROBLEMS, Problem, problem_from
 from convgrad_service.problems.layouts import LAYOUTS, activation_view, weight_view
 from tests.arrays import DTYPES, request_arrays
-from tests.cases import EPILOGUES, FROM_CONV, FROM_CONV3D, FUSED, Case, conv_cases, pool_cases
+from tests.cases import (
+    EPILOGUES,
+    FROM_CONV,
+    FROM_CONV3D,
+    FUSED,
+    PASSES,
+    Case,
+    conv_cases,
+    pool_cases,
+)
 from tests.emulator.maps import encode
 from tests.kernels.cuda_backends import general
 from tests.kernels.harness import with_layouts
@@ -49,6 +58,7 @@ CASES = [
     *(case for n in (2, 3) for way in ("fwd", "bwd") for case in pool_cases(f"maxpool{n}d_{way}")),
     *FUSED,
     *EPILOGUES,
+    *PASSES,
 ]
 
 
@@ -112,8 +122,12 @@ def _filled(arguments: Arguments, addresses: dict[str, int]) -> bytearray:
     return arguments.fill(addresses)
 
 
-def test_every_class_of_problems_has_a_planner() -> None:
-    assert set(PLANNERS) == set(PROBLEMS.values())
+def test_every_operations_problem_has_a_planner() -> None:
+    made = {
+        operation: type(problem_of(next(case for case in CASES if case.operation == operation)))
+        for operation in PROBLEMS
+    }
+    assert set(made.values()) == set(PLANNERS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

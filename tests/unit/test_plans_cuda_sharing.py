@@ -69,7 +69,7 @@ def test_one_gradient_has_no_branches() -> None:
 
 
 def launch(template: bytes, *buffers: str) -> Launch:
-    arguments = Packed(template, tuple(enumerate(buffers)))
+    arguments = Packed(template, tuple((i, name, 0) for i, name in enumerate(buffers)))
     return Launch(Instance("copy.cu", "copy"), (1, 1, 1), (32, 1, 1), arguments)
 
 
@@ -83,7 +83,10 @@ def test_only_the_same_launch_of_the_same_input_is_shared() -> None:
         "other parameters": launch(b"c", "x", "w2"),
         "another input": launch(b"a", "y", "w2"),
         "another grid": Launch(
-            Instance("copy.cu", "copy"), (2, 1, 1), (32, 1, 1), Packed(b"a", ((0, "x"), (1, "w2")))
+            Instance("copy.cu", "copy"),
+            (2, 1, 1),
+            (32, 1, 1),
+            Packed(b"a", ((0, "x", 0), (1, "w2", 0))),
         ),
         "more buffers": launch(b"a", "x", "w2", "o2"),
     }

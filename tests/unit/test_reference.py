@@ -176,7 +176,7 @@ def test_epilogue_with_beta_zero_reads_nothing() -> None:
 def test_transposed_sizes() -> None:
     """out = (D - 1)*s - front - back + d*(k - 1) + output_padding + 1."""
     x, w = np.ones((1, 2, 3, 4, 5)), np.ones((2, 3, 3, 1, 2))
-    out = reference.conv3d_transpose(
+    out = reference.conv_transpose(
         x, w, np.arange(3.0), stride=2, padding=((1, 0), (0, 0), (0, 1)), output_padding=(1, 0, 1)
     )
     assert out.value.shape == (1, 3, 7, 7, 10)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Literal
 
 import convgrad
@@ -12,7 +16,7 @@ __all__ = ["add_connection_options", "connect"]
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add --url, --timeout, --connect-timeout, --max-retries and --header."""
+    """Add --url, --timeout, --connect-timeout, --max-retries, --header and --progress."""
     group = parser.add_argument_group("connection")
     group.add_argument(
         "--url", help="the server (default: $CONVGRAD_URL, or http://127.0.0.1:8000)"
@@ -45,11 +49,18 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         metavar="'NAME: VALUE'",
         help="a header of every request; may be repeated ($CONVGRAD_API_KEY sends a key)",
     )
+    group.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=sys.stderr.isatty() and find_spec("rich") is not None,
+        help="show a bar for what takes long (default: on a terminal, with convgrad[progress])",
+    )
 
 
+@contextmanager
 def connect(
     options: argparse.Namespace, wire: Literal["safetensors", "json"] = "safetensors"
-) -> convgrad.Client:
+) -> Iterator[convgrad.Client]:
     """A client as the options ask for it."""
     headers = {}
     for header in options.header:
@@ -57,14 +68,18 @@ def connect(
         if not colon:
             raise UsageError(f"--header: expected 'NAME: VALUE', got {header!r}")
         headers[name.strip()] = value.strip()
-    try:
-        return convgrad.Client(
-            options.url,
-            timeout=options.timeout,
-            connect_timeout=options.connect_timeout,
-            max_retries=options.max_retries,
-            wire=wire,
-            headers=headers,
-        )
-    except ValueError as refused:
-        raise UsageError(str(refused)) from refused
+    with ExitStack() as stack:
+        try:
+            hooks = stack.enter_context(convgrad.progress_bars()) if options.progress else None
+            client = convgrad.Client(
+                options.url,
+                timeout=options.timeout,
+                connect_timeout=options.connect_timeout,
+                max_retries=options.max_retries,
+                wire=wire,
+                headers=headers,
+                event_hooks=hooks,
+            )
+        except (ValueError, ImportError) as refused:
+            raise UsageError(str(refused)) from refused
+        yield stack.enter_context(client)

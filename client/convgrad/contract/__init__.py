@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from convgrad.contract.base import Parameters, Request, refuse_unknown, validate
 from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest, Region
+from convgrad.contract.conv_double_backward import (
+    ConvDoubleBackwardRequest,
+    ConvTransposeDoubleBackwardRequest,
+)
+from convgrad.contract.conv_transpose import ConvTransposeBackwardRequest, ConvTransposeFwdRequest
 from convgrad.contract.convolution import (
     ConvBackwardRequest,
     ConvBwdDataRequest,
     ConvFwdRequest,
+    ConvRequest,
     GroupedConvBwdWeightRequest,
 )
 from convgrad.contract.fused import ConvParameters, GroupedConvConvFwdRequest
@@ -33,8 +39,13 @@ __all__ = [
     "Conv3dTransposeRequest",
     "ConvBackwardRequest",
     "ConvBwdDataRequest",
+    "ConvDoubleBackwardRequest",
     "ConvFwdRequest",
     "ConvParameters",
+    "ConvRequest",
+    "ConvTransposeBackwardRequest",
+    "ConvTransposeDoubleBackwardRequest",
+    "ConvTransposeFwdRequest",
     "GroupedConvBwdWeightRequest",
     "GroupedConvConvFwdRequest",
     "MaxPool2dBwdRequest",

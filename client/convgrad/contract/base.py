@@ -49,7 +49,9 @@ class Request(Parameters):
         description="The same bits for the same request on the same device model.",
     )
     response: Literal["npy", "data", "values"] = Field(
-        default="npy", description="Form of the tensors in a JSON answer."
+        default="npy",
+        description="Form of the tensors in a JSON answer; by default that of the first tensor in "
+        "a JSON request, and npy elsewhere.",
     )
 
     stored: Names = Field(

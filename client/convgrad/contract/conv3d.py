@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from convgrad.contract.base import Parameters
-from convgrad.contract.convolution import ConvGeometry, ConvRequest
+from convgrad.contract.conv_transpose import ConvTransposeFwdRequest
+from convgrad.contract.convolution import ConvGeometry
 from convgrad.contract.fields import IntOrInts, IntPair, Ints, Tensor
 
 __all__ = ["Conv3dBackpropInputRequest", "Conv3dTransposeRequest", "Region"]
@@ -73,27 +74,16 @@ class Conv3dBackpropInputRequest(ConvGeometry):
     )
 
 
-class Conv3dTransposeRequest(ConvRequest):
+class Conv3dTransposeRequest(ConvTransposeFwdRequest):
     """Transposed 3D convolution (torch.nn.functional.conv_transpose3d).
 
-    output[n, k, i] = bias[k] + sum over c, and over taps r and inputs p with p*stride +
-    r*dilation - pad_before = i, of input[n, c, p] * weight[c, k, r]
+    conv_transpose_fwd in 3D alone, under the name that it has here for Ascend C's.
 
-    Shapes: input [N, C_in, *in], weight [C_in, C_out/groups, *kernel], bias [C_out] -> output
-    [N, C_out, *out], with out = (in-1)*stride - pad_before - pad_after + dilation*(kernel-1) +
-    output_padding + 1.
+    Shapes: input [N, C_in, D, H, W], weight [C_in, C_out/groups, D, H, W], bias [C_out] -> output
+    [N, C_out, D, H, W].
     Dtypes: float16, bfloat16, float32, float64, one for all; sums in float32 or wider.
     Layout: channels first (NCDHW) where none is named.
     Source: Ascend C's Conv3DTranspose; PyTorch's conv_transpose3d.
     """
 
     operation: ClassVar[str] = "conv3d_transpose"
-
-    input: Tensor = Field(description="The layer's input, [N, C_in, D, H, W].")
-    weight: Tensor = Field(description="The filters, [C_in, C_out/groups, D, H, W].")
-    bias: Tensor | None = Field(
-        default=None, description="One value for each output channel, [C_out]."
-    )
-    output_padding: IntOrInts = Field(
-        default=0, description="Rows added to one side of the output: one int or one a dimension."
-    )

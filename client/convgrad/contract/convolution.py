@@ -24,6 +24,8 @@ __all__ = [
     "ConvBwdDataRequest",
     "ConvFwdRequest",
     "ConvGeometry",
+    "ConvRequest",
+    "Gradient",
     "GroupedConvBwdWeightRequest",
 ]
 

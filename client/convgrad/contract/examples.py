@@ -97,6 +97,38 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "weight": _rows((1.0, 0.0), (0.0, -1.0)),
             "response": "values",
         },
+        "conv_transpose_fwd": {
+            "input": _rows((1.0, 2.0), (3.0, 4.0)),
+            "weight": _rows((1.0, 0.0), (0.0, -1.0)),
+            "bias": {"values": [0.5], "dtype": "float32"},
+            "stride": 2,
+            "response": "values",
+        },
+        "conv_transpose_backward": {
+            "grad_output": _values(1, 1, 5, 5),
+            "input": _rows((1.0, 2.0), (3.0, 4.0)),
+            "weight": _rows((1.0, 0.0), (0.0, -1.0)),
+            "stride": 2,
+            "output_padding": 1,
+            "response": "values",
+        },
+        "conv_double_backward": {
+            "grad_output": _rows((1.0, 2.0), (3.0, 4.0)),
+            "input": _rows((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), (7.0, 8.0, 9.0)),
+            "weight": _rows((1.0, 0.0), (0.0, -1.0)),
+            "grad_grad_input": _values(1, 1, 3, 3),
+            "grad_grad_weight": _rows((0.0, 1.0), (2.0, 0.0)),
+            "response": "values",
+        },
+        "conv_transpose_double_backward": {
+            "grad_output": _values(1, 1, 4, 4),
+            "input": _rows((1.0, 2.0), (3.0, 4.0)),
+            "weight": _rows((1.0, 0.0), (0.0, -1.0)),
+            "grad_grad_input": _rows((0.0, 1.0), (-1.0, 2.0)),
+            "grad_grad_weight": _rows((0.0, 1.0), (2.0, 0.0)),
+            "stride": 2,
+            "response": "values",
+        },
     }
 )
 """By operation; every tensor in the form that a person can read."""

@@ -13,6 +13,11 @@ from typing import Any
 
 from convgrad.contract.base import Request
 from convgrad.contract.conv3d import Conv3dBackpropInputRequest, Conv3dTransposeRequest
+from convgrad.contract.conv_double_backward import (
+    ConvDoubleBackwardRequest,
+    ConvTransposeDoubleBackwardRequest,
+)
+from convgrad.contract.conv_transpose import ConvTransposeBackwardRequest, ConvTransposeFwdRequest
 from convgrad.contract.convolution import (
     ConvBackwardRequest,
     ConvBwdDataRequest,
@@ -34,6 +39,8 @@ __all__ = ["OPERATIONS", "Operation"]
 _LAYOUTS_1D = ("NCW", "NWC", "NGCW", "NWGC", "GNWC")
 _LAYOUTS_2D = ("NCHW", "NHWC", "NGCHW", "NHWGC", "GNHWC")
 _LAYOUTS_3D = ("NCDHW", "NDHWC", "NGCDHW", "NDHWGC", "GNDHWC")
+_GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+_SECOND_GRADIENTS = ("grad_grad_output", "grad_input", "grad_weight")
 _LAYOUTS = _LAYOUTS_1D + _LAYOUTS_2D + _LAYOUTS_3D
 
 
@@ -50,11 +57,11 @@ class Operation:
     outputs: tuple[str, ...]
     layouts: tuple[str, ...] = _LAYOUTS
     dtypes: tuple[DType, ...] = FLOATING
+    example: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(init=False)
     summary: str = field(init=False)
     tensors: tuple[str, ...] = field(init=False)
     required_tensors: tuple[str, ...] = field(init=False)
-    example: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         set_once = object.__setattr__  # the dataclass is frozen
@@ -62,7 +69,7 @@ class Operation:
         set_once(self, "summary", (self.request.__doc__ or "").partition("\n")[0])
         set_once(self, "tensors", self.request.tensor_fields())
         set_once(self, "required_tensors", self.request.required_tensor_fields())
-        set_once(self, "example", EXAMPLES[self.request.operation])
+        set_once(self, "example", self.example or EXAMPLES[self.request.operation])
 
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
@@ -79,8 +86,12 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             Operation(ConvFwdRequest, ("output",)),
             Operation(MaxPool2dFwdRequest, ("output", "indices"), ("NCHW", "NHWC")),
             Operation(MaxPool3dFwdRequest, ("output", "indices"), ("NCDHW", "NDHWC")),
-            Operation(ConvBackwardRequest, ("grad_input", "grad_weight", "grad_bias")),
+            Operation(ConvBackwardRequest, _GRADIENTS),
+            Operation(ConvTransposeFwdRequest, ("output",)),
+            Operation(ConvTransposeBackwardRequest, _GRADIENTS),
+            Operation(ConvDoubleBackwardRequest, _SECOND_GRADIENTS),
+            Operation(ConvTransposeDoubleBackwardRequest, _SECOND_GRADIENTS),
         )
     }
 )
-"""Every operation by its name, in the design's order."""
+"""Every operation by its name: the design's, in its order, then what was added to them."""

@@ -7,8 +7,9 @@
     convgrad.torch.use(convgrad.torch.Local())   # kernels in this process, on the tensors' device
     loss.backward()                              # models unchanged
 
-`use` routes the backward pass of every convolution and max pooling through a backend, for good or,
-as a context manager, inside a ``with`` block. There are two backends of one protocol:
+`use` routes the backward passes of every convolution and max pooling, and convolutions' double
+backward passes, through a backend: for good or, as a context manager, in a ``with`` block. There
+are two backends of one protocol:
 
 `Local`
     Plans and kernels in this process, on CUDA or CPU tensors, without a copy, on PyTorch's

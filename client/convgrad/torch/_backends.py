@@ -15,6 +15,7 @@ __all__ = [
     "Runner",
     "convolution",
     "convolution_backward",
+    "convolution_double_backward",
     "max_pool",
 ]
 
@@ -30,15 +31,31 @@ class Geometry:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, values: Sequence[Any], ndim: int) -> Geometry:
+        """From its fields as ATen passes them: with a value for each dimension, or one for all."""
+        stride, padding, dilation, groups, transposed, output_padding = values
+        stride, padding, dilation, output_padding = (
+            each * ndim if len(each) == 1 else each
+            for each in (stride, padding, dilation, output_padding)
+        )
+        return cls(stride, padding, dilation, groups, transposed, output_padding)
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The geometry's fields of a request."""
+        more = {"output_padding": self.output_padding} if self.transposed else {}
         return {
             "stride": self.stride,
             "padding": self.padding,
             "dilation": self.dilation,
             "groups": self.groups,
+            **more,
         }
+
+    def operation(self, name: str) -> str:
+        """``conv_<name>``, or that of a transposed convolution."""
+        return f"conv_transpose_{name}" if self.transposed else f"conv_{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +63,7 @@ class Operation:
     """One operation of the contract on a layer's tensors.
 
     ``inputs`` and ``outputs`` map the contract's names to the layer's (``input``, ``weight``,
-    ``grad_input`` …): for a transposed convolution they differ.
+    ``grad_input`` …).
     """
 
     name: str
@@ -112,22 +129,11 @@ class Backend(Protocol):
         ...
 
 
-def convolution(geometry: Geometry, output_size: tuple[int, ...], *, bias: bool) -> Operation:
-    """The forward pass: ``output`` from ``input``, ``weight`` and ``bias``.
-
-    A transposed convolution is the gradient of a convolution's input; its bias is the caller's to
-    add, and ``output_size`` its spatial size.
-    """
-    if geometry.transposed:
-        return Operation(
-            "conv_bwd_data",
-            {"grad_output": "input", "weight": "weight"},
-            {"grad_input": "output"},
-            {**geometry.parameters, "input_size": output_size},
-        )
+def convolution(geometry: Geometry, *, bias: bool) -> Operation:
+    """The forward pass: ``output`` from ``input``, ``weight`` and ``bias``."""
     names = ("input", "weight", "bias") if bias else ("input", "weight")
     return Operation(
-        "conv_fwd", {name: name for name in names}, {"output": "output"}, geometry.parameters
+        geometry.operation("fwd"), _named(names), {"output": "output"}, geometry.parameters
     )
 
 
@@ -136,51 +142,41 @@ def convolution_backward(
     wanted: tuple[str, ...],
     input_size: tuple[int, ...],
     kernel_size: tuple[int, ...],
-) -> tuple[Operation, ...]:
+) -> Operation:
     """The backward pass: those of ``grad_input``, ``grad_weight`` and ``grad_bias`` wanted.
 
-    The bias gradient of a transposed convolution, and one asked for alone, are not among them:
-    they are sums of grad_output.
+    It takes no tensor that it does not need, unless the convolution is transposed.
     """
-    parameters = geometry.parameters
-    to_input = {**parameters, "input_size": input_size}
-    of_weight = {**parameters, "weight_size": kernel_size}
-    if geometry.transposed:
-        found = []
-        if "grad_input" in wanted:
-            found.append(
-                Operation(
-                    "conv_fwd",
-                    {"input": "grad_output", "weight": "weight"},
-                    {"output": "grad_input"},
-                    parameters,
-                )
-            )
-        if "grad_weight" in wanted:
-            found.append(
-                Operation(
-                    "grouped_conv_bwd_weight",
-                    {"input": "grad_output", "grad_output": "input"},
-                    {"grad_weight": "grad_weight"},
-                    of_weight,
-                )
-            )
-        return tuple(found)
-    outputs = {name: name for name in wanted}
-    if wanted == ("grad_bias",):
-        return ()
-    if "grad_input" not in wanted:
-        both = {"input": "input", "grad_output": "grad_output"}
-        return (
-            Operation(
-                "grouped_conv_bwd_weight", both, outputs, {**of_weight, "outputs": list(wanted)}
-            ),
-        )
-    if wanted == ("grad_input",):
-        both = {"grad_output": "grad_output", "weight": "weight"}
-        return (Operation("conv_bwd_data", both, outputs, to_input),)
-    every = {name: name for name in ("grad_output", "input", "weight")}
-    return (Operation("conv_backward", every, outputs, {**parameters, "outputs": list(wanted)}),)
+    parameters, outputs = geometry.parameters, _named(wanted)
+    asked = {"outputs": list(wanted)}
+    if not geometry.transposed and wanted == ("grad_input",):
+        both = _named(("grad_output", "weight"))
+        to_input = {**parameters, "input_size": input_size}
+        return Operation("conv_bwd_data", both, outputs, to_input)
+    if not geometry.transposed and "grad_input" not in wanted:
+        both = _named(("input", "grad_output"))
+        of_weight = {**parameters, "weight_size": kernel_size, **asked}
+        return Operation("grouped_conv_bwd_weight", both, outputs, of_weight)
+    every = _named(("grad_output", "input", "weight"))
+    return Operation(geometry.operation("backward"), every, outputs, {**parameters, **asked})
+
+
+def convolution_double_backward(
+    geometry: Geometry, given: tuple[str, ...], wanted: tuple[str, ...]
+) -> Operation:
+    """The double backward pass: those of its three gradients that are ``wanted``.
+
+    ``given`` are those there are of ``grad_grad_input``, ``grad_grad_weight``, ``grad_grad_bias``.
+    """
+    names = ("grad_output", "input", "weight", *given)
+    parameters = {**geometry.parameters, "outputs": list(wanted)}
+    name = geometry.operation("double_backward")
+    return Operation(name, _named(names), _named(wanted), parameters)
+
+
+def _named(names: tuple[str, ...]) -> dict[str, str]:
+    """The layer's tensors under the contract's names, which are the same."""
+    return {name: name for name in names}
 
 
 def max_pool(

@@ -18,6 +18,7 @@ from convgrad.torch._local import Local
 from convgrad.torch._passes import (
     computable,
     conv_backward,
+    conv_double_backward,
     conv_forward,
     pool_backward,
     pool_forward,
@@ -34,6 +35,11 @@ _POOL = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ce
 _LIBRARY.define(f"convolution(Tensor input, Tensor weight, Tensor? bias, {_CONV}) -> Tensor")
 _LIBRARY.define(
     f"convolution_backward(Tensor grad_output, Tensor input, Tensor weight, {_CONV}, "
+    "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "convolution_double_backward(Tensor? grad_grad_input, Tensor? grad_grad_weight, "
+    f"Tensor? grad_grad_bias, Tensor grad_output, Tensor input, Tensor weight, {_CONV}, "
     "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(f"max_pool(Tensor input, {_POOL}) -> Tensor")
@@ -102,8 +108,14 @@ def _convolution_backward(
     else:
         channels = [grad_output.shape[1]]
         found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)
-    # An operator's results are tensors: an empty one stands for what was not asked for.
-    return tuple(grad_output.new_empty(0) if each is None else each for each in found)
+    return _as_tensors(found, grad_output)
+
+
+def _as_tensors(
+    found: Sequence[torch.Tensor | None], like: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """An operator's results are tensors: an empty one stands for what was not asked for."""
+    return tuple(like.new_empty(0) if each is None else each for each in found)
 
 
 def _convolution_backward_fake(
@@ -112,9 +124,32 @@ def _convolution_backward_fake(
     *geometry, mask = rest
     channels = [grad_output.shape[1]]
     found = _ATEN.convolution_backward(grad_output, input, weight, channels, *geometry, mask)
-    return tuple(
-        each if asked else grad_output.new_empty(0) for each, asked in zip(found, mask, strict=True)
-    )
+    kept = [each if asked else None for each, asked in zip(found, mask, strict=True)]
+    return _as_tensors(kept, grad_output)
+
+
+def _convolution_double_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+    *second, grad_output, input, weight = given[:6]
+    *geometry, mask = given[6:]
+    tensors = grad_output, input, weight
+    if computable(*tensors) is None:
+        own = astuple(_geometry(geometry))
+        found = conv_double_backward(default_backend(), second, tensors, own, tuple(mask))
+    else:
+        found = _ATEN._convolution_double_backward(
+            *second, grad_output, weight, input, *geometry, mask
+        )
+    return _as_tensors(found, grad_output)
+
+
+def _convolution_double_backward_fake(*given: Any) -> tuple[torch.Tensor, ...]:
+    of_input, of_weight, _, *tensors = given[:6]
+    grad_output, mask = tensors[0], given[-1]
+    there = True, of_weight is not None, of_input is not None
+    asked = [wanted and found for wanted, found in zip(mask, there, strict=True)]
+    found = [torch.empty_like(each) for each in tensors]
+    kept = [each if wanted else None for each, wanted in zip(found, asked, strict=True)]
+    return _as_tensors(kept, grad_output)
 
 
 def _max_pool(input: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -163,12 +198,19 @@ def _save_convolution_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -
 
 
 def _convolution_backward_derivative(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-    """The second derivative: compositions of forward and backward passes, as PyTorch has them."""
+    """The second derivative: one call, or compositions that can be differentiated again."""
     grad_output, input, weight = ctx.saved_tensors
-    given = (each if asked else None for each, asked in zip(gradients, ctx.mask, strict=True))
-    found = _ATEN._convolution_double_backward(
-        *given, grad_output, weight, input, *ctx.rest, ctx.needs_input_grad[:3]
-    )
+    given = [each if asked else None for each, asked in zip(gradients, ctx.mask, strict=True)]
+    mask = list(ctx.needs_input_grad[:3])
+    if torch.is_grad_enabled():  # a third derivative may follow
+        found = _ATEN._convolution_double_backward(
+            *given, grad_output, weight, input, *ctx.rest, mask
+        )
+    else:
+        results = OPS.convolution_double_backward(
+            *given, grad_output, input, weight, *ctx.rest, mask
+        )
+        found = tuple(each if each.numel() else None for each in results)
     return (*found, *(None,) * (len(ctx.rest) + 1))
 
 
@@ -195,6 +237,12 @@ def _max_pool_backward_derivative(ctx: Any, gradient: torch.Tensor) -> tuple[Any
     return (gathered, None, *(None,) * len(ctx.rest))
 
 
+_LIBRARY.impl(
+    "convolution_double_backward", _convolution_double_backward, "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "convgrad::convolution_double_backward", _convolution_double_backward_fake, lib=_LIBRARY
+)
 for _name, _compute, _fake, _derivative, _save in (
     (
         "convolution",

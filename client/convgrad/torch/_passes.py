@@ -16,6 +16,7 @@ from convgrad.torch._backends import (
     Runner,
     convolution,
     convolution_backward,
+    convolution_double_backward,
     max_pool,
 )
 from convgrad.torch._report import Counter
@@ -25,10 +26,10 @@ __all__ = [
     "PoolGeometry",
     "computable",
     "conv_backward",
+    "conv_double_backward",
     "conv_forward",
     "pool_backward",
     "pool_forward",
-    "transposed_output_size",
 ]
 
 PoolGeometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
@@ -36,6 +37,7 @@ PoolGeometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[in
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+_SECOND = ("grad_grad_output", "grad_input", "grad_weight")
 
 
 def computable(*tensors: torch.Tensor) -> str | None:
@@ -53,20 +55,19 @@ def computable(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-class _Bound(NamedTuple):
-    """An operation bound to a backend: which tensors it takes, which results it gives."""
-
-    runner: Runner
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    counter: Counter
-
-
 class _Pass(NamedTuple):
-    """What one pass of one layer runs; kept, so that a later call only looks it up."""
+    """What one pass of one layer runs; kept, so that a later call only looks it up.
+
+    ``inputs`` and ``outputs`` are the places of its tensors and results among the pass's;
+    ``scattered`` are those of its tensors that have to be brought into the memory format first.
+    """
 
     channels_last: bool
-    steps: tuple[_Bound, ...]
+    runner: Runner
+    inputs: tuple[int, ...]
+    scattered: tuple[int, ...]
+    outputs: tuple[int, ...]
+    counter: Counter
 
 
 # By backend, shapes, strides, dtypes, device and geometry; also what was refused for good.
@@ -77,13 +78,10 @@ _MOST_PASSES = 65_536
 
 def _key(backend: Backend, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     first = tensors[0]
-    return (
-        backend,
-        uses_tf32(first),
-        first.device,
-        *[(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors],
-        *rest,
-    )
+    key = [backend, uses_tf32(first), first.device, rest]
+    for tensor in tensors:
+        key += tensor.shape, tensor.stride(), tensor.dtype
+    return tuple(key)
 
 
 def _prepared(key: Any, prepare: Callable[[], _Pass]) -> _Pass:
@@ -113,7 +111,7 @@ def _prepared(key: Any, prepare: Callable[[], _Pass]) -> _Pass:
 
 def _bind(
     backend: Backend,
-    operations: Sequence[Operation],
+    operation: Operation,
     names: Sequence[str],
     tensors: Sequence[torch.Tensor],
     results: Sequence[str],
@@ -124,29 +122,32 @@ def _bind(
     reason = computable(*(tensor for tensor in tensors if tensor.dim() > 1))
     if reason is not None:
         raise UnsupportedProblem(f"{backend.name} does not take {reason}")
-    steps = []
-    for operation in operations:
-        if uses_tf32(tensors[0]) and not operation.name.startswith("maxpool"):
-            parameters = {**operation.parameters, "precision": "high"}
-            operation = replace(operation, parameters=parameters)
-        inputs = tuple(names.index(ours) for ours in operation.inputs.values())
-        outputs = tuple(results.index(ours) for ours in operation.outputs.values())
-        given = [dense(tensors[index], channels_last) for index in inputs]
-        runner = backend.prepare(operation, given, channels_last=channels_last)
-        counter = Counter(operation.name, layer, backend.name, runner)
-        steps.append(_Bound(runner, inputs, outputs, counter))
-    return _Pass(channels_last, tuple(steps))
+    if uses_tf32(tensors[0]) and not operation.name.startswith("maxpool"):
+        parameters = {**operation.parameters, "precision": "high"}
+        operation = replace(operation, parameters=parameters)
+    inputs = tuple(names.index(ours) for ours in operation.inputs.values())
+    outputs = tuple(results.index(ours) for ours in operation.outputs.values())
+    given = [dense(tensors[index], channels_last) for index in inputs]
+    # The key holds strides: what lies as it should now always does.
+    scattered = tuple(
+        place for place, index in enumerate(inputs) if given[place] is not tensors[index]
+    )
+    runner = backend.prepare(operation, given, channels_last=channels_last)
+    counter = Counter(operation.name, layer, backend.name, runner)
+    return _Pass(channels_last, runner, inputs, scattered, outputs, counter)
 
 
 def _run(
     pass_: _Pass, tensors: Sequence[torch.Tensor], found: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    last = pass_.channels_last
-    for runner, inputs, outputs, counter in pass_.steps:
-        results = runner([dense(tensors[index], last) for index in inputs])
-        for index, result in zip(outputs, results, strict=True):
-            found[index] = result
-        counter.calls += 1
+    last, runner, inputs, scattered, outputs, counter = pass_
+    given = [tensors[index] for index in inputs]
+    for place in scattered:
+        given[place] = dense(given[place], last)
+    results = runner(given)
+    for index, result in zip(outputs, results, strict=True):
+        found[index] = result
+    counter.calls += 1
     return found
 
 
@@ -158,16 +159,12 @@ def conv_forward(
     geometry: Geometry,
 ) -> torch.Tensor:
     """The output of a convolution, transposed or not."""
-    fused = bias is not None and not geometry.transposed
-    tensors = (input, weight, bias) if fused and bias is not None else (input, weight)
+    tensors = (input, weight) if bias is None else (input, weight, bias)
 
     def prepare() -> _Pass:
-        size: tuple[int, ...] = ()
-        if geometry.transposed:
-            size = transposed_output_size(input.shape[2:], weight.shape[2:], geometry)
         return _bind(
             backend,
-            [convolution(geometry, size, bias=fused)],
+            convolution(geometry, bias=bias is not None),
             ("input", "weight", "bias"),
             tensors,
             ["output"],
@@ -178,8 +175,6 @@ def conv_forward(
     kept = _prepared(_key(backend, tensors, geometry), prepare)
     (output,) = _run(kept, tensors, [None])
     assert output is not None  # noqa: S101 - the operation's one output
-    if geometry.transposed and bias is not None:
-        output = output + bias.view(1, -1, *(1,) * (input.dim() - 2))
     return output
 
 
@@ -193,12 +188,12 @@ def conv_backward(
 ) -> Gradients:
     """grad_input, grad_weight and grad_bias of a convolution; None for what ``mask`` leaves out.
 
-    ``geometry`` holds the fields of a `Geometry`.
+    ``geometry`` holds the fields of a `Geometry`, as `Geometry.of` takes them.
     """
     tensors = grad_output, input, weight
 
     def prepare() -> _Pass:
-        own = Geometry(*geometry)
+        own = Geometry.of(geometry, input.dim() - 2)
         wanted = tuple(name for name, asked in zip(_GRADIENTS, mask, strict=True) if asked)
         return _bind(
             backend,
@@ -212,9 +207,48 @@ def conv_backward(
 
     kept = _prepared(_key(backend, tensors, geometry, *mask), prepare)
     grad_input, grad_weight, grad_bias = _run(kept, tensors, [None, None, None])
-    if mask[2] and grad_bias is None:
-        grad_bias = grad_output.sum((0, *range(2, grad_output.dim())))
     return grad_input, grad_weight, grad_bias
+
+
+def conv_double_backward(
+    backend: Backend,
+    second: Sequence[torch.Tensor | None],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    geometry: tuple[Any, ...],
+    mask: Sequence[bool],
+) -> Gradients:
+    """The gradients of a backward pass's grad_output, input and weight that ``mask`` asks for.
+
+    None also stands for what is zero, because it is made of what was not given. ``second`` are the
+    gradients of that pass's results, ``tensors`` its grad_output, input and weight, ``geometry``
+    what `Geometry.of` takes.
+    """
+    of_input, of_weight, _ = (each is not None for each in second)
+    there = (any(each is not None for each in second), of_weight, of_input)
+    wanted = tuple(name for name, *both in zip(_SECOND, mask, there, strict=True) if all(both))
+    if not wanted:
+        return None, None, None
+    given = tuple(
+        f"grad_{name}" for name, each in zip(_GRADIENTS, second, strict=True) if each is not None
+    )
+    every = (*tensors, *(each for each in second if each is not None))
+
+    def prepare() -> _Pass:
+        _, input, weight = tensors
+        own = Geometry.of(geometry, input.dim() - 2)
+        return _bind(
+            backend,
+            convolution_double_backward(own, given, wanted),
+            ("grad_output", "input", "weight", *given),
+            every,
+            _SECOND,
+            _layer(input, weight, own),
+            channels_last=is_channels_last(input, weight),
+        )
+
+    kept = _prepared(_key(backend, every, geometry, given, wanted), prepare)
+    grad_grad_output, grad_input, grad_weight = _run(kept, every, [None, None, None])
+    return grad_grad_output, grad_input, grad_weight
 
 
 def pool_forward(backend: Backend, input: torch.Tensor, geometry: PoolGeometry) -> torch.Tensor:
@@ -238,7 +272,7 @@ def _pooled(
         operation = max_pool(input.dim() - 2, *geometry, backward=backward)
         return _bind(
             backend,
-            [operation],
+            operation,
             ("input", "grad_output"),
             tensors,
             list(operation.outputs.values()),
@@ -250,24 +284,6 @@ def _pooled(
     (result,) = _run(kept, tensors, [None])
     assert result is not None  # noqa: S101 - the operation's one output
     return result
-
-
-def transposed_output_size(
-    input_size: Sequence[int], kernel_size: Sequence[int], geometry: Geometry
-) -> tuple[int, ...]:
-    """The spatial size that a transposed convolution makes of its input's."""
-    return tuple(
-        (size - 1) * stride - 2 * pad + dilation * (kernel - 1) + extra + 1
-        for size, kernel, stride, pad, dilation, extra in zip(
-            input_size,
-            kernel_size,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            geometry.output_padding,
-            strict=True,
-        )
-    )
 
 
 def _layer(input: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> str:

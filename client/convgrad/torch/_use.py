@@ -23,7 +23,7 @@ from convgrad.errors import (
     UnsupportedProblem,
 )
 from convgrad.torch._backends import Backend
-from convgrad.torch._passes import conv_backward, pool_backward
+from convgrad.torch._passes import conv_backward, conv_double_backward, pool_backward
 from convgrad.torch._report import count_left
 
 __all__ = ["backend_in_use", "use"]
@@ -95,14 +95,15 @@ def _override_once() -> None:
         if _CHOICE.libraries:
             return
         library = torch.library.Library("aten", "IMPL")
-        for operator, make in _OVERRIDES.items():
-            for device in DEVICES:
-                if device == "CUDA" and not torch.backends.cuda.is_built():
-                    continue
-                own = torch.library.get_kernel(f"aten::{operator}", device)
+        devices = [name for name in DEVICES if name == "CPU" or torch.backends.cuda.is_built()]
+        keys = [(_OVERRIDES, device) for device in devices]
+        keys += [(_COMPOSITIONS, f"Autograd{device}") for device in devices]
+        for operators, key in keys:
+            for operator, make in operators.items():
+                own = torch.library.get_kernel(f"aten::{operator}", key)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that it overrides is what is meant
-                    library.impl(operator, make(own), device, with_keyset=True)
+                    library.impl(operator, make(own), key, with_keyset=True)
         _CHOICE.libraries.append(library)
 
 
@@ -128,15 +129,7 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
     ) -> Any:
         backend = _CHOICE.backend
         if backend is not None and any(output_mask):
-            ndim = input.dim() - 2
-            geometry = (
-                _per_dimension(stride, ndim),
-                _per_dimension(padding, ndim),
-                _per_dimension(dilation, ndim),
-                groups,
-                transposed,
-                _per_dimension(output_padding, ndim),
-            )
+            geometry = _geometry(stride, padding, dilation, transposed, output_padding, groups)
             try:
                 return conv_backward(backend, grad_output, input, weight, geometry, output_mask)
             except ServiceError as error:
@@ -157,6 +150,25 @@ def _convolution_backward(own: Any) -> Callable[..., Any]:
             groups,
             output_mask,
         )
+
+    return override
+
+
+def _convolution_double_backward(own: Any) -> Callable[..., Any]:
+    def override(keyset: Any, *given: Any) -> Any:
+        backend = _CHOICE.backend
+        *second, grad_output, weight, input = given[:6]
+        *rest, mask = given[6:]
+        # Where a third derivative may follow, PyTorch's composition stays, which has one.
+        if backend is not None and not torch.is_grad_enabled():
+            tensors = grad_output, input, weight
+            try:
+                return conv_double_backward(backend, second, tensors, _geometry(*rest), tuple(mask))
+            except ServiceError as error:
+                if not _left_to_pytorch(error, input):
+                    raise
+                count_left("convolution_double_backward", _shapes(input, weight), error.detail)
+        return own.call_boxed(keyset, *given)
 
     return override
 
@@ -206,11 +218,36 @@ def _max_pool_backward(own: Any) -> Callable[..., Any]:
     return override
 
 
+# The operators of a device, and those that autograd composes of others.
 _OVERRIDES: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "convolution_backward": _convolution_backward,
     "max_pool2d_with_indices_backward": _max_pool_backward,
     "max_pool3d_with_indices_backward": _max_pool_backward,
 }
+
+
+_COMPOSITIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "_convolution_double_backward": _convolution_double_backward,
+}
+
+
+def _geometry(
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> tuple[Any, ...]:
+    """The fields of a `Geometry`, from ATen's arguments."""
+    return (
+        tuple(stride),
+        tuple(padding),
+        tuple(dilation),
+        groups,
+        transposed,
+        tuple(output_padding),
+    )
 
 
 def _per_dimension(values: Sequence[int], ndim: int) -> tuple[int, ...]:

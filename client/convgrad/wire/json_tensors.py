@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from numpy.typing import NDArray
 
@@ -32,9 +32,10 @@ from convgrad.wire.shapes import (
     dtype_of,
 )
 
-__all__ = ["Base64Text", "Decode", "Form", "decode_tensor", "encode_tensor"]
+__all__ = ["FORMS", "Base64Text", "Decode", "Form", "decode_tensor", "encode_tensor"]
 
 Form = Literal["npy", "data", "values"]
+FORMS = frozenset(get_args(Form))
 Base64Text: TypeAlias = str | memoryview
 """Base64 as it was found: a Python string, or the bytes between the quotes of a JSON text."""
 Decode: TypeAlias = Callable[[Base64Text], bytes | bytearray | Deferred]

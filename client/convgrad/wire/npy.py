@@ -17,7 +17,10 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.shapes import Buffer, Deferred, array_view, checked_shape, data_view, dtype_of
 
-__all__ = ["decode", "encode"]
+__all__ = ["MEDIA_TYPE", "Layout", "decode", "encode", "header_bytes", "layout"]
+
+MEDIA_TYPE = "application/x-npy"
+"""Of a bare file; its parameter ``dtype`` says bfloat16, which the file itself cannot."""
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 10_000
@@ -50,6 +53,15 @@ class _Header(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Layout(NamedTuple):
+    """What a header says: the elements, and where in the file they begin."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    fortran_order: bool
+    data_offset: int
+
+
 def encode(array: NDArray[Any]) -> list[bytes | memoryview]:
     """Header and data of a .npy file; a contiguous array's data is not copied.
 
@@ -71,25 +83,29 @@ def decode(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) 
         Not a .npy file, a header that lies or cannot be read, a pickled or structured array, or
         an element type that no operation takes.
     """
-    header, data_offset = _read(buffer, name)
-    if header.fortran_order and not isinstance(buffer, Buffer):
+    found = layout(buffer, name=name, dtype=dtype)
+    if found.fortran_order and not isinstance(buffer, Buffer):
         buffer = buffer[:]  # to be put in order, it is needed now
     array = array_view(
         buffer,
-        _element_type(header.code, dtype, name),
-        header.shape[::-1] if header.fortran_order else header.shape,
+        found.dtype,
+        found.shape[::-1] if found.fortran_order else found.shape,
         name=name,
-        offset=data_offset,
+        offset=found.data_offset,
     )
-    if header.fortran_order and array.ndim > 1:
+    if found.fortran_order and array.ndim > 1:
         array = np.ascontiguousarray(array.T)
         array.flags.writeable = False
     return array
 
 
-def _read(buffer: Buffer | Deferred, name: str) -> tuple[_Header, int]:
-    """The header, and where the data begins."""
-    prefix = bytes(buffer[:12])
+def header_bytes(prefix: Buffer, *, name: str) -> int:
+    """Where the data begins, which the first 12 bytes of a file say.
+
+    Raises MalformedRequest if they are too few, are not those of a .npy file, or claim a header
+    longer than any that is read.
+    """
+    prefix = bytes(prefix[:12])
     if prefix[:6] != _MAGIC:
         raise MalformedRequest(f"{name}: not a .npy file (it does not begin with \\x93NUMPY)")
     if prefix[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
@@ -100,14 +116,28 @@ def _read(buffer: Buffer | Deferred, name: str) -> tuple[_Header, int]:
         raise MalformedRequest(
             f"{name}: the .npy header claims {length} bytes; at most {_MAX_HEADER_BYTES} are read"
         )
-    text = bytes(buffer[begin : begin + length])
-    if len(prefix) < begin or len(text) < length:
-        raise MalformedRequest(f"{name}: the .npy file ends inside its header")
+    if len(prefix) < begin:
+        raise _ends_early(name)
+    return begin + length
+
+
+def layout(buffer: Buffer | Deferred, *, name: str, dtype: DType | None = None) -> Layout:
+    """What the header says that ``buffer`` begins with; ``dtype`` and Raises as for `decode`."""
+    data_offset = header_bytes(buffer[:12], name=name)
+    begin = 10 if buffer[6:7] == b"\x01" else 12
+    text = bytes(buffer[begin:data_offset])
+    if len(text) < data_offset - begin:
+        raise _ends_early(name)
     header = _parsed(text)
     if isinstance(header, str):
         raise MalformedRequest(f"{name}: {header}")
     checked_shape(header.shape, name=name)
-    return header, begin + length
+    element = _element_type(header.code, dtype, name)
+    return Layout(element, header.shape, header.fortran_order, data_offset)
+
+
+def _ends_early(name: str) -> MalformedRequest:
+    return MalformedRequest(f"{name}: the .npy file ends inside its header")
 
 
 @lru_cache(maxsize=256)

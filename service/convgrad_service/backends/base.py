@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from convgrad.check.convolve import Convolver, NumpyConvolver
+from convgrad.contract.timing import Clocks, Device
 from convgrad.errors import UnsupportedProblem
+from convgrad_service.backends.host_clock import HostStopwatch, measured_rates, processor_name
+from convgrad_service.cgroups import usable_cores
 from convgrad_service.plans.base import Plan
 from convgrad_service.problems.base import Problem, TensorSpec
 
 __all__ = [
     "Backend",
+    "Cancellation",
     "DeviceMemory",
     "DeviceTensor",
     "OnHost",
     "Outcome",
     "Plan",
+    "Rates",
     "ServingBackend",
+    "Stopwatch",
     "Vitals",
 ]
 
@@ -33,6 +42,7 @@ class Outcome:
 
     ``compute_s`` is seconds in the backend; ``workspace_bytes`` the memory used beyond inputs and
     outputs. ``upload_s`` and ``download_s`` are the way to a device and back, where there is one.
+    ``words`` is the answer of a problem that is answered in words.
     """
 
     outputs: dict[str, NDArray[Any]]
@@ -42,6 +52,7 @@ class Outcome:
     workspace_bytes: int
     upload_s: float = 0.0
     download_s: float = 0.0
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,16 @@ class Vitals:
     kernels_compiled: int = 0
     compile_s: float = 0.0
     uuid: str = ""
+
+
+class Cancellation(threading.Event):
+    """Set once nobody wants the answer any more; a backend says through it that it gets on."""
+
+    progress = 0
+
+    def advanced(self) -> None:
+        """Some part of the computation is done: it does not hang."""
+        self.progress += 1
 
 
 class Backend(Protocol):
@@ -81,7 +102,8 @@ class Backend(Protocol):
         """Compute a problem; blocks, and leaves the interpreter to others meanwhile.
 
         ``tensors`` are the problem's inputs, in its layout. Once ``cancelled`` is set, the answer
-        is not wanted any more. ``out`` offers a place for each output; where a backend uses it,
+        is not wanted any more; where it is a `Cancellation`, each step that is done is reported to
+        it. ``out`` offers a place for each output; where a backend uses it,
         that very array is the outcome's.
 
         Raises:
@@ -121,6 +143,54 @@ class DeviceMemory(Protocol):
 
     def close(self) -> None:
         """Let go of it: nothing uses it any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device cannot exceed: computing in one type, moving, and starting a kernel."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+    source: str
+
+
+class Stopwatch(Protocol):
+    """One problem, ready to be run again and again on tensors that stay where they are.
+
+    ``tensors`` are its inputs and outputs by name, as libraries on the same device take them.
+    """
+
+    tensors: Mapping[str, Any]
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What the plan expects; None where it has no model."""
+        ...
+
+    def cold(self) -> float:
+        """Seconds of one run, the caches flushed before it."""
+        ...
+
+    def warm(self) -> float:
+        """Seconds of one run after another."""
+        ...
+
+    def run_of(self, count: int) -> float:
+        """Seconds of so many runs, one right after another."""
+        ...
+
+    def like(self, run: Callable[[], Any]) -> Stopwatch:
+        """The same clock for something else, which ``run`` puts on the same device."""
+        ...
+
+    def others(self) -> Iterator[tuple[str, AbstractContextManager[Stopwatch]]]:
+        """The other kernels that could run the problem, by name, best first."""
+        ...
+
+    def clocks(self) -> Clocks | None:
+        """How the device runs at this moment."""
         ...
 
 
@@ -183,11 +253,34 @@ class ServingBackend(Backend, Protocol):
         """Let go of what was kept under a key."""
         ...
 
+    def described(self) -> Device:
+        """What computes, for those who read a timing."""
+        ...
+
+    def rates(self, dtype: str, precision: str) -> Rates:
+        """The device's peak rates; the first call may measure them."""
+        ...
+
+    def convolver(self, check: Callable[[], None]) -> Convolver:
+        """What computes references in float64; ``check`` is called meanwhile and may raise."""
+        ...
+
+    def stopwatch(
+        self, problem: Problem, tensors: Mapping[str, NDArray[Any]], out: Mapping[str, NDArray[Any]]
+    ) -> AbstractContextManager[Stopwatch]:
+        """A problem ready to be timed; ``out`` is where its outputs may be written.
+
+        Raises:
+            UnsupportedProblem, DeviceOutOfMemory: as `run`, or it needs more than one piece.
+        """
+        ...
+
 
 class OnHost:
     """What a backend without a device of its own says of itself as a `ServingBackend`."""
 
     devices = 1
+    name = "cpu"
     # With one, a problem of a millisecond would wait for a stranger's of a minute.
     slots = 2
     pins = False
@@ -221,6 +314,26 @@ class OnHost:
 
     def forget(self, key: int) -> None:
         """Nothing was kept."""
+
+    def described(self) -> Device:
+        """The processor."""
+        return Device(backend=self.name, name=processor_name(), processors=usable_cores())
+
+    def rates(self, dtype: str, precision: str) -> Rates:
+        """Measured with NumPy."""
+        return Rates(*measured_rates(dtype))
+
+    def convolver(self, check: Callable[[], None]) -> Convolver:
+        """NumPy's matrix products."""
+        return NumpyConvolver(check)
+
+    @contextmanager
+    def stopwatch(
+        self, problem: Problem, tensors: Mapping[str, NDArray[Any]], out: Mapping[str, NDArray[Any]]
+    ) -> Iterator[Stopwatch]:
+        """Runs in the calling thread, timed by the host's clock."""
+        run = partial(self.run, problem, tensors, None, out)  # type: ignore[attr-defined]
+        yield HostStopwatch({**tensors, **out}, run)
 
 
 def _host_memory_bytes() -> tuple[int, int]:

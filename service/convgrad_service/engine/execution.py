@@ -223,8 +223,8 @@ class Execution:
             return None  # the scheduler says so
         finished = inline.computed(self.layout, lease.offset, lease.regions)
         if finished is not None:
-            self._call.timings.add("queue", 0.0)
-            self._call.timings.add("compute", time.monotonic() - began_s)
+            self._call.timings.add("queue", 0.0, began_s)
+            self._call.timings.add("compute", time.monotonic() - began_s, began_s)
         return finished
 
     async def _computed_by_worker(self, on_part_done: OnPartDone | None) -> Finished:
@@ -232,18 +232,17 @@ class Execution:
         # Before it is submitted: a worker may be done before this task goes on.
         submitted_s = time.monotonic()
         handle = engine.compute(self.lease, self._job, self._call.deadline.at_s, on_part_done)
-        moved_s = 0.0
+        if self._call.submitted is not None:
+            self._call.submitted(handle)
+        upload_s = download_s = 0.0
         try:
             finished = await _unshielded(handle.done)
-            moved_s = finished.upload_s + finished.download_s
-            if moved_s:
-                timings.add("upload", finished.upload_s)
-                timings.add("download", finished.download_s)
+            upload_s, download_s = finished.upload_s, finished.download_s
         except asyncio.CancelledError:
             engine.cancel(handle)
             raise
         finally:
-            _count_waiting(timings, handle, time.monotonic() - submitted_s, moved_s)
+            _count_stages(timings, handle, submitted_s, upload_s, download_s)
         if engine.inline_executor is not None:
             engine.inline_executor.learn(self.layout, finished.compute_s)
         return finished
@@ -309,11 +308,20 @@ async def _unshielded(done: asyncio.Future[Finished]) -> Finished:
     return done.result()
 
 
-def _count_waiting(timings: Timings, handle: JobHandle, spent_s: float, moved_s: float) -> None:
+def _count_stages(
+    timings: Timings, handle: JobHandle, submitted_s: float, upload_s: float, download_s: float
+) -> None:
+    """Count what a job that has ended now waited, computed, and was moved."""
+    spent_s = time.monotonic() - submitted_s
     # Of a problem that is given up the start is known all the same, if it had one.
     waited_s = spent_s if handle.waited_s is None else min(handle.waited_s, spent_s)
-    timings.add("queue", waited_s)
-    timings.add("compute", max(spent_s - waited_s - moved_s, 0.0))
+    compute_s = max(spent_s - waited_s - upload_s - download_s, 0.0)
+    timings.add("queue", waited_s, submitted_s)
+    began_s = submitted_s + waited_s
+    if upload_s + download_s:
+        timings.add("upload", upload_s, began_s)
+        timings.add("download", download_s, began_s + upload_s + compute_s)
+    timings.add("compute", compute_s, began_s + upload_s)
 
 
 def _is_final_at_its_end(layout: TensorLayout) -> bool:

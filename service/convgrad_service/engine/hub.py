@@ -10,26 +10,29 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from convgrad.errors import DeviceUnavailable, InvalidProblem, Overloaded, ServiceError
+from convgrad.errors import InvalidProblem, ServiceError
 from convgrad_service.backends.base import Vitals
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.free_list import FreeList
 from convgrad_service.engine.memory.lease import Lease, LeasePool
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.protocols import Counts, Prober
 from convgrad_service.engine.scheduling.partition import OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Quotas, Ticket
 from convgrad_service.engine.scheduling.scheduler import Scheduler
 from convgrad_service.engine.shm.registry import RegionInfo, RegionPart, RegionRegistry
 from convgrad_service.engine.shm.stored import TensorStore
+from convgrad_service.engine.status import Status
+from convgrad_service.engine.submissions import Earlier, Results, Submissions
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.statistics import OperationStatistics, Statistics
 from convgrad_service.engine.workers.child_process import Children
 from convgrad_service.engine.workers.execute import Finished, Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 
-__all__ = ["Engine", "Hub", "JobHandle", "Status"]
+__all__ = ["Engine", "Hub", "JobHandle"]
 
 
 class JobHandle(Protocol):
@@ -41,47 +44,6 @@ class JobHandle(Protocol):
     def waited_s(self) -> float | None:
         """How long it waited to start; None while it does, or where that is not known."""
         ...
-
-
-class Status(NamedTuple):
-    """What every front end knows of the engine at any moment, without asking."""
-
-    backend: str
-    ready: bool = True
-    leaving: bool = False
-    draining: bool = False
-    fault: str | None = None
-    overload: tuple[str, float | None] | None = None
-    missing: tuple[str, ...] = ()
-    """Front ends that do not serve at the moment."""
-
-    def require_ready(self) -> None:
-        """Raise DeviceUnavailable unless some device works, and every front end serves."""
-        self.require_hope()
-        if self.leaving:
-            raise DeviceUnavailable("the server is about to shut down", retry_after_s=5.0)
-        if not self.ready:
-            raise DeviceUnavailable("no device works at the moment", retry_after_s=1.0)
-        if self.missing:
-            names = ", ".join(self.missing)
-            raise DeviceUnavailable(f"{names}: not serving at the moment", retry_after_s=1.0)
-
-    def require_hope(self) -> None:
-        """Raise DeviceUnavailable if a new request could never be answered.
-
-        A device that is starting again is no reason: its requests wait for it.
-        """
-        if self.draining:
-            raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
-        if self.fault is not None:
-            raise DeviceUnavailable(f"the device has failed: {self.fault}")
-
-    def admit(self) -> None:
-        """Refuse, before its body is read, a request that could not be queued now."""
-        self.require_hope()
-        if self.overload is not None:
-            sentence, retry_after_s = self.overload
-            raise Overloaded(sentence, retry_after_s=retry_after_s)
 
 
 class Engine(Protocol):
@@ -102,6 +64,11 @@ class Engine(Protocol):
     @property
     def backend(self) -> str:
         """The name of what computes."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many more requests can be queued, as far as is known."""
         ...
 
     def admit(self) -> None:
@@ -144,6 +111,16 @@ class Engine(Protocol):
         """Say that nobody waits for a job any more."""
         ...
 
+    async def position(self, running: JobHandle) -> int | None:
+        """How many jobs stand before one in the line; None once it runs."""
+        ...
+
+    async def submitted(
+        self, owner: str, key: str, request_id: str, results: Results
+    ) -> Mapping[str, Earlier]:
+        """See `Submissions.add`."""
+        ...
+
     def observe(self, record: Record) -> None:
         """Count one request that has been answered."""
         ...
@@ -173,22 +150,6 @@ class Engine(Protocol):
         ...
 
 
-class Prober(Protocol):
-    """A worker, as far as regions on its device go."""
-
-    async def probe(self, handle: bytes, size_bytes: int) -> None:
-        """See `ProcessWorker.probe`."""
-        ...
-
-
-class Counts(Protocol):
-    """Where requests are counted."""
-
-    def count(self, record: Record) -> None: ...
-
-    def exposition(self) -> bytes: ...
-
-
 class Hub:
     """The engine itself. For the loop's thread.
 
@@ -211,9 +172,11 @@ class Hub:
         self.counts: Counts | None = None
         self.inferences = Statistics()
         self.quotas = Quotas()
+        self.submissions = Submissions()
         self.vitals: Callable[[], Mapping[int, Vitals]] = dict
         self.workers: Callable[[], Mapping[int, Prober]] = dict
         self.fault: Callable[[], str | None] = lambda: None
+        self.dead: str | None = None
         self.regions = RegionRegistry(options.max_regions)
         self.tensors = TensorStore(
             self.regions,
@@ -256,7 +219,13 @@ class Hub:
             fault=fault,
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
             missing=tuple(sorted(self.children.missing)),
+            dead=self.dead,
         )
+
+    @property
+    def room(self) -> int:
+        """See `Engine.room`."""
+        return self.schedule.room
 
     def compute_inline(self, beside: InlineBackend) -> None:
         """From now on, have small problems computed in this process."""
@@ -277,6 +246,7 @@ class Hub:
             self.draining,
             self.fault(),
             tuple(self.children.missing),
+            self.dead,
         )
         if concern != self._published:
             self._published = concern
@@ -361,6 +331,16 @@ class Hub:
     def cancel(self, running: JobHandle) -> None:
         """See `Engine.cancel`."""
         self.schedule.cancel(running)  # type: ignore[arg-type]
+
+    async def position(self, running: JobHandle) -> int | None:
+        """See `Engine.position`."""
+        return self.schedule.position(running)  # type: ignore[arg-type]
+
+    async def submitted(
+        self, owner: str, key: str, request_id: str, results: Results
+    ) -> Mapping[str, Earlier]:
+        """See `Engine.submitted`."""
+        return self.submissions.add(owner, key, request_id, results)
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`."""

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from convgrad.errors import ProblemTooLarge
 from convgrad_service.engine.memory.problem_size import ProblemSize
 
-__all__ = ["Limits"]
+__all__ = ["ALWAYS_ALLOWED_BYTES", "Limits"]
+
+ALWAYS_ALLOWED_BYTES = 64 * 2**20
+"""Of outputs, however small the inputs are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class Limits:
 
     problem_bytes: int | None = None
     problem_flops: float | None = None
+    output_ratio: float | None = None
+    """The bytes of all outputs for each byte of all inputs."""
 
     def check(self, problem: ProblemSize) -> None:
         """Raise ProblemTooLarge if ``problem`` is over a limit."""
@@ -33,6 +38,21 @@ class Limits:
             raise ProblemTooLarge(
                 f"this {problem.operation} needs {_shown(problem.flops)} floating-point "
                 f"operations; this server takes at most {self.problem_flops:.3g}"
+            )
+        self._check_outputs(problem)
+
+    def _check_outputs(self, problem: ProblemSize) -> None:
+        if self.output_ratio is None:
+            return
+        inputs = sum(spec.size_bytes for spec in problem.inputs.values())
+        outputs = sum(spec.size_bytes for spec in problem.outputs.values())
+        if outputs > max(ALWAYS_ALLOWED_BYTES, self.output_ratio * inputs):
+            raise ProblemTooLarge(
+                f"the outputs of this {problem.operation} take {_shown(outputs)} bytes, and its "
+                f"inputs {_shown(inputs)}; this server gives at most {self.output_ratio:g} bytes "
+                f"for each byte that it gets, or {ALWAYS_ALLOWED_BYTES:,}. Is the padding, the "
+                "stride or the size of an output what it should be? If so, the setting is "
+                "CONVGRAD_MAX_OUTPUT_RATIO"
             )
 
 

@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from convgrad.contract import Operation, Request, validate
+from convgrad.errors import Overloaded
+from convgrad_service.engine.admission_gate import AdmissionGate
 from convgrad_service.engine.deadline import CancelScope, Deadline
 from convgrad_service.engine.execution import Execution, Prepared
 from convgrad_service.engine.hub import Engine
@@ -49,6 +51,8 @@ T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
+# For requests that are all refused: the server is about to end, and nobody is to wait for that.
+_AMPLE_ROOM = 1000
 
 
 class Pipeline:
@@ -59,8 +63,13 @@ class Pipeline:
         self.stored = TensorStoreClient(engine.stored)
         self.limits = limits
         self.draining = False
+        self.gate = AdmissionGate(lambda: engine.room if not self.draining else _AMPLE_ROOM)
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
+
+    def require_live(self) -> None:
+        """Raise DeviceUnavailable once the server had better be started anew."""
+        self.engine.status.require_live()
 
     def require_ready(self) -> None:
         """Raise DeviceUnavailable unless a device works and the server is to go on."""
@@ -90,11 +99,35 @@ class Pipeline:
         ClientGone
             Nobody waits for the answer any more.
         """
-        self.admit()
-        ticket = None
-        if request.caller.limits != NO_LIMITS:
-            ticket = await self.engine.enter(request.caller)
+        arrival = self.gate.enter()
+        if arrival is None:
+            arrival = await self._wait_in_line(request, transport)
         try:
+            await self._run(request, transport, arrival)
+        except Overloaded:
+            if arrival is not None:
+                await self.gate.refusal()
+            raise
+        except MemoryError:
+            raise out_of_memory() from None
+
+    async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> int | None:
+        """See `AdmissionGate.turn`."""
+        with CancelScope(request.deadline) as scope:
+            transport.watch(lambda: scope.cancel(ClientGone()))
+            try:
+                return await self.gate.turn()
+            finally:
+                transport.watch(None)
+
+    async def _run(
+        self, request: ComputeRequest, transport: Transport, arrival: int | None
+    ) -> None:
+        ticket = None
+        try:
+            self.admit()
+            if request.caller.limits != NO_LIMITS:
+                ticket = await self.engine.enter(request.caller)
             with CancelScope() as scope:
                 if request.counts_receiving and not transport.keeps_deadline:
                     scope.move(request.deadline)
@@ -116,6 +149,9 @@ class Pipeline:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.move(request.deadline)
                     transport.watch(lambda: scope.cancel(ClientGone()))
+                    if arrival is not None:
+                        self.gate.arrived(arrival)
+                        arrival = None
                     try:
                         result = await execution.compute(streamed=transport.streams)
                     finally:
@@ -127,9 +163,9 @@ class Pipeline:
                         await result.progress.end()
                 finally:
                     await execution.end()
-        except MemoryError:
-            raise out_of_memory() from None
         finally:
+            if arrival is not None:
+                self.gate.arrived(arrival)
             if ticket is not None:
                 ticket.leave()
 
@@ -254,7 +290,8 @@ class Pipeline:
         assert request.operation is not None  # noqa: S101 - its head has been read
         validated = validate(request.operation.request, fields)
         problem = problem_from(request.operation.name, validated)
-        self.limits.check(problem_size(problem))
+        for computed in problem.computes:
+            self.limits.check(problem_size(computed))
         if decoded.refuse is not None:
             decoded.refuse(validated, problem)
         return validated, problem
@@ -282,7 +319,7 @@ class Pipeline:
     ) -> Lease:
         size_bytes = prepared.layout.size_bytes
         if ticket is not None:
-            await ticket.hold(size_bytes)
+            await ticket.hold(size_bytes, prepared.layout.sizes.flops)
         if prepared.layout.sizes.parts == 1:
             lease = self.engine.take(size_bytes, prepared.parts)
             if lease is not None:

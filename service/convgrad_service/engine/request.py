@@ -23,6 +23,7 @@ from convgrad_service.problems import Problem
 
 if TYPE_CHECKING:
     from convgrad_service.engine.execution import Execution
+    from convgrad_service.engine.hub import JobHandle
 
 __all__ = [
     "SMALL_BYTES",
@@ -52,6 +53,7 @@ class ComputeRequest:
     ``deadline`` counts from when the request began where ``counts_receiving``, as it does for a
     client that has set its own. Otherwise the same time is allowed once the request has been
     received. ``operation`` may be unknown until the transport has read the request's head.
+    ``submitted`` is called with the job once it is queued.
     """
 
     operation: Operation | None
@@ -59,6 +61,7 @@ class ComputeRequest:
     timings: Timings
     caller: Caller = ANYBODY
     counts_receiving: bool = True
+    submitted: Callable[[JobHandle], None] | None = None
 
     @property
     def owner(self) -> str:

@@ -77,12 +77,19 @@ class Call:
             self._peer = self.rpc.peer()
         return self._peer
 
+    @property
+    def address(self) -> str:
+        """The same without what kind it is and the port."""
+        return unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
     def trailers(self, error: ServiceError | None = None) -> Trailers:
         """The metadata that the call ends with."""
         found = [
             (_REQUEST_ID, self.context.request_id),
             (_SERVER_TIMING, self.context.server_timing()),
         ]
+        if (span := self.context.traceresponse) is not None:
+            found.append(("traceresponse", span))
         if error is not None:
             found.append((_CODE, error.code))
             if error.retry_after_s is not None:

@@ -13,25 +13,33 @@ from typing import Any, TypeVar
 
 import grpc
 
-from convgrad.errors import DeadlineExceeded, Internal, ServiceError
+from convgrad.errors import CODES, DeadlineExceeded, Internal, ServiceError
 from convgrad_service.engine.hub import Engine
+from convgrad_service.engine.telemetry.access_log import access as _access
+from convgrad_service.engine.telemetry.access_log import log_exchange
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS, RequestContext
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.grpc_api.call import Call
 from convgrad_service.grpc_api.limits import Answers, Arrivals
-from convgrad_service.security.keys import KeyRing
+from convgrad_service.grpc_api.messages import SERVICE
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
+from convgrad_service.security.scopes import require_method
 from convgrad_service.server.settings import Settings
 
 __all__ = ["Exchanges"]
 
 _log = logging.getLogger("convgrad.grpc")
-_access = logging.getLogger("convgrad.access")
 
 # What a platform asks has no key.
 _OPEN = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 # Asked every few seconds, by machines.
 _QUIET = frozenset({"ServerLive", "ServerReady", "ModelReady"})
+# As OpenTelemetry's conventions have it; other statuses are their callers' fault.
+_SERVERS_FAULT = frozenset(
+    grpc.StatusCode[name]
+    for name in ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
+)
 
 T = TypeVar("T")
 Unary = Callable[[Call], Awaitable[bytes]]
@@ -76,6 +84,7 @@ class Exchanges:
         async def allowed() -> T:
             if method not in _OPEN:
                 self.authenticate(call)
+                require_method(call.caller, method)
             return await work(call)
 
         # Recorded once the answer has left: the caller need not wait for that.
@@ -89,10 +98,12 @@ class Exchanges:
             asyncio.get_running_loop().call_soon(self.record, method, context)
 
     def trace(self, call: Call, context: RequestContext) -> None:
-        """Have a context name the trace that its caller is in, where traces are kept."""
+        """Have a context know where its call comes from: its address, and its caller's trace."""
+        context.client = call.address
+        named = {name: call.first(name) for name in TRACE_HEADERS}
+        context.trace = {name: value for name, value in named.items() if value}
         if self._traces is not None:
-            named = {name: call.first(name) for name in TRACE_HEADERS}
-            context.trace = {name: value for name, value in named.items() if value}
+            self._traces.begin(context)
 
     def authenticate(self, call: Call) -> None:
         """Find whose key the call has; for a stream again and again, as keys may be revoked.
@@ -132,10 +143,10 @@ class Exchanges:
 
     def record(self, method: str, context: RequestContext) -> None:
         """Log and count a call that has ended."""
-        if context.operation is not None:
+        if context.operation is not None or context.code in KEY_REFUSALS:
             self._engine.observe(
                 Record(
-                    context.operation,
+                    context.operation or "",
                     "grpc",
                     context.code,
                     context.timings.total_s,
@@ -148,23 +159,29 @@ class Exchanges:
                 )
             )
         if self._traces is not None:
-            self._traces.record(context, "grpc")
+            status = _status(context.code)
+            attributes = {
+                "rpc.system": "grpc",
+                "rpc.service": SERVICE.full_name,
+                "rpc.method": method,
+                "rpc.grpc.status_code": status.value[0],
+                "client.address": context.client,
+                "rpc.request.size": context.received_bytes,
+                "rpc.response.size": context.sent_bytes,
+            }
+            name = f"{SERVICE.full_name}/{method}"
+            self._traces.end(context, name, attributes, failed=status in _SERVERS_FAULT)
         quiet = context.code == "ok" and method in _QUIET
         level = logging.DEBUG if quiet else logging.INFO
-        if not _access.isEnabledFor(level):
-            return
-        stages = "".join(
-            f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
-        )
-        _access.log(
-            level,
-            'request_id="%s" %smethod=%s code=%s received_bytes=%d sent_bytes=%d total_s=%.6f%s',
-            context.request_id.replace('"', "'"),
-            f"key={context.owner} " if context.owner else "",
-            method,
-            context.code,
-            context.received_bytes,
-            context.sent_bytes,
-            context.timings.total_s,
-            stages,
-        )
+        if _access.isEnabledFor(level):
+            log_exchange(level, context, {"method": method})
+
+
+def _status(code: str) -> grpc.StatusCode:
+    """The status that a call with this code in the log ended with."""
+    if code == "ok":
+        return grpc.StatusCode.OK
+    row = CODES.get(code)
+    return (
+        grpc.StatusCode.CANCELLED if row is None else grpc.StatusCode[row.grpc_status or "INTERNAL"]
+    )

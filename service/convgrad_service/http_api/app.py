@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from convgrad import _version
-from convgrad.contract import OPERATIONS
+from convgrad.contract import OPERATIONS, Operation
+from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.pipeline import Pipeline
@@ -23,18 +24,21 @@ from convgrad_service.http_api.catalogue import catalogue
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.cors import with_cors
 from convgrad_service.http_api.docs import add_docs
+from convgrad_service.http_api.examinations import PlanEndpoint, TimeEndpoint, VerifyEndpoint
 from convgrad_service.http_api.health import health_router
+from convgrad_service.http_api.layer_words import answer_layers
 from convgrad_service.http_api.middleware import ExchangeMiddleware
 from convgrad_service.http_api.oip_routes import add_oip
 from convgrad_service.http_api.openapi import install_openapi
 from convgrad_service.http_api.operations import OperationEndpoint
+from convgrad_service.http_api.page import add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.security.keys import KeyRing
 from convgrad_service.server.composition import embedded_pipeline
 from convgrad_service.server.settings import Settings
 
-__all__ = ["app_on", "create_app"]
+__all__ = ["app_on", "create_app", "management_app"]
 
 
 def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
@@ -84,6 +88,8 @@ def app_on(
         endpoints[path] = endpoint, {}
         app.router.routes.append(Route(path, endpoint, methods=["POST"], name=operation.name))
 
+    endpoints.update(add_examinations(app, pipeline, settings))
+
     # The catalogue never changes while the server runs.
     described = catalogue(pipeline, settings)
 
@@ -99,6 +105,7 @@ def app_on(
     endpoints.update(add_oip(app, pipeline, settings))
     app.router.routes.extend(stored_routes(pipeline, settings))
     add_docs(app)
+    add_page(app)
     install_openapi(app, settings)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     keys = KeyRing(settings.api_keys, settings.key_limits) if settings.api_keys else None
@@ -107,6 +114,37 @@ def app_on(
     app.exchange = ExchangeMiddleware(inner, pipeline, keys, traces, endpoints, wrapped=cors)
     if settings.cors_origins is not None:
         app.exchange = with_cors(app.exchange, settings.cors_origins)
+    return app
+
+
+def add_examinations(
+    app: FastAPI, pipeline: Pipeline, settings: Settings
+) -> dict[str, tuple[ASGIApp, Mapping[str, str]]]:
+    """Add ``/verify``, ``/time``, ``/plan`` and ``/layers``; what a POST may go straight to."""
+    endpoints: dict[str, tuple[ASGIApp, Mapping[str, str]]] = {}
+    kinds: tuple[tuple[Mapping[str, Operation], str, Callable[..., ASGIApp]], ...] = (
+        (VERIFICATIONS, "POST", VerifyEndpoint),
+        (TIMINGS, "POST", TimeEndpoint),
+        (PLANS, "GET", PlanEndpoint),
+    )
+    for operations, method, endpoint_of in kinds:
+        for operation in operations.values():
+            endpoint = endpoint_of(operation, pipeline, settings)
+            path = f"/{operation.name}"
+            if method == "POST":
+                endpoints[path] = endpoint, {}
+            app.router.routes.append(Route(path, endpoint, methods=[method], name=operation.name))
+    app.router.routes.append(Route("/layers", answer_layers, methods=["GET"], name="layers"))
+    return endpoints
+
+
+def management_app(pipeline: Pipeline) -> FastAPI:
+    """Health and metrics alone, asked without a key: for a port that only the platform reaches."""
+    app = _App(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.pipeline = pipeline
+    app.include_router(health_router(pipeline))
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.exchange = ExchangeMiddleware(partial(FastAPI.__call__, app), pipeline)
     return app
 
 

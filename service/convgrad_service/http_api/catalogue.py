@@ -7,7 +7,7 @@ from typing import Any
 from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.http_api.codecs import CODECS, MEDIA_TYPES
+from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS
 from convgrad_service.server.settings import Settings
 
 __all__ = ["catalogue"]
@@ -19,14 +19,16 @@ def catalogue(pipeline: Pipeline, settings: Settings) -> dict[str, Any]:
         "server": "convgrad",
         "version": _version.__version__,
         "backend": pipeline.engine.status.backend,
-        "media_types": list(MEDIA_TYPES),
+        "media_types": list(BODY_FORMS),
+        "answer_media_types": list(ANSWER_FORMS),
         "limits": {
             "body_bytes": {
-                media_type: int(getattr(settings, wire.limit))
-                for media_type, wire in CODECS.items()
+                media_type: int(getattr(settings, form.limit))
+                for media_type, form in BODY_FORMS.items()
             },
             "problem_bytes": pipeline.limits.problem_bytes,
             "problem_flops": pipeline.limits.problem_flops,
+            "output_ratio": pipeline.limits.output_ratio,
             "inflight_bytes": pipeline.engine.limit_bytes,
             "queue": settings.max_queue,
             "timeout_s": settings.max_timeout_s,

@@ -30,10 +30,32 @@ from convgrad_service.http_api.json_answer import (
     stored_tensor,
 )
 from convgrad_service.http_api.json_body import describe_json_request
+from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.multipart_body import MultipartReader
+from convgrad_service.http_api.npy_answer import (
+    NPY,
+    NPZ,
+    encode_npy,
+    encode_npz,
+    npy_headers,
+    npz_headers,
+    refuse_npy,
+    refuse_npz,
+)
+from convgrad_service.http_api.problem_details import Headers
 from convgrad_service.http_api.response import Arriving, Chunk
 from convgrad_service.problems import Problem
 
-__all__ = ["CODECS", "JSON", "MAX_KEY_BYTES", "MEDIA_TYPES", "SAFETENSORS", "Codec", "Reader"]
+__all__ = [
+    "ANSWER_FORMS",
+    "BODY_FORMS",
+    "JSON",
+    "MAX_KEY_BYTES",
+    "SAFETENSORS",
+    "AnswerForm",
+    "BodyForm",
+    "Reader",
+]
 
 MAX_KEY_BYTES = 4096
 """Requests whose heads are longer are not remembered."""
@@ -62,20 +84,32 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
-    """One media type.
+class BodyForm:
+    """A media type that a body may have.
 
-    ``reader`` makes what takes a body in. ``limit`` names the setting that bounds a body.
-    ``encode`` refers to the result's arrays and copies nothing large; ``refuse`` raises, before
-    anything is computed, where an answer could not be encoded. ``streams``: an answer can begin
-    before all of it is computed.
+    ``limit`` names the setting that bounds a body. ``reader`` makes, of its Content-Type, what
+    takes it in. ``answered`` is the media type of the answer unless Accept asks for another.
     """
 
     media_type: str
     limit: str
-    reader: Callable[[], Reader]
+    reader: Callable[[str], Reader]
+    answered: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """A media type that an answer may have.
+
+    ``encode`` refers to the result's arrays and copies nothing large; ``refuse`` raises, before
+    anything is computed, where an answer could not be encoded; ``headers`` are those of the answer.
+    ``streams``: an answer can begin before all of it is computed.
+    """
+
+    media_type: str
     encode: Callable[[Execution, Result], Sequence[Chunk]]
     refuse: Callable[[Request, Problem], None]
+    headers: Callable[[Result], Headers]
     streams: bool = False
 
 
@@ -84,7 +118,7 @@ class _SafetensorsReader:
 
     holds: Lease | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, content_type: str) -> None:
         self._head = memoryview(b"")
         self._data_bytes: int | None = None
         self._body: Body
@@ -133,7 +167,7 @@ class _SafetensorsReader:
 class _JsonReader:
     """The text has a place of its own until its base64 has been decoded into the inputs' place."""
 
-    def __init__(self) -> None:
+    def __init__(self, content_type: str) -> None:
         self._text = Text(memoryview(b""))
         self._fillers: dict[str, Filler] = {}
 
@@ -211,14 +245,33 @@ def _refuse_nothing(request: Request, problem: Problem) -> None:
     """safetensors holds any answer."""
 
 
-JSON = Codec("application/json", "max_json_bytes", _JsonReader, _encode_json, _refuse_json)
-SAFETENSORS = Codec(
-    safetensors.MEDIA_TYPE,
-    "max_body_bytes",
-    _SafetensorsReader,
-    _encode_safetensors,
-    _refuse_nothing,
-    streams=True,
-)
-CODECS: Mapping[str, Codec] = {codec.media_type: codec for codec in (JSON, SAFETENSORS)}
-MEDIA_TYPES = tuple(CODECS)
+def _content_type(media_type: str) -> Callable[[Result], Headers]:
+    headers: Headers = [(b"content-type", media_type.encode())]
+    return lambda _: headers
+
+
+JSON = "application/json"
+SAFETENSORS = safetensors.MEDIA_TYPE
+BODY_FORMS: Mapping[str, BodyForm] = {
+    form.media_type: form
+    for form in (
+        BodyForm(JSON, "max_json_bytes", _JsonReader, JSON),
+        BodyForm(SAFETENSORS, "max_body_bytes", _SafetensorsReader, SAFETENSORS),
+        BodyForm(MULTIPART, "max_json_bytes", MultipartReader, NPZ),
+    )
+}
+ANSWER_FORMS: Mapping[str, AnswerForm] = {
+    form.media_type: form
+    for form in (
+        AnswerForm(JSON, _encode_json, _refuse_json, _content_type(JSON)),
+        AnswerForm(
+            SAFETENSORS,
+            _encode_safetensors,
+            _refuse_nothing,
+            _content_type(SAFETENSORS),
+            streams=True,
+        ),
+        AnswerForm(NPY, encode_npy, refuse_npy, npy_headers, streams=True),
+        AnswerForm(NPZ, encode_npz, refuse_npz, npz_headers),
+    )
+}

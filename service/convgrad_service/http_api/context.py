@@ -29,7 +29,10 @@ def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
 
 def told_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
     """What every answer says of its exchange."""
-    return [
+    headers = [
         (b"x-request-id", context.request_id.encode("latin-1")),
         (b"server-timing", context.server_timing().encode()),
     ]
+    if (span := context.traceresponse) is not None:
+        headers.append((b"traceresponse", span.encode()))
+    return headers

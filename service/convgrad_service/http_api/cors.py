@@ -19,6 +19,7 @@ _ANSWER_HEADERS = (
     "Inference-Header-Content-Length",
     "Retry-After",
     "Server-Timing",
+    "X-Report",
     "X-Request-Id",
 )
 

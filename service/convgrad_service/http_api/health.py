@@ -12,6 +12,9 @@ from convgrad_service.engine.pipeline import Pipeline
 __all__ = ["health_router"]
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_NOT_LIVE: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No device has worked for long: the server is to be started anew."}
+}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"description": "New work is refused: the server is stopping, or its device has failed."}
 }
@@ -21,8 +24,9 @@ def health_router(pipeline: Pipeline) -> APIRouter:
     """The routes that say how the server is."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/v2/health/live", summary="The process answers.")
+    @router.get("/v2/health/live", summary="The process answers.", responses=_NOT_LIVE)
     async def live() -> JSONResponse:
+        pipeline.require_live()
         return JSONResponse({"live": True})
 
     @router.get("/v2/health/ready", summary="New work is taken.", responses=_NOT_READY)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from convgrad.contract import Operation, refuse_unknown
 from convgrad.errors import MalformedRequest
 from convgrad.wire import strict_json
-from convgrad.wire.json_tensors import Base64Text, decode_tensor
+from convgrad.wire.json_tensors import FORMS, Base64Text, decode_tensor
 from convgrad.wire.sentences import shown
 from convgrad_service.http_api.base64_tensors import DeferredBase64, b64decode
 
@@ -68,6 +68,8 @@ def describe_json_request(
         for name in operation.tensors
         if isinstance(value := fields.get(name), dict) and "stored" in value
     }
+    if "response" not in fields:
+        fields["response"] = _form_of(fields, operation)
     if stored:
         beside = fields.get("stored")
         fields["stored"] = {**(beside if isinstance(beside, dict) else {}), **stored}
@@ -80,6 +82,13 @@ def describe_json_request(
             if filler is not None:
                 fillers[name] = filler
     return fields, fillers
+
+
+def _form_of(fields: Mapping[str, Any], operation: Operation) -> str:
+    """The form of the first tensor that is not stored."""
+    given = (fields.get(name) for name in operation.tensors)
+    forms = (form for tensor in given if isinstance(tensor, dict) for form in FORMS & tensor.keys())
+    return next(forms, "npy")
 
 
 def _stored_name(tensor: Mapping[str, Any], field: str) -> str:

@@ -17,9 +17,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from convgrad.errors import ServiceError, Unauthenticated
+from convgrad.errors import ServiceError
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import ClientGone
+from convgrad_service.engine.telemetry.access_log import access as _access
+from convgrad_service.engine.telemetry.access_log import log_exchange
 from convgrad_service.engine.telemetry.request_context import TRACE_HEADERS
 from convgrad_service.engine.telemetry.tracing import Traces
 from convgrad_service.http_api.connection import CONNECTION, Connection, connection_of
@@ -27,12 +29,13 @@ from convgrad_service.http_api.context import RequestContext, begin_context, tol
 from convgrad_service.http_api.problem_details import internal, problem_details
 from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.http_api.response import WHOLE
-from convgrad_service.security.keys import KeyRing
+from convgrad_service.http_api.span import client_of, http_span
+from convgrad_service.security.keys import KEY_REFUSALS, KeyRing
+from convgrad_service.security.scopes import require_path
 
 __all__ = ["ExchangeMiddleware"]
 
 _log = logging.getLogger("convgrad.http")
-_access = logging.getLogger("convgrad.access")
 
 # A body that nobody wanted has usually arrived already, if it is not a large one: then the
 # connection can be kept. A new one for every refusal would cost a server in overload too much.
@@ -40,9 +43,9 @@ _MODEST_BODY_BYTES, _MODEST_BODY_WAIT_S = 4 * 2**20, 0.05
 _LINGER_S = 2.0
 
 # What a platform asks has no key, and what a browser opens cannot have one: the description of the
-# API, which is the same on every server.
-_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json")
-_OPEN_FOLDER = "/docs/assets/"
+# API and the page's files, which are the same on every server.
+_OPEN_PATHS = ("/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json", "/ui")
+_OPEN_FOLDERS = ("/docs/assets/", "/ui/")
 _QUIET_PATHS = ("/v2/health/", "/metrics")  # asked every few seconds, by machines
 
 
@@ -84,6 +87,9 @@ class ExchangeMiddleware:
             # What GET would answer; the server below, which keeps its own scope, sends no body.
             scope = {**scope, "method": "GET"}
         context = begin_context(scope)
+        if self.traces is not None:
+            context.trace = _trace(scope)
+            self.traces.begin(context)
         try:
             await self._run(scope, receive, send, context)
         finally:
@@ -96,6 +102,7 @@ class ExchangeMiddleware:
         try:
             if self.keys is not None and not _is_open(scope["path"]):
                 context.caller = self.keys.caller(_authorization(scope))
+                require_path(context.caller, scope["method"], scope["path"])
             found = self.endpoints.get(scope["path"]) if scope["method"] == "POST" else None
             if found is None or scope.get("root_path"):
                 await self.app(scope, exchange.receive, exchange.send)
@@ -119,8 +126,8 @@ class ExchangeMiddleware:
             await exchange.refuse(internal(context.request_id))
 
     def _record(self, scope: Scope, context: RequestContext) -> None:
-        # Who has no key is refused before it is known what for.
-        if context.operation is not None or context.code == Unauthenticated.code:
+        # Whose key does not let it in is refused before it is known what for.
+        if context.operation is not None or context.code in KEY_REFUSALS:
             self.pipeline.observe(
                 context.operation or "",
                 "http",
@@ -131,28 +138,18 @@ class ExchangeMiddleware:
                 key=context.owner,
             )
         if self.traces is not None:
-            context.trace = _trace(scope)
-            self.traces.record(context, "http")
-        if not _access.isEnabledFor(logging.INFO):
-            return
+            name, attributes = http_span(scope, context)
+            self.traces.end(context, name, attributes, failed=context.status >= 500)
         quiet = context.status < 400 and scope["path"].startswith(_QUIET_PATHS)
-        stages = "".join(
-            f" {name}_s={seconds:.6f}" for name, seconds in context.timings.stages_s.items()
-        )
-        _access.log(
-            logging.DEBUG if quiet else logging.INFO,
-            "request_id=%s %smethod=%s path=%s status=%d code=%s received_bytes=%d sent_bytes=%d "
-            "total_s=%.6f%s",
-            _field(context.request_id),
-            f"key={context.owner} " if context.owner else "",
-            scope["method"],
-            _field(scope["path"][:200]),
-            context.status,
-            context.code,
-            context.received_bytes,
-            context.sent_bytes,
-            context.timings.total_s,
-            stages,
+        level = logging.DEBUG if quiet else logging.INFO
+        if not _access.isEnabledFor(level):
+            return
+        if self.traces is None:
+            context.trace = _trace(scope)
+        context.client = client_of(scope)
+        path = scope["path"][:200]
+        log_exchange(
+            level, context, {"method": scope["method"], "path": path, "status": context.status}
         )
 
 
@@ -162,7 +159,7 @@ def _trace(scope: Scope) -> dict[str, str]:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 
 def _authorization(scope: Scope) -> str | None:
@@ -292,8 +289,3 @@ class _Exchange:
         self._context.received_bytes += landing.received_bytes - self._dropped_bytes
         self._dropped_bytes = landing.received_bytes
         return landing.landed.done()
-
-
-def _field(text: str) -> str:
-    # A path or an id with spaces or quotes must not be able to forge other fields of the line.
-    return text if text.isprintable() and not set(' "=') & set(text) else repr(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from convgrad.errors import NotAcceptable, UnsupportedMediaType
 
-__all__ = ["choose_accepted", "match_content_type"]
+__all__ = ["choose_accepted", "content_type_parameters", "match_content_type"]
 
 _NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _MEDIA_RANGE = re.compile(rf"\s*({_NAME})/({_NAME})\s*")
@@ -36,6 +36,13 @@ def match_content_type(header: str | None, known: Sequence[str]) -> str:
     if charset not in ("utf-8", "utf8"):
         raise UnsupportedMediaType(f"the charset is {charset[:64]!r}; expected utf-8")
     return media_type
+
+
+def content_type_parameters(header: str) -> dict[str, str]:
+    """The parameters of a Content-Type by their names in small letters; none of an unreadable
+    one."""
+    parsed = _parse(header)
+    return {} if parsed is None else parsed[1]
 
 
 def choose_accepted(header: str | None, known: Sequence[str], preferred: str) -> str:

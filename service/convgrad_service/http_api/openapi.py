@@ -16,7 +16,10 @@ from pydantic.json_schema import models_json_schema
 from convgrad.contract import OPERATIONS, Operation, Report
 from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
-from convgrad_service.http_api.codecs import CODECS, JSON, SAFETENSORS
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
+from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
+from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
+from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
     named_tensors,
@@ -28,9 +31,11 @@ from convgrad_service.server.settings import Settings
 __all__ = ["install_openapi"]
 
 _DESCRIPTION = """\
-Tensors go in and out as JSON or as a safetensors file; `Content-Type` says which came in, `Accept`
-which goes out (the same, unless told otherwise). In a safetensors file the parameters stand as JSON
-text under the key `parameters` of `__metadata__`, and the answer's report under `report`.
+Tensors go in and out as JSON, as a safetensors file or as NumPy's files; `Content-Type` says which
+came in, `Accept` which goes out (by default the same). In a safetensors file the parameters are
+JSON text under the key `parameters` of `__metadata__`, and the answer's report is under `report`.
+In a form (multipart/form-data) each tensor is a .npy file and each parameter a field; its answer is
+a .npz file, or a .npy file where `Accept` is application/x-npy, with the report in `X-Report`.
 
 Every answer carries `X-Request-Id` (yours, if you sent one) and `Server-Timing`. Every error is
 `application/problem+json`.
@@ -55,7 +60,7 @@ _INFER_EXAMPLE: dict[str, Any] = {
 }
 
 # What any operation can be refused with; the codes come from the one table of errors.
-_ERROR_STATUSES = (400, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+_ERROR_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -78,8 +83,9 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
         routes=app.routes,
     )
     models = [(operation.request, "validation") for operation in OPERATIONS.values()]
+    answers = [(Report, "serialization"), *EXAMINATION_MODELS]
     _, definitions = models_json_schema(
-        [*models, (Report, "serialization")],  # type: ignore[list-item] # literals, widened
+        [*models, *answers],  # type: ignore[list-item] # literals, widened
         ref_template=_REF.replace("{}", "{model}"),
     )
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
@@ -88,7 +94,16 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     schemas["Problem"] = _problem_schema()
     paths = {f"/{operation.name}": _path(operation, settings) for operation in OPERATIONS.values()}
     paths["/v2/models/{model}/infer"] = _infer_path(settings)
+    paths.update(examination_paths(_PARAMETERS, _ANSWER_HEADERS, _error_response))
     paths.update(stored_tensor_paths(_error_response))
+    for methods in document["paths"].values():
+        for described in methods.values():
+            if "422" in described["responses"]:
+                # Of a route with parameters FastAPI believes that it refuses them as it would.
+                own = {str(status): _error_response(status) for status in _ERROR_STATUSES}
+                described["responses"] = {**own, "200": described["responses"]["200"]}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
     return document
 
@@ -96,8 +111,7 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
 def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
     model = operation.request
     described = cleandoc(model.__doc__ or "").partition("\n")[2]
-    limits = {media_type: int(getattr(settings, wire.limit)) for media_type, wire in CODECS.items()}
-    binary = {"type": "string", "format": "binary"}
+    limits = {name: int(getattr(settings, form.limit)) for name, form in BODY_FORMS.items()}
     return {
         "post": {
             "tags": ["operations"],
@@ -112,20 +126,23 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
                 + ", ".join(f"{limit:,} bytes of {name}" for name, limit in limits.items())
                 + ".",
                 "content": {
-                    JSON.media_type: {
+                    JSON: {
                         "schema": {"$ref": _REF.format(model.__name__)},
                         "example": operation.example,
                     },
-                    SAFETENSORS.media_type: {"schema": binary},
+                    SAFETENSORS: {"schema": _BINARY},
+                    MULTIPART: {"schema": _form_schema(operation)},
                 },
             },
             "responses": {
                 "200": {
                     "description": "The computed tensors, and how they were computed.",
-                    "headers": _ANSWER_HEADERS,
+                    "headers": _ANSWER_HEADERS | _REPORT_HEADER,
                     "content": {
-                        JSON.media_type: {"schema": _answer_schema(operation)},
-                        SAFETENSORS.media_type: {"schema": binary},
+                        JSON: {"schema": _answer_schema(operation)},
+                        SAFETENSORS: {"schema": _BINARY},
+                        NPY: {"schema": _BINARY},
+                        NPZ: {"schema": _BINARY},
                     },
                 },
                 **{str(status): _error_response(status) for status in _ERROR_STATUSES},
@@ -171,18 +188,36 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
             },
             "responses": {
                 "200": answer,
-                **{str(status): _error_response(status) for status in (404, *_ERROR_STATUSES)},
+                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
             },
         }
     }
 
 
+def _form_schema(operation: Operation) -> dict[str, Any]:
+    """A form: files by the tensors' names, and parameters as text."""
+    properties: dict[str, Any] = {
+        name: _BINARY | {"description": "A .npy file."}
+        if name in operation.tensors
+        else {"type": "string", "description": "As JSON, or bare text."}
+        for name in operation.request.model_fields
+    }
+    return {
+        "type": "object",
+        "title": f"{operation.request.__name__.removesuffix('Request')}Form",
+        "properties": properties,
+        "required": list(operation.required_tensors),
+    }
+
+
 def _answer_schema(operation: Operation) -> dict[str, Any]:
-    properties = {name: {"$ref": _REF.format("Tensor")} for name in operation.outputs}
+    properties = {name: {"$ref": _REF.format("OutputTensor")} for name in operation.outputs}
+    # Where outputs can be chosen, none is always there; elsewhere the first is.
+    always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
     return {
         "type": "object",
         "properties": {**properties, "report": {"$ref": _REF.format("Report")}},
-        "required": ["report"],
+        "required": [*always, "report"],
     }
 
 
@@ -221,6 +256,7 @@ def _problem_schema() -> dict[str, Any]:
     }
 
 
+_BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 _ANSWER_HEADERS: dict[str, Any] = {
     "X-Request-Id": {
         "description": "Names the request in the server's log.",
@@ -228,6 +264,12 @@ _ANSWER_HEADERS: dict[str, Any] = {
     },
     "Server-Timing": {
         "description": "Milliseconds spent in each stage.",
+        "schema": {"type": "string"},
+    },
+}
+_REPORT_HEADER: dict[str, Any] = {
+    REPORT_HEADER: {
+        "description": "How an answer in .npy or .npz was computed, as JSON.",
         "schema": {"type": "string"},
     },
 }

@@ -13,7 +13,7 @@ from convgrad_service.engine.execution import Execution
 from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.request import SMALL_BYTES, Decoded, Result
-from convgrad_service.http_api.codecs import CODECS, MEDIA_TYPES, Codec
+from convgrad_service.http_api.codecs import ANSWER_FORMS, BODY_FORMS, AnswerForm, BodyForm
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
 from convgrad_service.http_api.transport import HttpTransport
 from convgrad_service.server.settings import Settings
@@ -38,21 +38,20 @@ class OperationEndpoint:
 
 
 class _OperationTransport(HttpTransport):
-    """See `Transport`: a body in one codec's form, an answer in the other's."""
+    """See `Transport`: a body in one form, an answer in another or the same."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         headers = self.headers
-        self._codec_in, self._codec_out = _codecs(
-            headers.get(b"content-type"), headers.get(b"accept", "")
-        )
-        self.streams = self._codec_out.streams
-        self._reader = self._codec_in.reader()
+        content_type = headers.get(b"content-type")
+        self._form_in, self._form_out = _forms(content_type, headers.get(b"accept", ""))
+        self.streams = self._form_out.streams
+        self._reader = self._form_in.reader(content_type or "")
 
     async def head(self) -> Hashable | None:
-        self._body = self.body(getattr(self._settings, self._codec_in.limit))
+        self._body = self.body(getattr(self._settings, self._form_in.limit))
         key = await self._reader.head(self._body, self.pipeline)
-        return None if key is None else (key, self._codec_out.media_type)
+        return None if key is None else (key, self._form_out.media_type)
 
     @property
     def holds(self) -> Lease | None:  # type: ignore[override]
@@ -64,22 +63,21 @@ class _OperationTransport(HttpTransport):
 
     def decode(self) -> Decoded:
         fields, notes = self._reader.fields(self.operation)
-        return Decoded(fields, refuse=self._codec_out.refuse, notes=notes)
+        return Decoded(fields, refuse=self._form_out.refuse, notes=notes)
 
     async def fill(self, execution: Execution) -> None:
         await self._reader.fill(self._body, execution, self.request.timings)
 
     async def send(self, execution: Execution, result: Result) -> None:
-        codec = self._codec_out
+        form = self._form_out
         with self.request.timings.stage("encode"):
             small = sum(tensor.spec.size_bytes for tensor in execution.layout.outputs)
             chunks = await self.pipeline.in_thread(
-                lambda: codec.encode(execution, result),
+                lambda: form.encode(execution, result),
                 execution.lease,
                 inline=small <= SMALL_BYTES,
             )
-        media_type = codec.media_type.encode()
-        await self.respond([(b"content-type", media_type), (b"vary", b"accept")], chunks)
+        await self.respond([*form.headers(result), (b"vary", b"accept")], chunks)
 
     def close(self) -> None:
         """Give back what the body held."""
@@ -87,6 +85,6 @@ class _OperationTransport(HttpTransport):
 
 
 @lru_cache(maxsize=256)
-def _codecs(content_type: str | None, accept: str) -> tuple[Codec, Codec]:
-    came_in = match_content_type(content_type, MEDIA_TYPES)
-    return CODECS[came_in], CODECS[choose_accepted(accept, MEDIA_TYPES, came_in)]
+def _forms(content_type: str | None, accept: str) -> tuple[BodyForm, AnswerForm]:
+    came_in = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+    return came_in, ANSWER_FORMS[choose_accepted(accept, tuple(ANSWER_FORMS), came_in.answered)]

@@ -23,16 +23,20 @@ MEDIA_TYPE = "application/problem+json"
 Headers = list[tuple[bytes, bytes]]
 
 
-def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers, bytes]:
+def problem_details(
+    error: ServiceError, request_id: str, status: int | None = None
+) -> tuple[int, Headers, bytes]:
     """Status, headers and body of the answer to a request that failed with ``error``.
 
+    The status is the one of the error's row in the table, unless another is given.
     ``error`` repeats ``detail`` for clients of the Open Inference Protocol, who read it there.
     """
     row = error.row
+    status = row.http_status if status is None else status
     body: dict[str, Any] = {
         "type": f"urn:convgrad:error:{row.code}",
         "title": row.title,
-        "status": row.http_status,
+        "status": status,
         "detail": error.detail,
         "code": row.code,
         "request_id": request_id,
@@ -46,11 +50,11 @@ def problem_details(error: ServiceError, request_id: str) -> tuple[int, Headers,
         # An error is about this request now; a cache that kept it would answer others with it.
         (b"cache-control", b"no-store"),
     ]
-    if row.http_status == HTTPStatus.UNAUTHORIZED:
+    if status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
-    return row.http_status, headers, encoded
+    return status, headers, encoded
 
 
 def internal(request_id: str) -> Internal:

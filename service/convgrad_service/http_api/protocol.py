@@ -1,29 +1,21 @@
-"""uvicorn's HTTP protocol, with the patience and the sizes that it leaves unlimited.
+"""The protocol of a connection: heads seen before are not parsed again, bodies land in place.
 
-uvicorn bounds idle keep-alive connections. It does not bound how long headers take or how large
-they grow, how small chunks may be, how many connections there are, nor how long a client may
-leave its answer unread; each is a way for one client to hold memory or the event loop for ever.
+Its limits are in `protocol_limits`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from asyncio.events import TimerHandle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad.errors import MalformedRequest
 from convgrad_service.http_api.connection import CONNECTION
-from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.http_api.protocol_limits import HeadRefused, LimitedProtocol, check_head
 from convgrad_service.http_api.receive_into import ReceiveInto
 from convgrad_service.http_api.request_head_cache import RequestHeadCache
 from convgrad_service.http_api.write_coalescing import CoalescedWriter
@@ -39,45 +31,28 @@ _MANY_PARTS, _SMALL_PART_BYTES = 4096, 64
 _MAX_SENT_AHEAD = 16
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(LimitedProtocol):
     """One connection. ``settings`` and ``heads`` are set by `guarded_protocol`."""
 
-    settings: ClassVar[Settings]
     heads: ClassVar[RequestHeadCache]
 
     _between = True
     """Whether the parser has seen the end of a request, and nothing of the next."""
     _first = b""
     """What was read last, if a request began with it whose head is yet to be parsed."""
-    _head_timer: TimerHandle | None = None
-    _write_timer: TimerHandle | None = None
-    _in_head = True
     _repeating_head = False
-    _head_bytes = 0
-    _parsed_head_bytes = 0
     _parts = 0
     parts_bytes = 0
-    _refusal: ServiceError | None = None
     gone: Callable[[], None] | None = None
     """Called when the client has gone; set by whoever computes for it."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self.settings.max_connections:
-            self._close_with(
-                Overloaded(
-                    f"{self.settings.max_connections} connections are open, the most there may be",
-                    retry_after_s=1.0,
-                )
-            )
-            return
-        self._begin_head()
+    watching: RequestResponseCycle | None = None
+    """Whose client that is: behind it others may have been received."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.gone is not None:
+            if self.watching is not None:
+                self.watching.disconnected = True
             self.gone()
-        _stop(self._head_timer)
-        _stop(self._write_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -102,7 +77,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     left = left[upgrade.args[0] :]
                     self._ignore_upgrade()
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
+            if str(error) == "Invalid HTTP version":
+                self._refusal = HeadRefused(505, "the version of HTTP is unknown; expected 1.1")
             self.send_400_response("this is not an HTTP request that can be read")
 
     def _known_received(self, data: bytes) -> bool:
@@ -115,8 +92,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return False
         known, request_id, body_at = found
         self._unset_keepalive_if_required()
-        _stop(self._head_timer)
-        self._in_head = False
+        self._end_head()
         self.parts_bytes = known.body_bytes
         exchange = _Exchange(self)
         scope: dict[str, Any] = {
@@ -186,8 +162,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._repeating_head:
             return
-        self._in_head = False
-        _stop(self._head_timer)
+        self._end_head()
+        try:
+            check_head(self.parser.get_http_version(), self.headers)
+        except HeadRefused as error:
+            self._refusal = error
+            raise
         # For what ASGI has no word for, see connection.Connection.
         exchange = cast(dict[str, Any], self.scope)[CONNECTION] = _Exchange(self)
         if len(self.pipeline) >= _MAX_SENT_AHEAD:
@@ -226,17 +206,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._between = True
             super().on_message_complete()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        # abort, not close: close would wait for the unread answer to be read.
-        self._write_timer = self.loop.call_later(
-            self.settings.answer_idle_timeout_s, self.transport.abort
-        )
-
-    def resume_writing(self) -> None:
-        _stop(self._write_timer)
-        super().resume_writing()
-
     def begin_again(self) -> None:
         """Parse a new request, although the parser has not seen the end of the last one's body."""
         self.parser = httptools.HttpRequestParser(self)
@@ -254,58 +223,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
         self.flow.read_paused = False
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what could not be parsed, in the form of every other error."""
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        under_way = cycle is not None and cycle.response_started and not cycle.response_complete
-        if under_way or self.pipeline:
-            # Other answers are due first; this one would be read as part of them or as theirs.
-            self.transport.close()
-            return
-        self._close_with(self._refusal or MalformedRequest(msg))
-
-    def _begin_head(self) -> None:
-        self._in_head = True
-        self._head_bytes = self._parsed_head_bytes = 0
-        _stop(self._head_timer)
-        self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
-
-    def _count_head(self, size: int) -> None:
-        # Counted by what was parsed, since the bytes of one read may hold a body too.
-        self._parsed_head_bytes += size
-        if self._parsed_head_bytes > self.settings.max_header_bytes:
-            self._refusal = MalformedRequest(self._too_large())
-            raise ValueError(self._refusal.detail)
-
-    def _too_large(self) -> str:
-        return f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
-
-    def _head_late(self) -> None:
-        if self.transport.is_closing():
-            return
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
-        if cycle is not None and not cycle.response_complete:
-            # A pipelined request whose head we do not read while the one before it is answered.
-            self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
-        else:
-            self._close_with(
-                RequestTimeout(
-                    "the request line and headers were not complete after "
-                    f"{self.settings.header_timeout_s:g} s"
-                )
-            )
-
-    def _close_with(self, error: ServiceError) -> None:
-        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex)
-        headers += [
-            (b"x-request-id", request_id.encode()),
-            (b"server-timing", b"total;dur=0"),
-            (b"connection", b"close"),
-        ]
-        lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
-        self.transport.close()
 
 
 class _Exchange:
@@ -364,7 +281,7 @@ class _Exchange:
         cycle.on_response()
 
     def watch(self, gone: Callable[[], None] | None) -> None:
-        self._protocol.gone = gone
+        self._protocol.gone, self._protocol.watching = gone, self.cycle
         if gone is not None and self._protocol.transport.is_closing():
             gone()
 
@@ -392,8 +309,3 @@ def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
     """The protocol class with these settings; uvicorn makes an object for each connection."""
     own = {"settings": settings, "heads": RequestHeadCache()}
     return type("GuardedProtocol", (GuardedProtocol,), own)
-
-
-def _stop(timer: TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,24 +16,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
-from convgrad.wire import safetensors
+from convgrad.wire import npy, safetensors
 from convgrad.wire.json_tensors import encode_tensor
 from convgrad.wire.shapes import data_view, dtype_of
 from convgrad_service.engine.memory.lease import Lease, leased
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.scheduling.quotas import Ticket, entered
 from convgrad_service.http_api.body import Body, BodyLimits
-from convgrad_service.http_api.codecs import JSON, MEDIA_TYPES, SAFETENSORS
+from convgrad_service.http_api.codecs import JSON, SAFETENSORS
 from convgrad_service.http_api.connection import connection_of
 from convgrad_service.http_api.context import context_of
 from convgrad_service.http_api.json_body import described_tensor, parse_json_body
+from convgrad_service.http_api.multipart_body import npy_dtype
 from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
+from convgrad_service.http_api.npy_answer import NPY, npy_content_type
 from convgrad_service.http_api.response import Chunk, refuse_encoded, send_chunks
 from convgrad_service.problems.base import TensorSpec
 from convgrad_service.server.settings import Settings
 
 __all__ = ["stored_routes"]
+
+_MEDIA_TYPES = (JSON, SAFETENSORS, NPY)
+_Reader = Callable[[Body, Ticket | None], AbstractAsyncContextManager[tuple[TensorSpec, Lease]]]
 
 
 def stored_routes(pipeline: Pipeline, settings: Settings) -> list[BaseRoute]:
@@ -76,18 +83,24 @@ class _Put:
         name = scope["path_params"]["name"]
         headers = Headers(scope=scope)
         refuse_encoded(headers.get("content-encoding"))
-        media_type = match_content_type(headers.get("content-type"), MEDIA_TYPES)
+        content_type = headers.get("content-type")
+        media_type = match_content_type(content_type, _MEDIA_TYPES)
         lives_s = _time_to_live_s(headers.get("x-time-to-live"))
-        limit = self._settings.max_json_bytes if media_type == JSON.media_type else None
+        settings = self._settings
         limits = BodyLimits(
-            limit or self._settings.max_body_bytes,
-            self._settings.body_idle_timeout_s,
-            self._settings.min_body_bytes_per_s,
+            settings.max_json_bytes if media_type == JSON else settings.max_body_bytes,
+            settings.body_idle_timeout_s,
+            settings.min_body_bytes_per_s,
         )
         length = headers.get("content-length")
         body = Body.of(scope, receive, limits, None if length is None else int(length))
         stored = self._pipeline.stored
-        taken = self._from_json if media_type == JSON.media_type else self._from_safetensors
+        readers: Mapping[str, _Reader] = {
+            JSON: self._from_json,
+            SAFETENSORS: self._from_safetensors,
+            NPY: partial(self._from_npy, dtype=npy_dtype(content_type or "", "the tensor")),
+        }
+        taken = readers[media_type]
         caller = context_of(scope).caller
         async with (
             entered(self._pipeline.engine, caller) as ticket,
@@ -119,6 +132,21 @@ class _Put:
         async with self._room(TensorSpec(placed.shape, placed.dtype), ticket) as (lease, array):
             await body.into([data_view(array)], skip=data_offset)
             yield TensorSpec(placed.shape, placed.dtype), lease
+
+    @asynccontextmanager
+    async def _from_npy(
+        self, body: Body, ticket: Ticket | None, dtype: DType | None
+    ) -> AsyncIterator[tuple[TensorSpec, Lease]]:
+        data_offset = npy.header_bytes(await body.at_least(12), name="the tensor")
+        head = memoryview(await body.at_least(data_offset))[:data_offset]
+        found = npy.layout(head, name="the tensor", dtype=dtype)
+        spec = TensorSpec(found.shape, found.dtype)
+        body.refuse_over_limit(data_offset + spec.size_bytes)
+        async with self._room(spec, ticket) as (lease, array):
+            await body.into([data_view(array)], skip=data_offset)
+            if found.fortran_order:
+                await self._pipeline.in_thread(lambda: _put_in_c_order(array), lease)
+            yield spec, lease
 
     @asynccontextmanager
     async def _from_json(
@@ -165,14 +193,17 @@ class _Get:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name, plane = scope["path_params"]["name"], self._pipeline
         accept = ",".join(Headers(scope=scope).getlist("accept"))
-        media_type = choose_accepted(accept, MEDIA_TYPES, SAFETENSORS.media_type)
+        media_type = choose_accepted(accept, _MEDIA_TYPES, SAFETENSORS)
         spec, part = (await plane.stored.find(context_of(scope).owner, [name]))[name]
         lease = await leased(plane.engine.reserve(spec.size_bytes))
         try:
             await plane.stored.read(part, lease.offset)
             array = plane.engine.arena.array(lease.offset, spec)
-            if media_type == SAFETENSORS.media_type:
-                chunks: list[Chunk] = [*safetensors.encode({name: array}, {})]
+            chunks: list[Chunk]
+            if media_type == SAFETENSORS:
+                chunks = [*safetensors.encode({name: array}, {})]
+            elif media_type == NPY:
+                media_type, chunks = npy_content_type(array), [*npy.encode(array)]
             else:
                 chunks = await plane.in_thread(lambda: _as_json(array), lease)
             await send_chunks(
@@ -184,6 +215,12 @@ class _Get:
             )
         finally:
             lease.release()
+
+
+def _put_in_c_order(array: NDArray[np.generic]) -> None:
+    """Reorder elements that came in Fortran order."""
+    as_it_came = array.reshape(array.shape[::-1])
+    array[...] = as_it_came.T.copy()
 
 
 def _as_json(array: NDArray[np.generic]) -> list[Chunk]:

@@ -58,6 +58,7 @@ class HttpTransport:
         self._context = context = context_of(scope)
         self._connection: Connection | None = scope.get(CONNECTION)
         self._leaving: asyncio.Task[None] | None = None
+        self._received: Body | None = None
         context.operation = operation.name
         refuse_encoded(headers.get(b"content-encoding"))
         allowed_s = requested_timeout_s(headers.get(b"x-request-timeout"))
@@ -76,13 +77,16 @@ class HttpTransport:
         settings = self._settings
         limits = BodyLimits(max_bytes, settings.body_idle_timeout_s, settings.min_body_bytes_per_s)
         length = self.headers.get(b"content-length")
-        return Body.of(self._scope, self._receive, limits, None if length is None else int(length))
+        self._received = Body.of(
+            self._scope, self._receive, limits, None if length is None else int(length)
+        )
+        return self._received
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         """See `Transport.watch`."""
         if self._connection is not None:
             self._connection.watch(gone)
-        elif gone is not None:
+        elif gone is not None and self._received is not None and self._received.ended:
             self._leaving = asyncio.ensure_future(self._left(gone))
         elif self._leaving is not None:
             self._leaving.cancel()

@@ -40,6 +40,10 @@ Bound = Sequence[Callable[[int], None]]
 KEPT_ADDRESSES = 32
 # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _IMPLICIT = 906
+# Forking to another stream and joining it again takes the host about as long as it saves in such an
+# operation: a shorter one's branches run one after another, unless a graph is captured.
+FORK_S = 20e-6
+FLOPS_S, BYTES_S = 400e12, 3e12
 # Buffers of zeros made ahead, because memory cannot be allocated while a stream is capturing.
 ZERO_BUFFERS = 64
 
@@ -107,6 +111,8 @@ class PreparedOnCuda:
             self._offsets[item.name] = end
             end += ceil_div(item.size_bytes, ALIGNMENT) * ALIGNMENT
         self.workspace_bytes = end
+        expected_s = max(problem.flops / FLOPS_S, problem.compulsory_bytes / BYTES_S)
+        self._forks = expected_s >= FORK_S
         self._bound: OrderedDict[tuple[int, ...], tuple[Bound, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -114,31 +120,37 @@ class PreparedOnCuda:
         self, addresses: Sequence[int], workspace: int, stream: int, *, capturing: bool = True
     ) -> None:
         """See `Prepared.launch`: returns before it has run."""
-        key = (stream, capture_id(stream) if capturing else 0, workspace, *addresses)
+        capture = capture_id(stream) if capturing else 0
+        key = (stream, capture, workspace, *addresses)
         with self._lock:
             bound = self._bound.get(key)
         if bound is None:
             bound = self._bind(key, addresses, workspace)
-        first, *branches = bound
-        for step in first:
-            step(stream)
-        if branches:
-            self._run_side_by_side(branches, stream)
+        forks = len(bound) > 1 and (self._forks or capture != 0)
+        for part in bound[:1] if forks else bound:
+            for step in part:
+                step(stream)
+        if forks:
+            self._run_side_by_side(bound[1:], stream)
 
     def _run_side_by_side(self, branches: Sequence[Bound], stream: int) -> None:
         """The branches on streams of their own, forked from this one and joined to it again."""
-        current = self._zeros.cuda.ExternalStream(stream)
-        sides = [current, *self._zeros.streams(len(branches) - 1)]
-        start = current.record()
-        for side in sides[1:]:
-            side.wait_event(start)
+        runtime = self._zeros.cuda.runtime
+        first, *rest = branches
+        start, sides = self._zeros.sides(len(rest))
+        runtime.eventRecord(start, stream)
+        for _, side in sides:
+            runtime.streamWaitEvent(side, start)
         try:
-            for branch, side in zip(branches, sides, strict=True):
+            for step in first:
+                step(stream)
+            for branch, (_, side) in zip(rest, sides, strict=True):
                 for step in branch:
-                    step(side.ptr)
+                    step(side)
         finally:
-            for side in sides[1:]:
-                current.wait_event(side.record())
+            for end, side in sides:
+                runtime.eventRecord(end, side)
+                runtime.streamWaitEvent(stream, end)
 
     def _bind(
         self, key: tuple[int, ...], addresses: Sequence[int], workspace: int
@@ -210,11 +222,19 @@ class _ZeroBuffers:
         self._memory.append(memory)
         self._left = ZERO_BUFFERS
 
-    def streams(self, count: int) -> list[Any]:
-        """So many streams beside the caller's; each thread has its own."""
-        made: list[Any] = self._local.__dict__.setdefault("streams", [])
-        made += [self.cuda.Stream(non_blocking=True) for _ in range(count - len(made))]
-        return made[:count]
+    def sides(self, count: int) -> tuple[int, list[tuple[int, int]]]:
+        """An event, and so many streams beside the caller's, each after an event of its own; each
+        thread has its own, and uses them for one launch after another."""
+        local = self._local.__dict__
+        if not local:
+            local["made"] = [self.cuda.Event(disable_timing=True)]
+            local["start"], local["sides"] = local["made"][0].ptr, []
+        while len(local["sides"]) < count:
+            event = self.cuda.Event(disable_timing=True)
+            side = self.cuda.Stream(non_blocking=True)
+            local["made"] += event, side
+            local["sides"].append((event.ptr, side.ptr))
+        return local["start"], local["sides"][:count]
 
 
 @lru_cache(maxsize=1)

@@ -183,7 +183,7 @@ def _example_tensors(
 
 # Of the optional tensors, those that are not floating or have one dimension.
 _INDICES = ("indices",)
-_PER_CHANNEL = ("bias", "bias0", "bias1")
+_PER_CHANNEL = ("bias", "bias0", "bias1", "grad_grad_bias")
 
 
 def _tensor(name: str, dtype: DType, rank: int) -> TensorMetadata:

@@ -8,24 +8,34 @@ from typing import Any, Protocol
 
 from convgrad_service.problems.base import Epilogue, Piece, Problem, TensorSpec
 from convgrad_service.problems.conv3d_backprop_input import Conv3dBackpropInput
-from convgrad_service.problems.conv3d_transpose import Conv3dTranspose
 from convgrad_service.problems.conv_backward import ConvBackward
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
+from convgrad_service.problems.conv_double_backward import (
+    ConvDoubleBackward,
+    ConvTransposeDoubleBackward,
+)
 from convgrad_service.problems.conv_fwd import ConvFwd
+from convgrad_service.problems.conv_transpose import (
+    Conv3dTranspose,
+    ConvTransposeBackward,
+    ConvTransposeFwd,
+)
+from convgrad_service.problems.examinations import examination_from
 from convgrad_service.problems.geometry import ConvShape, PoolShape
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
 from convgrad_service.problems.grouped_conv_conv_fwd import GroupedConvConvFwd
 from convgrad_service.problems.layouts import Layout
 from convgrad_service.problems.maxpool import MaxPoolBwd, MaxPoolFwd
+from convgrad_service.problems.passes import ConvPasses, Pass
 from convgrad_service.problems.pieces import run_in_pieces
 
 __all__ = [
     "PROBLEMS",
     "Conv3dBackpropInput",
-    "Conv3dTranspose",
     "ConvBackward",
     "ConvBwdData",
     "ConvFwd",
+    "ConvPasses",
     "ConvShape",
     "Epilogue",
     "GroupedConvBwdWeight",
@@ -33,6 +43,7 @@ __all__ = [
     "Layout",
     "MaxPoolBwd",
     "MaxPoolFwd",
+    "Pass",
     "Piece",
     "PoolShape",
     "Problem",
@@ -59,6 +70,10 @@ PROBLEMS: Mapping[str, _FromRequest] = MappingProxyType(
         "maxpool2d_fwd": MaxPoolFwd,
         "maxpool3d_fwd": MaxPoolFwd,
         "conv_backward": ConvBackward,
+        "conv_transpose_fwd": ConvTransposeFwd,
+        "conv_transpose_backward": ConvTransposeBackward,
+        "conv_double_backward": ConvDoubleBackward,
+        "conv_transpose_double_backward": ConvTransposeDoubleBackward,
     }
 )
 """The problem class of every operation, by its name."""
@@ -71,4 +86,7 @@ def problem_from(operation: str, request: object) -> Problem:
         InvalidProblem: its sizes, types or parameters contradict each other; the sentence says
             what was found and what was expected.
     """
-    return PROBLEMS[operation].from_request(request)
+    problem = PROBLEMS.get(operation)
+    if problem is not None:
+        return problem.from_request(request)
+    return examination_from(request, lambda name, stated: PROBLEMS[name].from_request(stated))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from math import isfinite, prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from numpy.typing import NDArray
 
@@ -18,7 +19,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import InvalidProblem
 from convgrad_service.problems.sizes import Size, show
 
-__all__ = ["PLAIN", "Combine", "Epilogue", "Piece", "Problem", "Slices", "TensorSpec"]
+__all__ = ["PLAIN", "Combine", "Epilogue", "Lane", "Piece", "Problem", "Slices", "TensorSpec"]
 
 Combine = Literal["concatenate", "sum"]
 Slices = tuple[slice, ...]
@@ -74,10 +75,20 @@ class Epilogue:
         return cls(float(alpha), float(beta), accumulate is not None and beta != 0)
 
 
+class Lane(IntEnum):
+    """How a problem is scheduled: by its size, as a long one whatever its size, or alone."""
+
+    BY_SIZE = 0
+    LONG = 1
+    ALONE = 2
+
+
 class Problem(ABC):
     """One operation on tensors of known sizes."""
 
     __slots__ = ()
+
+    lane: ClassVar[Lane] = Lane.BY_SIZE
 
     dtype: DType
     """The type that the floating tensors share."""
@@ -86,6 +97,11 @@ class Problem(ABC):
     @abstractmethod
     def operation(self) -> str:
         """The operation's name."""
+
+    @property
+    def computes(self) -> tuple[Problem, ...]:
+        """The problems that kernels are needed for."""
+        return (self,)
 
     @property
     @abstractmethod

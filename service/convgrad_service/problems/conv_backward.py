@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from numpy.typing import NDArray
 
@@ -33,7 +33,7 @@ from convgrad_service.problems.reading import (
     wanted_outputs,
 )
 
-__all__ = ["ConvBackward"]
+__all__ = ["ConvBackward", "gradients_shape"]
 
 OUTPUTS = ("grad_input", "grad_weight", "grad_bias")
 
@@ -63,27 +63,8 @@ class ConvBackward(ConvProblem):
     def from_request(cls, request: ConvBackwardRequest) -> Self:
         dtype = shared_dtype(request.tensors())
         layout = Layout.of_tensor(request.layout, "grad_output", request.grad_output.shape)
-        grad = read_activation(layout, "grad_output", request.grad_output.shape)
-        input = read_activation(layout, "input", request.input.shape)
-        weight = read_filter(layout, "weight", request.weight.shape)
-        steps = Steps.of(request, layout.ndim)
-        groups = agreed_groups(layout, request.groups, input, grad, weight)
-        same_batch(grad, input)
-        same_channels(weight, grad)
-        check_filter_inputs(layout, weight, input, groups)
-        conv = ConvShape(
-            batch=input.batch,
-            groups=groups,
-            in_channels=input.channels,
-            out_channels=grad.channels,
-            input_size=input.size,
-            kernel_size=weight.kernel,
-            output_size=grad.size,
-            **steps._asdict(),
-        )
-        check_output_size(layout, "grad_output", grad.shape, conv)
         return cls(
-            conv=conv,
+            conv=gradients_shape(layout, request),
             dtype=dtype,
             layout=layout,
             precision=check_precision(request.precision),
@@ -166,3 +147,47 @@ class ConvBackward(ConvProblem):
         self, name: str, total: NDArray[Any], tensors: Mapping[str, NDArray[Any]]
     ) -> NDArray[Any]:
         return self.parts[-1].finish(name, total, tensors)
+
+
+class _Request(Protocol):
+    """What the gradients of a convolution, first and second ones, are asked from."""
+
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: int
+
+    @property
+    def grad_output(self) -> NDArray[Any]: ...
+    @property
+    def input(self) -> NDArray[Any]: ...
+    @property
+    def weight(self) -> NDArray[Any]: ...
+
+
+def gradients_shape(layout: Layout, request: _Request) -> ConvShape:
+    """The convolution that grad_output, input and weight belong to.
+
+    Raises:
+        InvalidProblem: they, or the geometry, contradict each other.
+    """
+    grad = read_activation(layout, "grad_output", request.grad_output.shape)
+    input = read_activation(layout, "input", request.input.shape)
+    weight = read_filter(layout, "weight", request.weight.shape)
+    steps = Steps.of(request, layout.ndim)
+    groups = agreed_groups(layout, request.groups, input, grad, weight)
+    same_batch(grad, input)
+    same_channels(weight, grad)
+    check_filter_inputs(layout, weight, input, groups)
+    conv = ConvShape(
+        batch=input.batch,
+        groups=groups,
+        in_channels=input.channels,
+        out_channels=grad.channels,
+        input_size=input.size,
+        kernel_size=weight.kernel,
+        output_size=grad.size,
+        **steps._asdict(),
+    )
+    check_output_size(layout, "grad_output", grad.shape, conv)
+    return conv

@@ -50,10 +50,13 @@ def minimal_input_size(
     padding: Pads,
     dilation: Size,
     output_padding: Size | None = None,
+    *,
+    transposed: bool = False,
 ) -> Size:
     """(out - 1)*stride + dilation*(k-1) + 1 - pad_before - pad_after, per dimension.
 
     The smallest input whose convolution has ``output_size``, and ``output_padding`` beyond it.
+    Of a ``transposed`` convolution it is the output, and ``output_size`` that of the input.
 
     Raises:
         InvalidProblem: nothing is left of the input, or an extent is beyond MAX_EXTENT.
@@ -71,12 +74,13 @@ def minimal_input_size(
         )
     )
     if min(size) < 1:
+        one = "the output of an input" if transposed else "the input that yields an output"
         raise InvalidProblem(
-            f"the input that yields an output of size {tuple_text(output_size)} has size "
-            f"{tuple_text(size)} with kernel {by(kernel_size)}, padding {pads_text(padding)}; "
-            "expected at least 1 in every dimension"
+            f"{one} of size {tuple_text(output_size)} has size {tuple_text(size)} with kernel "
+            f"{by(kernel_size)}, padding {pads_text(padding)}; expected at least 1 in every "
+            "dimension"
         )
-    return _representable("the input", size)
+    return _representable("the output" if transposed else "the input", size)
 
 
 def implied_kernel_size(

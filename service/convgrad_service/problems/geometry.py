@@ -155,6 +155,11 @@ class ConvShape(_Window):
     def with_batch(self, batch: int) -> ConvShape:
         return replace(self, batch=batch)
 
+    def with_output_like_input(self) -> ConvShape:
+        """With the input's channels and sizes for the output's: for what is said of outputs alone,
+        and meant of the input."""
+        return replace(self, out_channels=self.in_channels, output_size=self.input_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape(_Window):

@@ -1,32 +1,54 @@
 """API keys: who may call, by keys whose hashes alone are stored.
 
 A key is 256 random bits, so one SHA-256 of it is as good as any slow hash: there is nothing to
-guess. The file has a line a key: ``name:hash``, and after it what the key may have where that is
-not what the settings say, as in ``max_inflight=4 max_inflight_bytes=1GiB max_requests_per_s=none``.
-Lines may be added, changed and taken out while the server runs. Names appear in logs and metrics,
-keys and hashes nowhere.
+guess. For the same reason it is looked up by its hash: how long that takes may tell something of a
+hash, from which no key follows. The file has a line a key: ``name:hash``, and after it
+
+- what the key may have where that is not what the settings say, as in ``max_inflight=4
+  max_inflight_bytes=1GiB max_requests_per_s=none max_flops_per_s=1e12``,
+- ``scopes=infer,metrics`` where it is not for everything, see `scopes`,
+- ``expires=2027-01-31T12:00:00Z`` where it is not for ever.
+
+A name may have several keys, so that one can take another's place while both are accepted; they
+share what the name may have. Lines may be added, changed and taken out while the server runs. Names
+appear in logs and metrics, keys and hashes nowhere.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import secrets
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
-from convgrad.errors import Unauthenticated
+from convgrad.errors import PermissionDenied, Unauthenticated
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Caller, KeyLimits
+from convgrad_service.security.scopes import SCOPES
 
-__all__ = ["NAME", "KeyRing", "KeysError", "hash_of", "new_key", "read_keys", "read_line"]
+__all__ = [
+    "KEY_REFUSALS",
+    "NAME",
+    "Key",
+    "KeyRing",
+    "KeysError",
+    "hash_of",
+    "new_key",
+    "read_keys",
+    "read_line",
+]
 
 _log = logging.getLogger("convgrad.keys")
+
+KEY_REFUSALS = frozenset({Unauthenticated.code, PermissionDenied.code})
+"""The codes of requests that are refused for their key, before it is known what for."""
 
 PREFIX = "cg_"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -38,7 +60,15 @@ _LIMITS: Mapping[str, TypeAdapter[Any]] = {
     "inflight": TypeAdapter(Annotated[int, Field(gt=0)]),
     "inflight_bytes": TypeAdapter(Annotated[ByteSize, Field(gt=0)]),
     "requests_per_s": TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)]),
+    "flops_per_s": TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)]),
 }
+
+
+class Key(NamedTuple):
+    """What a line of the file says; ``expires_s`` is in seconds since the epoch."""
+
+    caller: Caller
+    expires_s: float | None = None
 
 
 class KeysError(ValueError):
@@ -60,23 +90,25 @@ class KeyRing:
 
     ``limits`` are those of keys whose lines do not say otherwise.
 
-    Raises:
-        KeysError: the file cannot be read, or has a line that is none.
+    Raises
+    ------
+    KeysError
+        The file cannot be read, or has a line that is none.
     """
 
     def __init__(self, path: Path, limits: KeyLimits = NO_LIMITS) -> None:
         self._path, self._limits = path, limits
         self._seen = self._stamp()
-        self._callers = read_keys(path, limits)
+        self._keys = read_keys(path, limits)
         self._looked_s = time.monotonic()
 
     def caller(self, authorization: str | None) -> Caller:
         """Whose key is in an Authorization header, ``Bearer <key>``, and what it may have.
 
-        Every stored hash is compared, in constant time: how long it takes tells nothing.
-
-        Raises:
-            Unauthenticated: there is none, or none that the file knows.
+        Raises
+        ------
+        Unauthenticated
+            There is none, none that the file knows, or one that has expired.
         """
         self._refresh()
         scheme, _, presented = (authorization or "").strip().partition(" ")
@@ -84,14 +116,13 @@ class KeyRing:
             raise Unauthenticated(
                 "this server needs an API key; expected the header Authorization: Bearer <key>"
             )
-        presented_hash = hash_of(presented.strip())
-        found = None
-        for known, caller in self._callers.items():
-            if hmac.compare_digest(known, presented_hash):
-                found = caller
+        found = self._keys.get(hash_of(presented.strip()))
         if found is None:
             raise Unauthenticated("the API key is not one that this server knows")
-        return found
+        if found.expires_s is not None and time.time() >= found.expires_s:
+            expired = datetime.fromtimestamp(found.expires_s, UTC).isoformat()
+            raise Unauthenticated(f"this API key of {found.caller.name!r} expired at {expired}")
+        return found.caller
 
     def _refresh(self) -> None:
         now_s = time.monotonic()
@@ -103,12 +134,12 @@ class KeyRing:
             return
         self._seen = stamp
         try:
-            self._callers = read_keys(self._path, self._limits)
+            self._keys = read_keys(self._path, self._limits)
         except KeysError as error:
             # A slip in the file must neither let everybody in nor shut everybody out.
             _log.error("the keys stay as they were: %s", error)
         else:
-            _log.info("read %d keys from %s", len(self._callers), self._path)
+            _log.info("read %d keys from %s", len(self._keys), self._path)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -118,44 +149,65 @@ class KeyRing:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_keys(path: Path, limits: KeyLimits = NO_LIMITS) -> Mapping[str, Caller]:
-    """Callers by hash. Empty lines and those that begin with # mean nothing.
+def read_keys(path: Path, limits: KeyLimits = NO_LIMITS) -> Mapping[str, Key]:
+    """Keys by hash. Empty lines and those that begin with # mean nothing.
 
-    Raises:
-        KeysError: the file cannot be read, or has a line that is none.
+    Raises
+    ------
+    KeysError
+        The file cannot be read, or has a line that is none.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise KeysError(f"{path} cannot be read: {error}") from error
-    callers: dict[str, Caller] = {}
+    keys: dict[str, Key] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         try:
-            digest, caller = read_line(text, limits)
+            digest, key = read_line(text, limits)
         except KeysError as error:
             raise KeysError(f"{path}, line {number}: {error}") from None
-        callers[digest] = caller
-    return callers
+        keys[digest] = key
+    return keys
 
 
-def read_line(line: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, Caller]:
-    """The hash and the caller of one line.
+def read_line(line: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, Key]:
+    """The hash of one line's key, and what the line says of it.
 
-    Raises:
-        KeysError: it is no such line; the message says what was expected.
+    Raises
+    ------
+    KeysError
+        It is no such line; the message says what was expected.
     """
-    key, *words = line.split()
+    key, _, words = line.partition(" ")
     name, _, digest = key.partition(":")
     if not (NAME.fullmatch(name) and _HASH.fullmatch(digest)):
         # What was found is not shown: it may be a key that was pasted into the wrong place.
         raise KeysError(
             "expected a name, a colon and 64 hexadecimal digits, as convgrad key prints them"
         )
-    given = dict(_limit(word) for word in words)
-    return digest, Caller(name, limits._replace(**given))
+    limits, scopes, expires_s = _said(words, limits)
+    return digest, Key(Caller(name, limits, scopes), expires_s)
+
+
+# Thousands of lines say the same, and they are read on the event loop when the file has changed.
+@lru_cache(maxsize=1024)
+def _said(words: str, limits: KeyLimits) -> tuple[KeyLimits, frozenset[str] | None, float | None]:
+    given: dict[str, Any] = {}
+    scopes: frozenset[str] | None = None
+    expires_s: float | None = None
+    for word in words.split():
+        what, _, value = word.partition("=")
+        if what == "scopes":
+            scopes = _scopes(value)
+        elif what == "expires":
+            expires_s = _expires_s(value)
+        else:
+            given |= [_limit(word)]
+    return limits._replace(**given), scopes, expires_s
 
 
 def _limit(word: str) -> tuple[str, Any]:
@@ -163,7 +215,9 @@ def _limit(word: str) -> tuple[str, Any]:
     kind = _LIMITS.get(name.removeprefix(_LIMIT)) if name.startswith(_LIMIT) and equals else None
     if kind is None:
         names = ", ".join(f"{_LIMIT}{known}=…" for known in _LIMITS)
-        raise KeysError(f"after a key's hash, expected one of {names}; got {word[:64]!r}")
+        raise KeysError(
+            f"after a key's hash, expected one of {names}, scopes=…, expires=…; got {word[:64]!r}"
+        )
     if value == "none":
         return name.removeprefix(_LIMIT), None
     try:
@@ -172,3 +226,21 @@ def _limit(word: str) -> tuple[str, Any]:
         raise KeysError(
             f"{name}: {error.errors()[0]['msg']}, or none; got {value[:64]!r}"
         ) from None
+
+
+def _scopes(value: str) -> frozenset[str] | None:
+    found = frozenset(value.split(","))
+    if not found <= SCOPES:
+        known = ", ".join(sorted(SCOPES))
+        raise KeysError(f"scopes: expected some of {known}, with commas; got {value[:64]!r}")
+    return None if found == SCOPES else found
+
+
+def _expires_s(value: str) -> float:
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise KeysError(
+            f"expires: expected a date or a time such as 2027-01-31T12:00:00Z; got {value[:64]!r}"
+        ) from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

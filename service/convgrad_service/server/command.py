@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from convgrad import _version
-from convgrad_service.server.settings import Settings, setting_fields
+from convgrad_service.server.setting_table import setting_fields
+from convgrad_service.server.settings import Settings
 
 __all__ = ["serve"]
 
@@ -74,17 +75,22 @@ def _run(settings: Settings, port_file: Path | None) -> int:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         # For people and for programs; programs may rather wait for the port file.
-        print(
-            f"convgrad listens on http{secure}://{shown}:{port}\n"
+        lines = [
+            f"convgrad listens on http{secure}://{shown}:{port}",
             f"convgrad listens on grpc{secure}://{shown}:{grpc_port}",
-            flush=True,
-        )
+        ]
+        if tree.management_port is not None:
+            lines.append(
+                f"convgrad answers health and metrics on http://{shown}:{tree.management_port}"
+            )
+        print("\n".join(lines), flush=True)
         if port_file is not None:
             _write_whole(port_file, f"{port}\n")
 
     with listening:
+        tree = Tree(settings, listening)
         try:
-            uvloop.run(run_until_signalled(Tree(settings, listening), started))
+            uvloop.run(run_until_signalled(tree, started))
         except (CannotListen, DeviceUnavailable) as error:
             print(f"convgrad serve: {error}", file=sys.stderr)
             return 1

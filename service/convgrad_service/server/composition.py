@@ -52,6 +52,9 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_regions=settings.max_shared_regions,
         stored_bytes=budget.stored,
         stored_longest_s=settings.stored_longest_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        progress_timeout_s=settings.progress_timeout_s,
+        device_timeout_s=settings.device_timeout_s,
     )
 
 
@@ -79,7 +82,7 @@ def worker_recipe(settings: Settings) -> WorkerRecipe:
 
 def prepare_process(settings: Settings) -> None:
     """What every process of a server does first: logs, and malloc before the heap holds much."""
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     if settings.malloc_tuning:
         keep_large_blocks(min(memory_budget(settings).tensors // 4, _MOST_KEPT_BYTES))
 
@@ -95,7 +98,9 @@ def pipeline_on(engine: Engine, settings: Settings) -> Pipeline:
     """A front end's dataplane on an engine, wherever that is."""
     return Pipeline(
         engine,
-        limits=Limits(settings.max_problem_bytes, settings.max_problem_flops),
+        limits=Limits(
+            settings.max_problem_bytes, settings.max_problem_flops, settings.max_output_ratio
+        ),
         codec_threads=settings.codec_threads,
     )
 
@@ -107,7 +112,7 @@ def embedded_pipeline(settings: Settings, backend: ServingBackend | None = None)
     return pipeline_on(hub, settings)
 
 
-def count_in(hub: Hub) -> None:
+def count_in(hub: Hub) -> Metrics:
     """Have the hub count what it is told of, for Prometheus."""
     metrics = Metrics(hub.backend)
     schedule, memory = hub.schedule, hub.memory
@@ -126,6 +131,12 @@ def count_in(hub: Hub) -> None:
         "Processes of the server that have ended without being told to.",
         by_name,
         lambda: {(name,): count for name, count in children.ended.items()},
+    )
+    metrics.totals(
+        "convgrad_children_hung",
+        "Of those, processes that were ended because they were silent or made no progress.",
+        by_name,
+        lambda: {(name,): count for name, count in children.hung.items()},
     )
     metrics.totals(
         "convgrad_child_start_failures",
@@ -154,6 +165,7 @@ def count_in(hub: Hub) -> None:
     triton = TritonMetrics(hub.inferences.all, lambda: float(schedule.waiting))
     metrics.more.append(triton.exposition)
     hub.counts = metrics
+    return metrics
 
 
 def _count_keys(metrics: Metrics, hub: Hub) -> None:

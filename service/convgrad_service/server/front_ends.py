@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
@@ -18,7 +18,17 @@ from convgrad_service.engine.workers.inline_executor import InlineBackend
 from convgrad_service.server.composition import pipeline_on, prepare_process
 from convgrad_service.server.settings import Settings
 
-__all__ = ["FrontStart", "grpc_main", "http_main", "serve_grpc", "serve_http"]
+if TYPE_CHECKING:
+    from convgrad_service.server.http_server import ConvgradServer
+
+__all__ = [
+    "FrontStart",
+    "grpc_main",
+    "http_main",
+    "serve_grpc",
+    "serve_http",
+    "serve_management",
+]
 
 
 class FrontStart(NamedTuple):
@@ -65,7 +75,29 @@ async def serve_http(
 
     app = app_on(pipeline_on(engine, settings), settings)
     server = ConvgradServer(app, settings, announce=announce, signals=False, dealt=dealt)
-    sockets = [] if listening is None else [listening]
+    await _until_ended(server, [] if listening is None else [listening], ended)
+
+
+async def serve_management(
+    engine: Engine,
+    settings: Settings,
+    announce: Callable[[int], None],
+    ended: asyncio.Event,
+    *,
+    listening: socket.socket,
+) -> None:
+    """Answer health and metrics on a port of their own until ``ended`` is set."""
+    from convgrad_service.http_api.app import management_app
+    from convgrad_service.server.http_server import ConvgradServer
+
+    app = management_app(pipeline_on(engine, settings))
+    server = ConvgradServer(app, settings, announce=announce, signals=False, plain=True)
+    await _until_ended(server, [listening], ended)
+
+
+async def _until_ended(
+    server: ConvgradServer, sockets: list[socket.socket], ended: asyncio.Event
+) -> None:
     serving = asyncio.ensure_future(server.serve(sockets=sockets))
     finishing = asyncio.ensure_future(ended.wait())
     try:
@@ -122,7 +154,11 @@ async def _serve_grpc(start: FrontStart) -> None:
 async def _engine(start: FrontStart, ended: asyncio.Event) -> RemoteHub:
     # Without the hub nothing can be answered or even refused.
     engine = RemoteHub(
-        Arena(start.arena), drained=ended.set, lost=lambda: os._exit(1), beside=start.beside
+        Arena(start.arena),
+        drained=ended.set,
+        lost=lambda: os._exit(1),
+        beside=start.beside,
+        heartbeat_timeout_s=start.settings.heartbeat_timeout_s,
     )
     await engine.open(socket.socket(fileno=start.channel))
     return engine

@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from convgrad_service.engine.pipeline import Pipeline
-from convgrad_service.http_api.protocol import guarded_protocol
-from convgrad_service.server.connection_dispatcher import receive_connections
+from convgrad_service.http_api.protocol import GuardedProtocol, guarded_protocol
+from convgrad_service.server.connection_dispatcher import Acceptor, receive_connections
 from convgrad_service.server.settings import Settings
 from convgrad_service.server.tls import server_context
 
@@ -30,7 +30,10 @@ class ConvgradServer(uvicorn.Server):
     """Serves ``app`` until a signal (unless ``signals`` are others' business) or `should_exit`,
     then lets what runs finish.
 
-    Connections come from the sockets that it is run with, or over ``dealt``, see `connections`.
+    Connections come from the sockets that it is run with, or over ``dealt``, see
+    `connection_dispatcher`. It accepts them itself, so that those count whose TLS handshake is not
+    over, which uvicorn does not know of.
+    A ``plain`` one speaks no TLS, whatever the settings say.
 
     While it finishes, it still listens: ``/v2/health/ready`` says no, new work is refused, and a
     load balancer has time to notice. A second signal ends it at once.
@@ -44,8 +47,9 @@ class ConvgradServer(uvicorn.Server):
         announce: Callable[[int], None] | None = None,
         signals: bool = True,
         dealt: socket.socket | None = None,
+        plain: bool = False,
     ) -> None:
-        tls = server_context(settings, "http/1.1")
+        tls = None if plain else server_context(settings, "http/1.1")
         super().__init__(
             uvicorn.Config(
                 app,
@@ -69,22 +73,40 @@ class ConvgradServer(uvicorn.Server):
         self._grace_s = settings.shutdown_grace_s
         self._announce, self._signals = announce, signals
         self._dealt = dealt
+        self._acceptors: list[Acceptor] = []
         self._taking: set[asyncio.Task[object]] = set()
+        self._settings = settings
         self._give_up_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and say on which port; 0 where others listen."""
-        await super().startup(sockets)
+        await super().startup([])
         if self._dealt is not None:
             receive_connections(self._dealt, self._take)
             if self._announce is not None:
                 self._announce(0)
         for listening in sockets or []:
+            self._acceptors.append(Acceptor(listening, self._take))
+            self._acceptors[-1].open()
             if self._announce is not None:
                 self._announce(listening.getsockname()[1])
 
-    def _take(self, connection: socket.socket) -> None:
-        """Serve a connection that somebody else has accepted, as uvicorn's own server would."""
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, and let what runs finish."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for taking in self._taking:
+            taking.cancel()
+        await super().shutdown(sockets)
+
+    def _take(self, connection: socket.socket) -> bool:
+        """Serve a connection, as uvicorn's own server would; False if there are too many."""
+        settings, tls = self._settings, self.config.ssl
+        served = len(self.server_state.connections) + len(self._taking)
+        room = served < settings.max_connections
+        if not room and tls is not None:
+            connection.close()  # to say why would take a handshake
+            return False
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,11 +114,15 @@ class ConvgradServer(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         loop = asyncio.get_running_loop()
+        timeout_s = None if tls is None else settings.header_timeout_s
         taking = loop.create_task(
-            loop.connect_accepted_socket(lambda: protocol, connection, ssl=self.config.ssl)
+            loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=timeout_s
+            )
         )
         self._taking.add(taking)
         taking.add_done_callback(self._taken)
+        return room
 
     def _taken(self, taking: asyncio.Task[object]) -> None:
         self._taking.discard(taking)
@@ -106,6 +132,10 @@ class ConvgradServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second: whether to stop listening and end."""
         wants_exit = await super().on_tick(counter)
+        if counter % 10 == 0:
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, GuardedProtocol)  # noqa: S101 - as configured
+                connection.abort_if_stuck(time.monotonic())
         if not wants_exit or self.force_exit:
             return wants_exit
         now_s = time.monotonic()

@@ -41,20 +41,41 @@ def key(argv: Sequence[str] | None = None) -> int:
         help="requests that it may send in a second; with none, what the server's settings say of "
         "this limit does not hold for it, and so for the others",
     )
+    parser.add_argument(
+        "--max-flops-per-s",
+        metavar="FLOPS",
+        help="floating-point operations that it may have computed in a second, such as 1e12",
+    )
+    parser.add_argument(
+        "--scopes",
+        metavar="SCOPES",
+        help="what it is for, of infer, metrics and admin, with commas; everything without this",
+    )
+    parser.add_argument(
+        "--expires", metavar="TIME", help="until when it is accepted, such as 2027-01-31T12:00:00Z"
+    )
+    parser.add_argument(
+        "--another",
+        action="store_true",
+        help="make one more key for a name that has one, to take its place: both are accepted "
+        "until the older one's line is taken out",
+    )
     options = parser.parse_args(argv)
     if not NAME.fullmatch(options.name):
         parser.error(
             f"a name is at most 64 letters, digits, '_', '-' and '.', not {options.name!r}"
         )
     made = new_key()
-    limits = {
-        name: given for name, given in vars(options).items() if name.startswith("max_") and given
-    }
-    words = [f"{name}={given}" for name, given in limits.items()]
+    given = vars(options)
+    words = [
+        f"{name}={value}"
+        for name, value in given.items()
+        if value and (name.startswith("max_") or name in ("scopes", "expires"))
+    ]
     line = " ".join([f"{options.name}:{hash_of(made)}", *words])
     try:
         read_line(line)
-        _store(line, options.name, options.file)
+        _store(line, options.name, options.file, another=options.another)
     except (KeysError, OSError) as error:
         print(f"convgrad key: {error}", file=sys.stderr)
         return 1
@@ -62,13 +83,15 @@ def key(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _store(line: str, name: str, file: Path | None) -> None:
+def _store(line: str, name: str, file: Path | None, *, another: bool) -> None:
     if file is None:
         print(line, file=sys.stderr)
         return
     known = read_keys(file) if file.exists() else {}
-    if name in {caller.name for caller in known.values()}:
-        raise KeysError(f"{file} has a key named {name}; expected another name")
+    if not another and name in {key.caller.name for key in known.values()}:
+        raise KeysError(
+            f"{file} has a key named {name}; expected another name, or --another to replace it"
+        )
     # Nobody else's business from the start.
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as out:
         out.write(line + "\n")

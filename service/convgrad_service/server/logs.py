@@ -1,27 +1,28 @@
-"""Log lines: time, level, logger, message; a request's line is made of ``key=value`` pairs."""
+"""Log lines on stderr, as text or as JSON; one line each, tracebacks included."""
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.config
 import time
+from typing import Literal
 
-__all__ = ["configure_logs"]
+from convgrad_service.engine.telemetry.access_log import ExchangeLine
+
+__all__ = ["LogFormat", "configure_logs"]
+
+LogFormat = Literal["text", "json"]
 
 
-def configure_logs(level: str) -> None:
+def configure_logs(level: str, format: LogFormat = "text") -> None:
     """Send ours and uvicorn's to stderr, from ``level`` up. stdout is left to the command."""
+    formatter = _JsonFormatter if format == "json" else _TextFormatter
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "formatters": {
-                "line": {
-                    "format": "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s",
-                    "datefmt": "%Y-%m-%dT%H:%M:%S",
-                    "()": _utc_formatter,
-                }
-            },
+            "formatters": {"line": {"()": formatter}},
             "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
             "loggers": {
                 name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
@@ -31,7 +32,37 @@ def configure_logs(level: str) -> None:
     )
 
 
-def _utc_formatter(format: str, datefmt: str) -> logging.Formatter:
-    formatter = logging.Formatter(format, datefmt)
-    formatter.converter = time.gmtime
-    return formatter
+class _UtcFormatter(logging.Formatter):
+    def converter(self, timestamp: float | None) -> time.struct_time:
+        return time.gmtime(timestamp)
+
+
+class _TextFormatter(_UtcFormatter):
+    """Time, level, logger, message; a request's message is made of ``name=value`` pairs."""
+
+    def __init__(self) -> None:
+        line = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s"
+        super().__init__(line, "%Y-%m-%dT%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        # A collector of logs takes each line for a record of its own.
+        return super().format(record).replace("\n", r"\n")
+
+
+class _JsonFormatter(_UtcFormatter):
+    """An object a line; a request's fields are members of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        message: object = record.msg
+        if isinstance(message, ExchangeLine):
+            line |= message.fields()
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

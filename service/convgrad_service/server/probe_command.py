@@ -29,8 +29,9 @@ def probe(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="convgrad probe",
         description="Ask the server on this machine that the environment's settings describe "
-        "(CONVGRAD_HTTP_PORT, CONVGRAD_TLS_CERTIFICATE and others) whether it takes work. Where it "
-        "wants clients' certificates, only whether its port is open is asked: a probe has none.",
+        "(CONVGRAD_HTTP_PORT, CONVGRAD_TLS_CERTIFICATE and others) whether it takes work; on "
+        "CONVGRAD_MANAGEMENT_PORT where that is set. Where there is none, and clients must show "
+        "certificates, only whether the port is open is asked: a probe has none to show.",
         allow_abbrev=False,
     )
     parser.add_argument("--live", action="store_true", help="ask only whether the process answers")
@@ -54,11 +55,13 @@ def probe(argv: Sequence[str] | None = None) -> int:
 def _ask(settings: Settings, path: str, timeout_s: float) -> str | None:
     """What the server says against it; None if nothing."""
     host = _EVERYWHERE.get(settings.http_host, settings.http_host)
-    if settings.tls_client_ca is not None:
+    connection: http.client.HTTPConnection
+    if settings.management_port is not None:
+        connection = http.client.HTTPConnection(host, settings.management_port, timeout=timeout_s)
+    elif settings.tls_client_ca is not None:
         socket.create_connection((host, settings.http_port), timeout_s).close()
         return None
-    connection: http.client.HTTPConnection
-    if settings.tls_certificate is None:
+    elif settings.tls_certificate is None:
         connection = http.client.HTTPConnection(host, settings.http_port, timeout=timeout_s)
     else:
         connection = http.client.HTTPSConnection(

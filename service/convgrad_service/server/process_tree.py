@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -23,9 +24,11 @@ from typing import Any
 
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.frontend import FrontEnd
+from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
 from convgrad_service.engine.ipc.messages import Listens
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler
+from convgrad_service.engine.telemetry.metrics import Metrics
 from convgrad_service.engine.workers.child_process import Backoff, spawn
 from convgrad_service.engine.workers.process_worker import WorkerRecipe
 from convgrad_service.engine.workers.supervisor import Supervisor
@@ -37,7 +40,10 @@ from convgrad_service.server.front_ends import (
     http_main,
     serve_grpc,
     serve_http,
+    serve_management,
 )
+from convgrad_service.server.http_server import listening_socket
+from convgrad_service.server.process_metrics import count_connections, count_processes
 from convgrad_service.server.settings import Settings
 
 __all__ = ["CannotListen", "Tree"]
@@ -73,16 +79,31 @@ class Tree:
         self._beside = recipe.beside
         if recipe.beside is not None:
             self.hub.compute_inline(recipe.beside)
-        self.supervisor = Supervisor(self.hub, recipe)
-        self._fronts: dict[FrontEnd, subprocess.Popen[bytes]] = {}
+        self.supervisor = Supervisor(self.hub, recipe, options)
+        self._fronts: dict[FrontEnd, tuple[str, subprocess.Popen[bytes]]] = {}
         self._keeping: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._here: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._exiting = asyncio.Event()
+        self._metrics: Metrics
+        self.management_port: int | None = None
+        """Where health and metrics are answered, if they have a port of their own."""
 
     @property
     def front_processes(self) -> list[subprocess.Popen[bytes]]:
         """The front ends' processes."""
-        return list(self._fronts.values())
+        return [process for _, process in self._fronts.values()]
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """The ids of all processes, by name."""
+        workers = self.supervisor.workers.items()
+        return {
+            "hub": os.getpid(),
+            **{f"worker-{index}": worker.process_id for index, worker in workers},
+            **{name.removeprefix("convgrad-"): front.pid for name, front in self._fronts.values()},
+        }
 
     async def start(self) -> int:
         """Start everything; the gRPC port.
@@ -94,12 +115,25 @@ class Tree:
         CannotListen
             A front end cannot listen where it should.
         """
+        # A port that is taken is found out before anything has been started.
+        managing = self._management_socket()
+        grpc_port = await self._start_front_ends()
+        ports = {"http": self._listening.getsockname()[1], "grpc": grpc_port}
+        if managing is not None:
+            # Ended only when nothing is left to be said of this server.
+            serve = partial(serve_management, listening=managing)
+            self.management_port = await self._serve_here(serve, ended=self._exiting)
+            ports["management"] = self.management_port
+        count_connections(self._metrics, ports)
+        return grpc_port
+
+    async def _start_front_ends(self) -> int:
         # All at once: what each process imports takes longer than anything else here.
         working = asyncio.ensure_future(self.supervisor.start())
         workers = self._settings.http_workers
         if workers == 1:
             await working
-            count_in(self.hub)
+            self._count()
             grpc_port = await self._serve_here(serve_grpc)
             await self._serve_here(partial(serve_http, listening=self._listening))
             return grpc_port
@@ -108,8 +142,9 @@ class Tree:
         others = [
             self._front(f"convgrad-http-{number}", http_main, dealer) for number in range(workers)
         ]
+        self._watching = asyncio.ensure_future(self._watch())
         await asyncio.gather(working, grpc, *others)
-        count_in(self.hub)
+        self._count()
         return grpc.result()
 
     async def stop(self) -> None:
@@ -125,27 +160,49 @@ class Tree:
             front.drain()
         if self._keeping:
             await asyncio.wait(self._keeping, timeout=self._settings.shutdown_grace_s + _PATIENCE_S)
+        self._exiting.set()
+        if self._here:
+            await asyncio.wait(self._here, timeout=_PATIENCE_S)
         await self.kill()
 
     async def kill(self) -> None:
         """End every process now."""
         self.hub.draining = True
-        for serving in self._here:
-            serving.cancel()
-        for process in self._fronts.values():
+        for task in (*self._here, self._watching):
+            if task is not None:
+                task.cancel()
+        for process in self.front_processes:
             process.kill()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.hub.close()
         await self.supervisor.stop()
 
-    async def _serve_here(self, serve: _Serve) -> int:
-        """Serve in this process; return the port once it listens."""
+    def _count(self) -> None:
+        self._metrics = count_in(self.hub)
+        count_processes(self._metrics, lambda: self.processes)
+
+    def _management_socket(self) -> socket.socket | None:
+        host, port = self._settings.http_host, self._settings.management_port
+        if port is None:
+            return None
+        try:
+            return listening_socket(host, port)
+        except OSError as error:
+            where = f"{host}:{port}"
+            raise CannotListen(f"cannot listen on {where} for management: {error}") from None
+
+    async def _serve_here(self, serve: _Serve, *, ended: asyncio.Event | None = None) -> int:
+        """Serve in this process; return the port once it listens.
+
+        What is given an event to end at of its own is not waited for when the server stops.
+        """
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(
-            serve(self.hub, self._settings, listens.set_result, self._ended)
+            serve(self.hub, self._settings, listens.set_result, ended or self._ended)
         )
         self._here.append(serving)
-        self._keeping.append(serving)
+        if ended is None:
+            self._keeping.append(serving)
         either: set[asyncio.Future[Any]] = {listens, serving}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not listens.done():
@@ -200,6 +257,18 @@ class Tree:
                 _log.error("%s %s; it is started again in %g s", name, ended, pause_s)
                 await asyncio.sleep(pause_s)
 
+    async def _watch(self) -> None:
+        """End front ends that are silent; `_keep` starts them again."""
+        beat_s = self._settings.heartbeat_timeout_s / MOST_MISSED
+        while True:
+            await asyncio.sleep(beat_s)
+            for front, (name, process) in self._fronts.items():
+                if front.is_silent():
+                    timeout_s = self._settings.heartbeat_timeout_s
+                    _log.error("%s has been silent for %g s; it is ended", name, timeout_s)
+                    self.hub.children.hung[name] += 1
+                    process.kill()
+
     async def _run_front(
         self,
         name: str,
@@ -232,7 +301,7 @@ class Tree:
             heard(message)
 
         front = FrontEnd(self.hub, listens=listening)
-        self._fronts[front] = process
+        self._fronts[front] = name, process
         try:
             await front.serve(ours)
         finally:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from convgrad_service.engine.scheduling.quotas import KeyLimits
 from convgrad_service.security.keys import read_keys
 from convgrad_service.server.warm_up import read_warm_up
 
-__all__ = ["Settings", "markdown_table", "setting_fields"]
+__all__ = ["Settings"]
 
 _PREFIX = "CONVGRAD_"
 _OF_THE_CLIENT = ("CONVGRAD_URL", "CONVGRAD_API_KEY")
@@ -98,6 +96,18 @@ class Settings(BaseSettings):
         description="Port to listen on for gRPC, at the same address; 0 lets the system choose a "
         "free one.",
     )
+    management_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Port, at the same address, on which health and metrics are answered in plain "
+        "HTTP and without a key, whatever the other ports want; 0 lets the system choose a free "
+        "one. For probes and Prometheus, and for nobody outside the platform. Unset means none.",
+    )
+    service_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A name that is asked for as a model, besides the operations', to hear whether "
+        "the server is ready: KServe asks by the name of its service. Unset means none.",
+    )
     http_workers: _Count = Field(
         default=1,
         description="Processes that serve HTTP, on the same port; all share the devices, the "
@@ -139,7 +149,7 @@ class Settings(BaseSettings):
         default=None,
         description="Requests that one API key may have in flight, over all transports; one more "
         "is refused with 429. A key's own line in the file may say otherwise of this and the next "
-        "two limits. Unset means no limit.",
+        "three limits. Unset means no limit.",
     )
     key_max_inflight_bytes: _Bytes | None = Field(
         default=None,
@@ -152,6 +162,15 @@ class Settings(BaseSettings):
         default=None,
         description="Requests that one API key may send in a second; a second's worth may come at "
         "once. Unset means no limit.",
+    )
+    key_max_flops_per_s: (
+        Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP/s"})]
+        | None
+    ) = Field(
+        default=None,
+        description="Floating-point operations that one API key may have computed in a second, on "
+        "average; what is over is refused with 429 until the time has passed. Unset means no "
+        "limit.",
     )
     otlp_endpoint: Annotated[str, AfterValidator(_reachable_by_traces)] | None = Field(
         default=None,
@@ -193,20 +212,32 @@ class Settings(BaseSettings):
     )
     max_stored_bytes: _Bytes = Field(
         default=ByteSize(_GiB),
-        description="Most memory that stored tensors may take; less by "
-        "default where memory is short.",
+        description="Most memory that stored tensors may take; less where memory is short.",
     )
     stored_longest_s: _Seconds = Field(
         default=3600.0,
         description="How long a stored tensor stays since it was last used; X-Time-To-Live may "
         "only shorten it.",
     )
+    heartbeat_timeout_s: _Seconds = Field(
+        default=10.0,
+        description="How long a process of the server may be silent until it is ended and started "
+        "again; what a worker computed runs again once.",
+    )
+    progress_timeout_s: _Seconds = Field(
+        default=60.0,
+        description="The same of a worker without progress; at least 20 times its estimate.",
+    )
+    device_timeout_s: _Seconds = Field(
+        default=300.0,
+        description="How long no device may work until /v2/health/live says no.",
+    )
     max_queue: _Count = Field(
         default=64,
         description="Problems that may wait for a compute slot; one more is refused with 429.",
     )
     max_json_bytes: _Bytes = Field(
-        default=ByteSize(256 * _MiB), description="Largest JSON body accepted."
+        default=ByteSize(256 * _MiB), description="Largest JSON body or form accepted."
     )
     max_body_bytes: _Bytes = Field(
         default=ByteSize(4 * _GiB),
@@ -244,6 +275,26 @@ class Settings(BaseSettings):
     max_problem_flops: Annotated[
         float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
     ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
+    max_verify_flops: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
+    ] = Field(
+        default=2e12,
+        description="Most floating-point operations that the float64 reference of one POST /verify "
+        "may take: four times the operation's own.",
+    )
+    timing_budget_s: _Seconds = Field(
+        default=5.0,
+        description="Longest time that one POST /time may take samples, during which its device "
+        "computes nothing else.",
+    )
+    max_timings: _Count = Field(
+        default=8, description="Timings that may wait or run at the same time."
+    )
+    key_max_timings: _Count = Field(default=2, description="The same of one API key.")
+    max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1024.0,
+        description="Most bytes of outputs for each byte of inputs; 64 MiB are always allowed.",
+    )
     max_inflight_bytes: _Bytes | None = Field(
         default=None,
         description="Most memory the tensors of all requests in flight may hold together, inputs "
@@ -317,12 +368,20 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line written; a line a request at info."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="How log lines are written: as text with fields name=value, or as a JSON "
+        "object each.",
+    )
 
     @property
     def key_limits(self) -> KeyLimits:
         """Of every key whose line in the file does not say otherwise."""
         return KeyLimits(
-            self.key_max_inflight, self.key_max_inflight_bytes, self.key_max_requests_per_s
+            self.key_max_inflight,
+            self.key_max_inflight_bytes,
+            self.key_max_requests_per_s,
+            self.key_max_flops_per_s,
         )
 
 
@@ -339,42 +398,3 @@ def _is_known(variable: str) -> bool:
     return _OF_A_SERVICE.fullmatch(variable) is not None and (
         "_SERVICE_" in variable or "_TCP" in variable or "://" in os.environ[variable]
     )
-
-
-def setting_fields() -> Iterator[tuple[str, FieldInfo, str]]:
-    """Each setting's name, its field and its unit ("" where it has none)."""
-    for name, field in Settings.model_fields.items():
-        yield name, field, _unit(field)
-
-
-def markdown_table() -> str:
-    """All settings as the Markdown table of docs/reference/settings.md."""
-    rows = ["| variable | default | meaning |", "| --- | --- | --- |"]
-    for name, field, unit in setting_fields():
-        default = _shown(field.default, unit)
-        rows.append(f"| `CONVGRAD_{name.upper()}` | {default} | {field.description} |")
-    return "\n".join(rows) + "\n"
-
-
-def _unit(field: FieldInfo) -> str:
-    extra: Any = field.json_schema_extra
-    if isinstance(extra, dict) and "unit" in extra:
-        return str(extra["unit"])
-    # Optional fields keep the inner Annotated in their union's arguments.
-    for member in getattr(field.annotation, "__args__", ()):
-        for item in getattr(member, "__metadata__", ()):
-            inner = getattr(item, "json_schema_extra", None)
-            if isinstance(inner, dict) and "unit" in inner:
-                return str(inner["unit"])
-    return ""
-
-
-def _shown(value: Any, unit: str) -> str:
-    if value is None:
-        return "unset"
-    if isinstance(value, ByteSize):
-        return f"`{value.human_readable(separator=' ')}`".replace(".0 ", " ")
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    suffix = f" {unit}" if unit not in ("", "count") else ""
-    return f"`{value:g}`{suffix}" if isinstance(value, float) else f"`{value}`{suffix}"

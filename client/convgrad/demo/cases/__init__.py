@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from convgrad.demo.cases import conv3d, convolution, fused, pooling
+from convgrad.demo.cases import conv3d, convolution, fused, pooling, transposed
 from convgrad.demo.cases.table import Case, Draw
 
 __all__ = ["CASES", "Case", "Draw"]
 
 CASES: tuple[Case, ...] = (
     *convolution.CASES,
+    *transposed.CASES,
     *pooling.CASES,
     *conv3d.CASES,
     *fused.CASES,

@@ -13,14 +13,13 @@ from convgrad_service.backends.cpu.channel_sum import channel_sum
 from convgrad_service.backends.cpu.engines import bwd_data_into, bwd_weight_into, forward_into
 from convgrad_service.backends.cpu.runner import Machine, Ran
 from convgrad_service.plans.cpu import Choice
-from convgrad_service.problems.conv3d_transpose import Conv3dTranspose
 from convgrad_service.problems.conv_backward import ConvBackward
 from convgrad_service.problems.conv_bwd_data import ConvBwdData
 from convgrad_service.problems.conv_fwd import ConvFwd
 from convgrad_service.problems.grouped_conv_bwd_weight import GroupedConvBwdWeight
 from convgrad_service.problems.layouts import activation_view, weight_view
 
-__all__ = ["run_backward", "run_bwd_data", "run_bwd_weight", "run_forward", "run_transpose"]
+__all__ = ["run_backward", "run_bwd_data", "run_bwd_weight", "run_forward"]
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -64,25 +63,6 @@ def run_bwd_data(
         cancelled=cancelled,
     )
     return _ran({"grad_input": grad_input}, choice, used)
-
-
-def run_transpose(
-    machine: Machine, problem: Conv3dTranspose, tensors: Tensors, cancelled: threading.Event | None
-) -> Ran:
-    """conv3d_transpose: the gradient of the input of the convolution it transposes, and a bias."""
-    conv, layout = problem.conv, problem.layout
-    output = machine.output("output", problem.input_spec)
-    choice, used = bwd_data_into(
-        machine,
-        conv,
-        problem.dtype,
-        activation_view(tensors["input"], layout, conv.groups),
-        weight_view(tensors["weight"], layout, conv.groups),
-        activation_view(output, layout, conv.groups),
-        bias=_by_group(tensors["bias"], conv.groups) if problem.bias else None,
-        cancelled=cancelled,
-    )
-    return _ran({"output": output}, choice, used)
 
 
 def run_bwd_weight(

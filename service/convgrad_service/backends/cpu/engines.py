@@ -26,7 +26,6 @@ __all__ = ["bwd_data_into", "bwd_weight_into", "forward_into"]
 Array = NDArray[Any]
 # Why an engine that ran out of room at run time is passed over.
 NO_ROOM = (("grouped", "its padded planes do not fit into the workspace"),)
-NO_BIAS = (("grouped", "it adds no bias to a gradient of the input"),)
 
 
 def forward_into(
@@ -104,12 +103,11 @@ def bwd_data_into(
 ) -> tuple[Choice, int]:
     """grad_input = alpha * grad + beta * accumulate + bias, rounded once."""
     alpha, beta = epilogue.alpha, epilogue.beta
-    without = NO_BIAS if bias is not None else ()
-    choice = choose("bwd_data", conv, dtype, machine.device, without)
+    choice = choose("bwd_data", conv, dtype, machine.device)
     if choice.engine == "grouped":
         used = grouped.bwd_data(
             machine.library, machine.workers, conv, dtype, grad_output, weight, grad_input,
-            alpha=alpha, beta=beta, accumulate=accumulate, cancelled=cancelled,
+            alpha=alpha, beta=beta, accumulate=accumulate, bias=bias, cancelled=cancelled,
         )  # fmt: skip
         if used is not None:
             return choice, used

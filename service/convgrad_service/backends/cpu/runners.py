@@ -11,16 +11,16 @@ from convgrad_service.backends.cpu.convolution import (
     run_bwd_data,
     run_bwd_weight,
     run_forward,
-    run_transpose,
 )
 from convgrad_service.backends.cpu.fused_forward import run_fused
+from convgrad_service.backends.cpu.passes import run_passes
 from convgrad_service.backends.cpu.runner import Runner
 from convgrad_service.problems import (
     Conv3dBackpropInput,
-    Conv3dTranspose,
     ConvBackward,
     ConvBwdData,
     ConvFwd,
+    ConvPasses,
     GroupedConvBwdWeight,
     GroupedConvConvFwd,
     MaxPoolBwd,
@@ -35,7 +35,7 @@ RUNNERS: Mapping[type[Problem], Runner] = {
     GroupedConvBwdWeight: run_bwd_weight,
     ConvFwd: run_forward,
     ConvBackward: run_backward,
-    Conv3dTranspose: run_transpose,
+    ConvPasses: run_passes,
     Conv3dBackpropInput: run_backprop_input,
     MaxPoolFwd: pooling.run_forward,
     MaxPoolBwd: pooling.run_backward,

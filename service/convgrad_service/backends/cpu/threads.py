@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import DeadlineExceeded
+from convgrad_service.backends.base import Cancellation
 from convgrad_service.backends.cpu.arguments import Control, aligned_empty
 from convgrad_service.backends.cpu.library import Kernel, team_function
 from convgrad_service.thread_priority import give_way
@@ -161,14 +162,18 @@ def _help(work: Callable[..., None], team: ctypes.Array[ctypes.c_uint64]) -> Non
 
 @contextmanager
 def _watching(cancelled: threading.Event | None, control: Control) -> Iterator[None]:
-    """Tell the kernel, within `CANCEL_POLL_S`, once the event is set."""
+    """Tell the kernel, within `CANCEL_POLL_S`, once the event is set; and the event of progress."""
     if cancelled is None:
         yield
         return
     ended = threading.Event()
 
     def watch() -> None:
+        seen = bytes(control)
         while not ended.wait(CANCEL_POLL_S):
+            if isinstance(cancelled, Cancellation) and (counts := bytes(control)) != seen:
+                seen = counts
+                cancelled.advanced()
             if cancelled.is_set():
                 control.cancelled = 1
                 return

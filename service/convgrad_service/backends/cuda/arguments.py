@@ -20,34 +20,42 @@ _ADDRESS = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A structure's bytes, and where in them which buffer's address belongs."""
+    """A structure's bytes, and where in them a pointer into which buffer belongs, with how many
+    bytes into it."""
 
     template: bytes
-    pointers: tuple[tuple[int, str], ...]
+    pointers: tuple[tuple[int, str, int], ...]
 
     @property
     def buffers(self) -> tuple[str, ...]:
         """See `Arguments.buffers`."""
-        return tuple(buffer for _, buffer in self.pointers)
+        return tuple(buffer for _, buffer, _ in self.pointers)
 
     def renamed(self, names: Mapping[str, str]) -> Packed:
         """See `Arguments.renamed`."""
-        pointers = ((offset, names.get(buffer, buffer)) for offset, buffer in self.pointers)
+        pointers = ((at, names.get(buffer, buffer), start) for at, buffer, start in self.pointers)
         return Packed(self.template, tuple(pointers))
 
     def fill(self, addresses: Mapping[str, int]) -> bytearray:
         """See `Arguments.fill`."""
         filled = bytearray(self.template)
-        for offset, buffer in self.pointers:
-            _ADDRESS.pack_into(filled, offset, addresses[buffer])
+        for at, buffer, start in self.pointers:
+            _ADDRESS.pack_into(filled, at, addresses[buffer] + start)
         return filled
 
 
 def pack(structure: ctypes.Structure, **pointers: Operand | str | None) -> Packed:
-    """A structure whose pointer fields get the buffers given here; None stays null."""
+    """A structure whose pointer fields get the buffers given here; None stays null.
+
+    What a pointer field holds already is how many bytes into its buffer it points.
+    """
     kind = type(structure)
     places = tuple(
-        (getattr(kind, field).offset, given if isinstance(given, str) else given.buffer)
+        (
+            getattr(kind, field).offset,
+            given if isinstance(given, str) else given.buffer,
+            getattr(structure, field),
+        )
         for field, given in pointers.items()
         if given is not None
     )

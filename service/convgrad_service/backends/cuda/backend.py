@@ -33,6 +33,7 @@ from convgrad_service.backends.cuda.device import (
     import_cupy,
     uuid_of,
 )
+from convgrad_service.backends.cuda.examined import Examined
 from convgrad_service.backends.cuda.families import FAMILIES
 from convgrad_service.backends.cuda.faults import alloc_or_none, fatal_fault
 from convgrad_service.backends.cuda.graphs import Graphs
@@ -75,7 +76,7 @@ class _Spent:
     kernel: str = ""
 
 
-class CudaBackend:
+class CudaBackend(Examined):
     """Computes every operation on one GPU, deterministically.
 
     Requests run side by side on ``lanes`` streams. A problem larger than the GPU's memory runs in
@@ -254,8 +255,7 @@ class CudaBackend:
         return len({self._prepared(piece.problem)[0].orders for piece in pieces}) == 1
 
     def _needed(self, problem: Problem) -> int:
-        _, arena = self._prepared(problem)
-        return arena.size_bytes
+        return self._prepared(problem)[1].size_bytes
 
     def _prepare(self, problem: Problem) -> tuple[CudaPlan, Arena]:
         plan = plan_for(problem, self.device, self._families)

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from convgrad.errors import DeadlineExceeded
+from convgrad_service.backends.base import Cancellation
 
 __all__ = ["stop_if", "wait_for"]
 
@@ -13,7 +14,9 @@ _POLL_S = 0.05
 
 
 def stop_if(cancelled: threading.Event | None) -> None:
-    """Raise DeadlineExceeded once ``cancelled`` is set."""
+    """Raise DeadlineExceeded once ``cancelled`` is set; called between the steps of a problem."""
+    if isinstance(cancelled, Cancellation):
+        cancelled.advanced()
     if cancelled is not None and cancelled.is_set():
         raise DeadlineExceeded("the request was cancelled before it was computed")
 

@@ -24,6 +24,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeig
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
+from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
 from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
@@ -36,14 +37,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma impor
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
-)
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.kernels.fused.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
@@ -86,7 +83,6 @@ DEPTHWISE = (
 DEPTHWISE_WEIGHT = (
     HopperDepthwiseStrips(),
     DepthwiseWeightDirect(),
-    HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
     ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
@@ -144,6 +140,7 @@ FIRST_DATA = (
     PatchProducts(DENSE),
     HopperFirstData(),
     FirstGroups(),
+    PhaseChannels(DENSE, COPIES),
     FirstData(),
 )
 FIRST_WEIGHT = (
@@ -159,8 +156,6 @@ FIRST_WEIGHT = (
 FUSED = (
     HopperSeparable(),
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
-    FusedSeparable(),
-    FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )
 
 FAMILIES = Families(

@@ -15,6 +15,7 @@ from typing import Any
 from convgrad.errors import Overloaded
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.ipc.channel import Channel
+from convgrad_service.engine.ipc.heartbeat import Heartbeat, Ping, Pong
 from convgrad_service.engine.ipc.messages import (
     KINDS,
     Ask,
@@ -25,6 +26,7 @@ from convgrad_service.engine.ipc.messages import (
     Hold,
     Leave,
     Listens,
+    Locate,
     PartDone,
     Release,
     Reply,
@@ -40,6 +42,7 @@ from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import InRegion, RegionPart
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.problems.base import Lane
 
 __all__ = ["FrontEnd"]
 
@@ -56,6 +59,8 @@ class FrontEnd:
         self._tasks: dict[int, Task | TaskGroup[Task]] = {}
         self._arrangements: dict[int, TensorLayout | PackedTensorLayout] = {}
         self._tickets: dict[int, Entered] = {}
+        self._heartbeat = Heartbeat()
+        self._is_listening = False
 
     async def serve(self, channel_end: Any) -> None:
         """Welcome it, and return once its end of the channel has closed and it holds nothing."""
@@ -93,8 +98,19 @@ class FrontEnd:
         if self._channel is not None:
             self._channel.tell(Drain())
 
+    def is_silent(self) -> bool:
+        """Ask whether it is alive; whether it has missed too many such questions."""
+        if self._channel is None or not self._is_listening:
+            return False
+        self._channel.tell(Ping())
+        return self._heartbeat.missed()
+
     def _received(self, message: Any) -> None:
         self._HANDLERS[type(message)](self, message)
+
+    def _announced(self, message: Listens) -> None:
+        self._is_listening = True
+        self._listens(message)
 
     def _reserve(self, message: Reserve) -> None:
         try:
@@ -131,7 +147,8 @@ class FrontEnd:
                     self._hub.regions.release(found)
                     return
             layout, tasks = self._arrangements[slot], (message.tasks, message.sums)
-            job = Job(layout, message.base, regions or found, *tasks)
+            lane = Lane(message.lane)
+            job = Job(layout, message.base, regions or found, *tasks, lane)
             task = self._hub.schedule.submit(job, message.deadline_s, told)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._hub.regions.release(found)
@@ -187,7 +204,7 @@ class FrontEnd:
 
     def _hold(self, message: Hold) -> None:
         try:
-            self._tickets[message.ticket].count(message.size_bytes)
+            self._tickets[message.ticket].count(message.size_bytes, message.flops)
         except Exception as error:  # noqa: BLE001 - the front end raises it
             self._tell(Reply(message.number, error=error))
         else:
@@ -197,6 +214,11 @@ class FrontEnd:
         # One that was refused as its caller left is not there.
         if (ticket := self._tickets.pop(message.ticket, None)) is not None:
             ticket.leave()
+
+    def _locate(self, message: Locate) -> None:
+        task = self._tasks.get(message.job)
+        position = None if task is None else self._hub.schedule.position(task)
+        self._tell(Reply(message.number, position))
 
     def _ask(self, message: Ask) -> None:
         asked = asyncio.ensure_future(getattr(self._hub, message.method)(*message.arguments))
@@ -231,8 +253,10 @@ class FrontEnd:
         Hold: _hold,
         Leave: _left,
         Ask: _ask,
+        Locate: _locate,
         Record: lambda self, record: self._hub.observe(record),
-        Listens: lambda self, message: self._listens(message),
+        Listens: _announced,
+        Pong: lambda self, _: self._heartbeat.heard(),
     }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from convgrad_service.engine.hub import Status
 from convgrad_service.engine.ipc.channel import Kinds
+from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import Named
 from convgrad_service.engine.scheduling.quotas import Caller
+from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Hold",
     "Leave",
     "Listens",
+    "Locate",
     "PartDone",
     "Release",
     "Reply",
@@ -77,10 +79,18 @@ class SubmitJob(NamedTuple):
     regions: tuple[tuple[Any, ...], ...]
     parts: tuple[tuple[Any, ...], ...]
     deadline_s: float
+    lane: int = 0
 
 
 class Cancel(NamedTuple):
     number: int
+
+
+class Locate(NamedTuple):
+    """For the place in the line of a job."""
+
+    number: int
+    job: int
 
 
 class Enter(NamedTuple):
@@ -91,11 +101,12 @@ class Enter(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Count so many bytes to a ticket."""
+    """Count so many bytes and FLOPs to a ticket."""
 
     number: int
     ticket: int
     size_bytes: int
+    flops: int
 
 
 class Leave(NamedTuple):
@@ -154,4 +165,7 @@ KINDS = Kinds(
     Hold,
     Leave,
     PartDone,
+    Locate,
+    Ping,
+    Pong,
 )

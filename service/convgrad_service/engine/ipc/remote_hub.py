@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from convgrad_service.engine.hub import JobHandle, Status
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.ipc.channel import Channel
+from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import InternTable
 from convgrad_service.engine.ipc.messages import (
     KINDS,
@@ -20,6 +23,7 @@ from convgrad_service.engine.ipc.messages import (
     Enter,
     Hold,
     Leave,
+    Locate,
     PartDone,
     Release,
     Reply,
@@ -33,6 +37,7 @@ from convgrad_service.engine.memory.lease import Lease
 from convgrad_service.engine.scheduling.partition import OnPartDone
 from convgrad_service.engine.scheduling.quotas import Caller, Ticket
 from convgrad_service.engine.shm.registry import InRegion, RegionInfo, RegionPart
+from convgrad_service.engine.status import Status
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.statistics import OperationStatistics
 from convgrad_service.engine.workers.execute import Finished, Job
@@ -42,6 +47,8 @@ __all__ = ["RemoteHub"]
 
 # What was observed may be told as late as this.
 _OBSERVE_S = 0.05
+# What is known of the hub's line is whether it is full.
+_SOME_ROOM = 16
 # Of a pocket, what one request may take, so that some sixty fit.
 _SMALL_BYTES = 64 * 1024
 
@@ -60,8 +67,8 @@ class _RemoteTicket:
     def __init__(self, hub: RemoteHub, number: int) -> None:
         self._hub, self._number = hub, number
 
-    async def hold(self, size_bytes: int) -> None:
-        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes))
+    async def hold(self, size_bytes: int, flops: int = 0) -> None:
+        await self._hub.ask_with(lambda number: Hold(number, self._number, size_bytes, flops))
 
     def leave(self) -> None:
         self._hub.tell(Leave(self._number))
@@ -80,10 +87,12 @@ class RemoteHub:
         drained: Callable[[], None],
         lost: Callable[[], None],
         beside: InlineBackend | None = None,
+        heartbeat_timeout_s: float = math.inf,
     ) -> None:
         self.arena = arena
         self.inline_executor = None if beside is None else InlineExecutor(self, beside)
-        self.status = Status("", ready=False)
+        self._status = Status("", ready=False)
+        self._heartbeat_timeout_s, self._heard_s = heartbeat_timeout_s, time.monotonic()
         self.limit_bytes = 0
         self._drained, self._lost = drained, lost
         self._numbers = itertools.count()
@@ -103,13 +112,26 @@ class RemoteHub:
         await self._welcomed
 
     @property
+    def status(self) -> Status:
+        """See `Engine.status`; a hub that is silent cannot be relied on."""
+        if time.monotonic() - self._heard_s > self._heartbeat_timeout_s:
+            silent = f"the engine has been silent for {self._heartbeat_timeout_s:g} s"
+            return self._status._replace(dead=silent)
+        return self._status
+
+    @property
     def backend(self) -> str:
         """See `Engine.backend`."""
-        return self.status.backend
+        return self._status.backend
+
+    @property
+    def room(self) -> int:
+        """See `Engine.room`."""
+        return _SOME_ROOM if self._status.overload is None else 0
 
     def admit(self) -> None:
         """See `Engine.admit`."""
-        self.status.admit()
+        self._status.admit()
 
     def tell(self, message: Any) -> None:
         """Send the hub a message that it does not answer."""
@@ -185,7 +207,7 @@ class RemoteHub:
         parts = tuple(map(tuple, lease.parts))
         size = job.cost, job.tasks, job.sums
         self._channel.tell_now(
-            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s)
+            SubmitJob(number, named, *size, job.base, regions, parts, deadline_s, int(job.lane))
         )
         return running
 
@@ -193,6 +215,17 @@ class RemoteHub:
         """See `Engine.cancel`."""
         assert isinstance(running, _RemoteRunning)  # noqa: S101
         self.tell(Cancel(running.number))
+
+    async def position(self, running: JobHandle) -> int | None:
+        """See `Engine.position`."""
+        assert isinstance(running, _RemoteRunning)  # noqa: S101
+        job = running.number
+        found: int | None = await self.ask_with(lambda number: Locate(number, job))
+        return found
+
+    async def submitted(self, *arguments: Any) -> Any:
+        """See `Engine.submitted`."""
+        return await self._ask("submitted", *arguments)
 
     def observe(self, record: Record) -> None:
         """See `Engine.observe`: told with what is told next, or within a moment."""
@@ -261,6 +294,9 @@ class RemoteHub:
         elif isinstance(message, PartDone):
             if (told := self._told.get(message.number)) is not None:
                 told(message.part, Finished(*message.finished))
+        elif isinstance(message, Ping):
+            self._heard_s = time.monotonic()
+            self._channel.tell(Pong())
         elif isinstance(message, Status):
             self._know(message)
         elif isinstance(message, Drain):
@@ -272,7 +308,7 @@ class RemoteHub:
             self._know(message.status)
 
     def _know(self, status: Status) -> None:
-        self.status = status
+        self._status, self._heard_s = status, time.monotonic()
         if status.backend and not self._welcomed.done():
             self._welcomed.set_result(None)
 

@@ -8,7 +8,10 @@ __all__ = ["Finished"]
 
 
 class Finished(NamedTuple):
-    """How a job was computed; its outputs lie where the job said. See `Outcome`."""
+    """How a job was computed; its outputs lie where the job said. See `Outcome`.
+
+    ``words`` is the answer of a problem whose answer is no tensor, as JSON.
+    """
 
     kernel: str
     compute_s: float
@@ -16,3 +19,4 @@ class Finished(NamedTuple):
     workspace_bytes: int
     upload_s: float
     download_s: float
+    words: str = ""

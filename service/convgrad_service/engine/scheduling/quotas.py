@@ -1,4 +1,4 @@
-"""What one API key may have: requests and bytes in flight, and requests a second.
+"""What one API key may have: requests and bytes in flight, requests and FLOPs a second.
 
 Counted once, in the hub, however many front ends and transports a key comes through. The limits
 themselves come with each request, from whoever read the file of keys; what exceeds them is refused
@@ -37,22 +37,27 @@ class KeyLimits(NamedTuple):
     """The most that one key may have; None means no limit.
 
     ``inflight_bytes`` counts the tensors of its requests, inputs and outputs. A key that was idle
-    may send one second's worth of ``requests_per_s`` at once, or a single request.
+    may send one second's worth of ``requests_per_s`` at once, or a single request. ``flops_per_s``
+    is what its problems may cost: a problem may be larger than a second's worth, and then the key
+    waits until it has been paid for.
     """
 
     inflight: int | None = None
     inflight_bytes: int | None = None
     requests_per_s: float | None = None
+    flops_per_s: float | None = None
 
 
 NO_LIMITS = KeyLimits()
 
 
 class Caller(NamedTuple):
-    """Whose key a request came with; the name is empty where none is needed."""
+    """Whose key a request came with; the name is empty where none is needed. ``scopes`` are what
+    the key is for, None where it is for everything."""
 
     name: str
     limits: KeyLimits = NO_LIMITS
+    scopes: frozenset[str] | None = None
 
 
 ANYBODY = Caller("")
@@ -61,13 +66,14 @@ ANYBODY = Caller("")
 class Ticket(Protocol):
     """One request's share of what its key may have, until `leave`."""
 
-    async def hold(self, size_bytes: int) -> None:
-        """Count this many bytes of tensors to it.
+    async def hold(self, size_bytes: int, flops: int = 0) -> None:
+        """Count this many bytes of tensors to it, and the FLOPs that will be computed.
 
         Raises
         ------
         Overloaded
-            With what the key's other requests hold, it is more than may be in flight.
+            With what the key's other requests hold, it is more than may be in flight; or what it
+            had computed before is not paid for yet.
         ProblemTooLarge
             It is more by itself.
         """
@@ -109,6 +115,8 @@ class Usage:
     size_bytes: int = 0
     # When its next request would come if it kept exactly to its rate.
     due_s: float = 0.0
+    # When what it had computed is paid for, at its rate of FLOPs.
+    paid_s: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -132,7 +140,7 @@ class Quotas:
         Overloaded
             It has as many in flight as may be, or they come too fast.
         """
-        name, limits = caller
+        name, limits, _ = caller
         usage = self._used.setdefault(name, Usage())
         if limits.inflight is not None and usage.requests >= limits.inflight:
             usage.refused["inflight"] += 1
@@ -144,7 +152,7 @@ class Quotas:
         if limits.requests_per_s is not None:
             self._pace(name, usage, limits.requests_per_s)
         usage.requests += 1
-        return Entered(name, limits, usage)
+        return Entered(name, limits, usage, self._now_s)
 
     def _pace(self, name: str, usage: Usage, per_s: float) -> None:
         now_s, apart_s = self._now_s(), 1 / per_s
@@ -163,16 +171,18 @@ class Quotas:
 class Entered:
     """A `Ticket` where it is counted."""
 
-    def __init__(self, name: str, limits: KeyLimits, usage: Usage) -> None:
-        self._name, self._limits, self._usage = name, limits, usage
+    def __init__(
+        self, name: str, limits: KeyLimits, usage: Usage, now_s: Callable[[], float]
+    ) -> None:
+        self._name, self._limits, self._usage, self._now_s = name, limits, usage, now_s
         self._size_bytes = 0
         self._left = False
 
-    async def hold(self, size_bytes: int) -> None:
+    async def hold(self, size_bytes: int, flops: int = 0) -> None:
         """See `Ticket.hold`."""
-        self.count(size_bytes)
+        self.count(size_bytes, flops)
 
-    def count(self, size_bytes: int) -> None:
+    def count(self, size_bytes: int, flops: int = 0) -> None:
         """See `Ticket.hold`."""
         limit, usage = self._limits.inflight_bytes, self._usage
         if limit is not None and size_bytes > limit:
@@ -188,8 +198,23 @@ class Entered:
                 f"of the {limit:,} bytes that they may; this one needs {size_bytes:,}",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        if flops and self._limits.flops_per_s is not None:
+            self._pay(flops, self._limits.flops_per_s)
         self._size_bytes += size_bytes
         usage.size_bytes += size_bytes
+
+    def _pay(self, flops: int, per_s: float) -> None:
+        usage, now_s = self._usage, self._now_s()
+        # Who was idle has a second's worth to spend before anything is due.
+        early_s = usage.paid_s - now_s
+        if early_s > 1:
+            usage.refused["flops_per_s"] += 1
+            raise Overloaded(
+                f"the API key {self._name!r} may have {per_s:.4g} FLOPs computed a second, and "
+                f"what it had computed uses that up for {early_s:.3g} s",
+                retry_after_s=early_s - 1,
+            )
+        usage.paid_s = max(usage.paid_s, now_s) + flops / per_s
 
     def leave(self) -> None:
         """See `Ticket.leave`."""

@@ -3,7 +3,8 @@
 Two slots a worker by default: with one, a request of a millisecond would wait for a stranger's of
 a minute. The last free slot is kept for small problems, else two large ones would shut the small
 ones out just as one does; a large problem loses little by that, for it already has every core.
-Within those rules the order is that of arrival.
+Within those rules the order is that of arrival. A timing runs alone on its worker, which takes
+nothing new from when the timing's turn has come.
 
 A job whose kernels must be compiled first gives its slot back meanwhile: that takes seconds, which
 other processes spend, and as many such jobs as there are slots would keep all others waiting.
@@ -11,7 +12,8 @@ other processes spend, and as many such jobs as there are slots would keep all o
 Every job is a pure function of its inputs, which stay in the arena until it is done. So when a
 worker dies, what it held runs again. One of those jobs may have killed it: each is a suspect, and
 runs with nothing beside it, so that it can take no other along. One that is alone in two deaths is
-the cause (in one death alone it may have met someone else's kill) and is not tried again.
+the cause (in one death alone it may have met someone else's kill) and is not tried again. Where a
+worker was ended because a job in it hung, that one alone is the suspect, and counts as alone.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from convgrad.errors import DeadlineExceeded, DeviceUnavailable, Overloaded
 from convgrad_service.engine.scheduling.cost_model import CostModel
 from convgrad_service.engine.scheduling.partition import OnPartDone, TaskGroup
 from convgrad_service.engine.workers.execute import Finished, Job
+from convgrad_service.problems.base import Lane
 
 __all__ = ["Scheduler", "Task", "Worker", "WorkerLost"]
 
@@ -53,7 +56,8 @@ class Task:
         self.device = job.device
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         self.wanted = True
-        self.suspect = False
+        self.suspect = self.hung = False
+        self.lane = job.lane
         self.deaths_alone = 0
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
@@ -62,6 +66,11 @@ class Task:
     @property
     def waited_s(self) -> float | None:
         return None if self.started_s is None else self.started_s - self.submitted_s
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside it."""
+        return self.suspect or self.lane is Lane.ALONE
 
     def fail(self, error: BaseException) -> None:
         if not self.done.done():
@@ -79,7 +88,8 @@ def _cost(job: Job, part: int | None) -> float:
 class Worker(Protocol):
     """What computes, as the schedule sees it; it calls `Scheduler.finished` for each task.
 
-    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`.
+    Or, where kernels are compiled first, `Scheduler.compiling` and then `Scheduler.compiled`. One
+    without ``slots`` gets no more tasks: it is about to end.
     """
 
     slots: int
@@ -132,13 +142,18 @@ class Scheduler:
     @property
     def workers(self) -> int:
         """Workers that take jobs now."""
-        return len(self._running)
+        return sum(worker.slots > 0 for worker in self._running)
+
+    @property
+    def room(self) -> int:
+        """How many more jobs may wait, at least."""
+        left = self.max_waiting - len(self._waiting) - len(self._compiling)
+        return left if left > 0 else self.max_waiting - self.waiting
 
     @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
-        tasks = len(self._waiting) + len(self._compiling)
-        return tasks >= self.max_waiting and self.waiting >= self.max_waiting
+        return self.room <= 0
 
     @property
     def overload(self) -> Overloaded | None:
@@ -171,7 +186,7 @@ class Scheduler:
             raise DeviceUnavailable("the server is shutting down", retry_after_s=5.0)
         if self.full and (overload := self.overload) is not None:
             raise overload
-        large = self.pace.estimate_s(job.cost) > self._large_s
+        large = job.lane is not Lane.BY_SIZE or self.pace.estimate_s(job.cost) > self._large_s
         if job.tasks == 1:
             task = Task(job, deadline_s, large=large)
             if not self._waiting and self._started(task):
@@ -185,6 +200,14 @@ class Scheduler:
         self._waiting.extend(parts)
         self._dispatch()
         return whole
+
+    def position(self, task: Task | TaskGroup[Task]) -> int | None:
+        """How many tasks stand before this in the line; None once it runs or is done."""
+        if isinstance(task, TaskGroup):
+            task = task.tasks[0]
+        if task in self._compiling:
+            return 0
+        return self._waiting.index(task) if task in self._waiting else None
 
     def cancel(self, task: Task | TaskGroup[Task]) -> None:
         """Take back a waiting job; ask a running one to stop. Harmless when it is done."""
@@ -217,7 +240,8 @@ class Scheduler:
         if isinstance(result, BaseException):
             task.fail(result)
         elif not task.done.done():
-            self.pace.learn(task.cost, time.monotonic() - task.started_s)
+            if task.lane is Lane.BY_SIZE:
+                self.pace.learn(task.cost, time.monotonic() - task.started_s)
             task.done.set_result(result)
         if self._waiting:
             self._dispatch()
@@ -251,10 +275,12 @@ class Scheduler:
             del self._compiling[task]
             self._waiting.appendleft(task)
         self.deaths += 1
+        known = any(task.hung for task in held)
         for task in reversed(held):
             task.worker = None
-            task.suspect = True
-            task.deaths_alone += len(held) == 1
+            task.suspect |= task.hung or not known
+            task.deaths_alone += task.hung or len(held) == 1
+            task.hung = False
             if not task.wanted:
                 task.done.cancel()
             elif task.deaths_alone >= _DEATHS_ALONE:
@@ -296,6 +322,9 @@ class Scheduler:
         self.changed()
 
     def _start_what_may(self) -> None:
+        # What is to run alone would wait for ever beside those that keep coming: a worker takes
+        # nothing new until it has become idle for it.
+        kept: set[Worker] = set()
         for task in list(self._waiting):
             if time.monotonic() >= task.deadline_s:
                 self._waiting.remove(task)
@@ -308,14 +337,32 @@ class Scheduler:
                 continue
             if not self._free_slots():
                 return
-            if self._started(task):
+            if self._started(task, kept):
                 self._waiting.remove(task)
+            elif task.lane is Lane.ALONE:
+                kept.update(self._idlest(task, kept))
 
-    def _started(self, task: Task) -> bool:
+    def _idlest(self, task: Task, kept: Container[Worker]) -> list[Worker]:
+        """The worker that will be the first to be idle, of those that may take a task."""
+        able = [
+            worker
+            for worker in self._running
+            if worker not in kept and task.device in (None, worker.device)
+        ]
+        return sorted(able, key=lambda worker: len(self._running[worker]))[:1]
+
+    def _started(self, task: Task, kept: Container[Worker] = ()) -> bool:
         """Start a task, if a worker may take it now: on the one that has the least to do, and of
-        several such on the one that may still have its stored tensors on its device."""
+        several such on the one that may still have its stored tensors on its device.
+
+        Workers that are ``kept`` for another take none.
+        """
         now_s = time.monotonic()
-        able = [worker for worker in self._running if self._may_start(worker, task)]
+        able = [
+            worker
+            for worker in self._running
+            if worker not in kept and self._may_start(worker, task)
+        ]
         if not able or now_s >= task.deadline_s:
             return False
         worker = able[0]
@@ -337,10 +384,10 @@ class Scheduler:
         held = self._running[worker]
         if task.device is not None and task.device != worker.device:
             return False
+        if len(held) >= worker.slots:
+            return False
         if not held:
             return True
-        if task.suspect:
-            return False
-        if len(held) >= worker.slots or any(other.suspect for other in held):
+        if task.alone or any(other.alone for other in held):
             return False
         return not task.large or sum(other.large for other in held) < max(1, worker.slots - 1)

@@ -60,6 +60,13 @@ class _Tensor:
     part: RegionPart
     time_to_live_s: float
     expires_s: float
+    timer: asyncio.TimerHandle
+    """Drops it when its time is over."""
+
+
+class _Spare(NamedTuple):
+    size_bytes: int
+    timer: asyncio.TimerHandle
 
 
 class TensorStore:
@@ -78,8 +85,8 @@ class TensorStore:
         self._count = 0
         self._tensors: dict[tuple[str, str], _Tensor] = {}
         self._pending: dict[str, _Tensor] = {}
-        # The files' numbers and sizes, the oldest first.
-        self._spares: dict[int, int] = {}
+        # By their files' numbers, the oldest first.
+        self._spares: dict[int, _Spare] = {}
 
     def find(self, owner: str, names: Iterable[str]) -> dict[str, Kept]:
         """The owner's tensors of these names, whose time begins anew.
@@ -134,9 +141,9 @@ class TensorStore:
             tensor = self._pending.pop(part.name, None)
             if tensor is None:
                 raise NotFound(f"the result {shown(name)} took too long to be stored")
-            before = self._tensors.pop((owner, name), None)
-            if before is not None:
-                self._regions.remove(_OWNER, before.part.name)
+            tensor.timer.cancel()
+            if (owner, name) in self._tensors:
+                self._remove(owner, name)
             tensor.expires_s = time.monotonic() + tensor.time_to_live_s
             self._tensors[owner, name] = tensor
             self._watch(owner, name, tensor)
@@ -144,7 +151,9 @@ class TensorStore:
     def abandon(self, parts: Iterable[RegionPart]) -> None:
         """Drop tensors that will not be committed."""
         for part in parts:
-            if self._pending.pop(part.name, None) is not None:
+            tensor = self._pending.pop(part.name, None)
+            if tensor is not None:
+                tensor.timer.cancel()
                 self._regions.remove(_OWNER, part.name)
 
     async def write(self, part: RegionPart, offset: int) -> None:
@@ -166,7 +175,7 @@ class TensorStore:
             There is none of that name.
         """
         self._of(owner, name)
-        self._regions.remove(_OWNER, self._tensors.pop((owner, name)).part.name)
+        self._remove(owner, name)
 
     def listed(self, owner: str) -> list[StoredInfo]:
         """The owner's tensors, in the order in which they came."""
@@ -195,20 +204,25 @@ class TensorStore:
             self.used_bytes -= spec.size_bytes
             return self._spare(number, spec.size_bytes)
 
-        for number, size_bytes in self._spares.items():
-            if size_bytes == spec.size_bytes:
-                del self._spares[number]
+        for number, spare in self._spares.items():
+            if spare.size_bytes == spec.size_bytes:
+                self._spares.pop(number).timer.cancel()
                 self._regions.adopt_again(number, part, closed)
                 break
         else:
             self._regions.adopt(part, _memory_file(spec.size_bytes), closed)
-        self._pending[part.name] = _Tensor(spec, part, lives_s, 0.0)
-        asyncio.get_running_loop().call_later(_PENDING_S, self.abandon, [part])
+        timer = asyncio.get_running_loop().call_later(_PENDING_S, self.abandon, [part])
+        self._pending[part.name] = _Tensor(spec, part, lives_s, 0.0, timer)
         return part
+
+    def _remove(self, owner: str, name: str) -> None:
+        tensor = self._tensors.pop((owner, name))
+        tensor.timer.cancel()
+        self._regions.remove(_OWNER, tensor.part.name)
 
     def _over_budget(self, specs: Iterable[TensorSpec]) -> bool:
         """Whether tensors and spare files together would take too much with these besides."""
-        spares = list(self._spares.values())
+        spares = [spare.size_bytes for spare in self._spares.values()]
         held_bytes = self.used_bytes + sum(spares)
         for spec in specs:
             if spec.size_bytes in spares:
@@ -219,15 +233,17 @@ class TensorStore:
 
     def _spare(self, number: int, size_bytes: int) -> bool:
         """Whether to keep the file of a dropped tensor for a while."""
-        kept_bytes = self.used_bytes + sum(self._spares.values()) + size_bytes
+        spare_bytes = sum(spare.size_bytes for spare in self._spares.values())
+        kept_bytes = self.used_bytes + spare_bytes + size_bytes
         if kept_bytes > self.budget_bytes or len(self._spares) >= _MOST_SPARES:
             return False
-        self._spares[number] = size_bytes
-        asyncio.get_running_loop().call_later(_SPARE_S, self._discard, number)
+        timer = asyncio.get_running_loop().call_later(_SPARE_S, self._discard, number)
+        self._spares[number] = _Spare(size_bytes, timer)
         return True
 
     def _discard(self, number: int) -> None:
-        if self._spares.pop(number, None) is not None:
+        if (spare := self._spares.pop(number, None)) is not None:
+            spare.timer.cancel()
             self._regions.discard(number)
 
     async def _moved(self, part: RegionPart, move: _Move) -> None:
@@ -250,9 +266,10 @@ class TensorStore:
             return
         left_s = tensor.expires_s - time.monotonic()
         if left_s <= 0:
-            self._regions.remove(_OWNER, self._tensors.pop((owner, name)).part.name)
+            self._remove(owner, name)
         else:
-            asyncio.get_running_loop().call_later(left_s, self._watch, owner, name, tensor)
+            loop = asyncio.get_running_loop()
+            tensor.timer = loop.call_later(left_s, self._watch, owner, name, tensor)
 
     def _drop_expired(self) -> None:
         for (owner, name), tensor in list(self._tensors.items()):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     Gauge,
     ProcessCollector,
     generate_latest,
@@ -15,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from convgrad import _version
+from convgrad_service.engine.telemetry.key_metrics import KeyMetrics
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.request_metrics import RequestMetrics
 
@@ -22,13 +22,6 @@ __all__ = ["Labelled", "Metrics"]
 
 Labelled = Callable[[], Mapping[tuple[str, ...], float]]
 """Reads values by their labels' values."""
-
-_OF_KEYS = {
-    "received_bytes": ("received_bytes", "Bytes of request bodies received from an API key."),
-    "sent_bytes": ("sent_bytes", "Bytes of answers sent to an API key."),
-    "flops": ("computed_flops", "Floating-point operations computed for an API key."),
-    "compute_s": ("compute_seconds", "Time that problems of an API key computed."),
-}
 
 
 class Metrics:
@@ -38,15 +31,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._tallies = RequestMetrics()
         self.registry.register(self._tallies)
-        # Apart from the above: a label more there would multiply every operation by every key.
-        by_key = ("key",)
-        self._key_requests = self._counter(
-            "convgrad_key_requests", "Requests of an API key by how they ended.", (*by_key, "code")
-        )
-        self._key_counters = {
-            field: self._counter(f"convgrad_key_{name}", text, by_key)
-            for field, (name, text) in _OF_KEYS.items()
-        }
+        self._keys = KeyMetrics()
+        self.registry.register(self._keys)
         info = Gauge("convgrad_info", "Always 1.", ("version", "backend"), registry=self.registry)
         info.labels(_version.__version__, backend).set(1)
         ProcessCollector(registry=self.registry)
@@ -73,22 +59,11 @@ class Metrics:
         """Count one request."""
         self._tallies.count(record)
         if record.key:
-            self._count_key(record)
-
-    def _count_key(self, record: Record) -> None:
-        self._key_requests.labels(record.key, record.code).inc()
-        counted = self._key_counters
-        counted["received_bytes"].labels(record.key).inc(record.received_bytes)
-        counted["sent_bytes"].labels(record.key).inc(record.sent_bytes)
-        counted["flops"].labels(record.key).inc(record.flops)
-        counted["compute_s"].labels(record.key).inc(record.stages_s.get("compute", 0.0))
+            self._keys.count(record)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self.registry) + b"".join(more() for more in self.more)
-
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
 
 
 class _Read(Collector):

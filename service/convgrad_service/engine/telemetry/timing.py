@@ -12,17 +12,23 @@ STAGES = ("receive", "decode", "queue", "upload", "compute", "download", "encode
 class Timings:
     """Seconds spent in each stage of `STAGES` so far.
 
-    ``flops`` and ``compulsory_bytes`` are the problem's, once it has been computed.
+    ``flops`` and ``compulsory_bytes`` are the problem's, once it has been computed. ``intervals``
+    are the stages one by one, with when each began and how long it took; None where nobody asks.
     """
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self.stages_s: dict[str, float] = {}
+        self.intervals: list[tuple[str, float, float]] | None = None
         self.flops = self.compulsory_bytes = 0
 
-    def add(self, stage: str, seconds: float) -> None:
-        """Count ``seconds`` towards ``stage``."""
+    def add(self, stage: str, seconds: float, began_s: float | None = None) -> None:
+        """Count ``seconds`` towards ``stage``, which began then; without, it ends now."""
         self.stages_s[stage] = self.stages_s.get(stage, 0.0) + seconds
+        if self.intervals is not None:
+            if began_s is None:
+                began_s = time.monotonic() - seconds
+            self.intervals.append((stage, began_s, seconds))
 
     def stage(self, stage: str) -> Stage:
         """Count what runs inside towards ``stage``, whether or not it succeeds."""
@@ -46,4 +52,4 @@ class Stage:
         self._began_s = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self._timings.add(self._name, time.monotonic() - self._began_s)
+        self._timings.add(self._name, time.monotonic() - self._began_s, self._began_s)

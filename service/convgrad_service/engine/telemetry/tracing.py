@@ -1,12 +1,14 @@
-"""OpenTelemetry: a span for each request, under the caller's trace. Off unless asked for.
+"""OpenTelemetry: a span for each request, under the caller's trace, and one for each of its stages.
 
-The caller's trace comes in the W3C header ``traceparent``; the span goes to a collector over OTLP,
-from a thread of its own, in batches. What a request's stages took are attributes of its span.
+Off unless asked for. The caller's trace comes in the W3C header ``traceparent``; the spans go to a
+collector over OTLP, from a thread of its own, in batches. Whether a trace is sampled its caller
+decides; of a request without one, OpenTelemetry's own variable ``OTEL_TRACES_SAMPLER``.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -31,8 +33,10 @@ def traces_to(endpoint: str) -> Traces:
 class Traces:
     """Sends spans to the OTLP collector at ``endpoint`` (``http://host:4318/v1/traces``).
 
-    Raises:
-        TracingUnavailable: convgrad[otel] is not installed.
+    Raises
+    ------
+    TracingUnavailable
+        convgrad[otel] is not installed.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -41,7 +45,7 @@ class Traces:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace import SpanKind, StatusCode
+            from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
             from opentelemetry.trace.propagation.tracecontext import (
                 TraceContextTextMapPropagator,
             )
@@ -57,35 +61,49 @@ class Traces:
         self._tracer = self._provider.get_tracer(SERVICE, _version.__version__)
         self._propagator = TraceContextTextMapPropagator()
         self._server, self._error = SpanKind.SERVER, StatusCode.ERROR
+        self._within = set_span_in_context
         self._closed = False
 
-    def record(self, context: RequestContext, transport: str) -> None:
-        """The span of a request that has ended now; one of no operation (health, metadata) has
-        none."""
-        if context.operation is None or self._closed:
+    def begin(self, context: RequestContext) -> None:
+        """Start the span of a request, so that its answer and its log lines can name it."""
+        parent = self._propagator.extract(context.trace)
+        context.span = self._tracer.start_span(
+            "request", context=parent, kind=self._server, start_time=time.time_ns()
+        )
+        if context.span.is_recording():
+            context.timings.intervals = []
+
+    def end(
+        self, context: RequestContext, name: str, attributes: Mapping[str, Any], *, failed: bool
+    ) -> None:
+        """End it, with spans for its stages; one of no operation (health, metadata) is dropped.
+
+        ``failed`` means by the server's fault.
+        """
+        span, intervals = context.span, context.timings.intervals
+        if span is None or intervals is None or context.operation is None or self._closed:
             return
-        timings = context.timings
-        ended_ns = time.time_ns()
-        attributes: dict[str, Any] = {
-            "rpc.system": transport,
-            "convgrad.request_id": context.request_id,
-            "convgrad.code": context.code,
-            "convgrad.received_bytes": context.received_bytes,
-            "convgrad.sent_bytes": context.sent_bytes,
-            **{f"convgrad.{stage}_s": spent for stage, spent in timings.stages_s.items()},
-        }
-        if context.owner:
-            attributes["convgrad.key"] = context.owner
-        span = self._tracer.start_span(
-            context.operation,
-            context=self._propagator.extract(context.trace),
-            kind=self._server,
-            start_time=ended_ns - round(timings.total_s * 1e9),
-            attributes=attributes,
+        began_ns, timings = span.start_time, context.timings
+        span.update_name(name)
+        span.set_attributes(attributes)
+        span.set_attributes(
+            {
+                "convgrad.operation": context.operation,
+                "convgrad.request_id": context.request_id,
+                "convgrad.flops": timings.flops,
+                **({"convgrad.key": context.owner} if context.owner else {}),
+            }
         )
         if context.code != "ok":
+            span.set_attribute("error.type", context.code)
+        if failed:
             span.set_status(self._error, context.code)
-        span.end(ended_ns)
+        within = self._within(span)
+        for stage, stage_began_s, seconds in intervals:
+            start_ns = began_ns + round((stage_began_s - timings.started_s) * 1e9)
+            part = self._tracer.start_span(stage, context=within, start_time=start_ns)
+            part.end(start_ns + round(seconds * 1e9))
+        span.end(began_ns + round(timings.total_s * 1e9))
 
     def close(self) -> None:
         """Send what waits, and end; once, however many transports share this."""

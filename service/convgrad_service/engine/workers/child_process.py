@@ -77,6 +77,7 @@ class Children:
     def __init__(self) -> None:
         self.missing: set[str] = set()
         self.ended: Counter[str] = Counter()
+        self.hung: Counter[str] = Counter()
         self.failed_starts: Counter[str] = Counter()
         self.changed: Callable[[], None] = lambda: None
 

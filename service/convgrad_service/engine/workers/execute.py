@@ -19,7 +19,8 @@ from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.partition import joined, pieces_of, shares_of
 from convgrad_service.engine.shm.mappings import RegionMappings, apart
 from convgrad_service.engine.shm.registry import InRegion
-from convgrad_service.problems.base import Piece
+from convgrad_service.examination import examined
+from convgrad_service.problems.base import Lane, Piece
 from convgrad_service.problems.pieces import added_up, piece_tensors, place_part
 
 __all__ = ["Finished", "Job", "compile_ahead", "run_job"]
@@ -40,6 +41,7 @@ class Job(NamedTuple):
     regions: tuple[InRegion, ...] = ()
     tasks: int = 1
     sums: bool = False
+    lane: Lane = Lane.BY_SIZE
 
     @property
     def cost(self) -> float:
@@ -71,7 +73,8 @@ class Job(NamedTuple):
             taken = any(_is_taken(tensor) for tensor in layout.inputs)
             if not taken and not outputs & _unfit(layout, regions):
                 tasks = len(pieces_of(layout.problem, layout.sizes.parts))
-        return cls(layout, base, regions, tasks, tasks > 1 and bool(layout.shares))
+        sums = tasks > 1 and bool(layout.shares)
+        return cls(layout, base, regions, tasks, sums, layout.problem.lane)
 
 
 def _is_taken(tensor: Tensor) -> bool:
@@ -105,7 +108,7 @@ def compile_ahead(
 ) -> Future[None] | None:
     """See `ServingBackend.compile_ahead`; of what `run_job` would compute."""
     chosen = _chosen(layout, part).values()
-    whole = [layout.problem] if layout.sizes.parts == 1 else []
+    whole = layout.problem.computes if layout.sizes.parts == 1 else ()
     return backend.compile_ahead([*whole, *(piece.problem for piece in chosen)])
 
 
@@ -141,7 +144,7 @@ def run_job(
         direct[name] = np.empty_like(outputs[name])
     if layout.sizes.parts == 1:
         given = {name: array.copy() if name in unfit else array for name, array in inputs.items()}
-        outcome = backend.run(layout.problem, given, cancelled, direct)
+        outcome = examined(backend, layout.problem, given, cancelled, direct)
         found: Arrays = outcome.outputs
         finished = _finished(outcome)
     else:
@@ -331,4 +334,5 @@ def _finished(outcome: Outcome) -> Finished:
         outcome.workspace_bytes,
         outcome.upload_s,
         outcome.download_s,
+        outcome.words,
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.backends.base import ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Channel
+from convgrad_service.engine.ipc.heartbeat import MOST_MISSED, Heartbeat, Ping, Pong
 from convgrad_service.engine.ipc.interning import InternTable
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.scheduling.scheduler import Scheduler, Task
@@ -42,6 +43,11 @@ __all__ = ["ProcessWorker", "WorkerRecipe"]
 _BRIEF_S = 1e-3
 # Compiling what a GPU needs first takes seconds; this is for a driver that never answers.
 _START_S = 300
+
+
+# A task hangs that has made no progress for so many times as long as its worker's tasks together
+# are expected to take: a device's kernels are sometimes ten times as slow as the others were.
+_STALL_FACTOR = 20
 
 
 class WorkerRecipe(NamedTuple):
@@ -83,6 +89,11 @@ class ProcessWorker:
         self._named = InternTable()
         self._brief: set[int] = set()  # of what it was told, what took it no time the last time
         self._probes: dict[int, asyncio.Future[ServiceError | None]] = {}
+        self.finished = 0
+        """Tasks that it has ended, in whatever way."""
+        self._heartbeat = Heartbeat()
+        self._progress: dict[int, int] = {}
+        self._stalled_s: dict[int, float] = {}  # of each task, since it was seen to make progress
         self._ending: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes]
         self._jobs: Channel
@@ -183,8 +194,29 @@ class ProcessWorker:
             if held is task:
                 self._control.tell(Cancel(number))
 
+    def check(self, beat_s: float, progress_timeout_s: float) -> str | None:
+        """Ask whether it is alive, which is to be done every ``beat_s``; why it must be ended, if
+        it is not or if a task hangs."""
+        if self._heartbeat.missed():
+            return f"has been silent for {MOST_MISSED * beat_s:g} s"
+        self._control.tell(Ping())
+        cost = sum(task.cost for task, _ in self._tasks.values())
+        expected_s = self._schedule.pace.estimate_s(cost)
+        longest_s = max(progress_timeout_s, _STALL_FACTOR * expected_s)
+        self._stalled_s = {
+            number: self._stalled_s.get(number, -beat_s) + beat_s for number in self._tasks
+        }
+        hung = [number for number, stalled_s in self._stalled_s.items() if stalled_s > longest_s]
+        for number in hung:
+            self._tasks[number][0].hung = True
+        return f"has made no progress with a problem for {longest_s:g} s" if hung else None
+
+    def end(self) -> None:
+        """End its process, whatever it computes; ``lost`` says when that is done."""
+        self._gone()
+
     async def stop(self) -> None:
-        """End its process, whatever it computes."""
+        """End its process, and return once it has ended."""
         self._control.close()
         self._gone()
         await self.lost
@@ -232,6 +264,7 @@ class ProcessWorker:
             self._schedule.compiled(self._compiling.pop(number), plain.error)
             return
         task, named = self._tasks.pop(number)
+        self.finished += 1
         if isinstance(plain, Compiling):
             self._compiling[number] = task
             self._schedule.compiling(task)
@@ -248,6 +281,13 @@ class ProcessWorker:
         if isinstance(message, Vitals):
             self.vitals = message
             return
+        if isinstance(message, Pong):
+            self._heartbeat.heard()
+            for number, progress in message.progress:
+                if self._progress.get(number) != progress and number in self._stalled_s:
+                    self._stalled_s[number] = 0.0
+            self._progress = dict(message.progress)
+            return
         if isinstance(message, Probed):
             if (answered := self._probes.get(message.number)) and not answered.done():
                 answered.set_result(message.error)
@@ -262,6 +302,8 @@ class ProcessWorker:
 
     def _gone(self) -> None:
         if self._ending is None:
+            self.slots = 0  # it gets no more tasks
+            self._schedule.changed()
             self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:

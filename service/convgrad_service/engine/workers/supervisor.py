@@ -7,6 +7,8 @@ import logging
 
 from convgrad.errors import DeviceUnavailable, ServiceError
 from convgrad_service.engine.hub import Hub
+from convgrad_service.engine.ipc.heartbeat import MOST_MISSED
+from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.workers.child_process import Backoff, DescriptorReserve
 from convgrad_service.engine.workers.process_worker import ProcessWorker, WorkerRecipe
 
@@ -19,15 +21,18 @@ _BROKEN_AFTER = 4
 
 
 class Supervisor:
-    """Starts a worker for each device, and another whenever one has died."""
+    """Starts a worker for each device, and another whenever one has died or hangs."""
 
-    def __init__(self, hub: Hub, recipe: WorkerRecipe) -> None:
+    def __init__(self, hub: Hub, recipe: WorkerRecipe, options: EngineOptions) -> None:
         self.workers: dict[int, ProcessWorker] = {}
         self.reserve = DescriptorReserve()
-        self._hub, self._recipe = hub, recipe
+        self._hub, self._recipe, self._options = hub, recipe, options
         self._devices = 1
         self._broken: dict[int, str] = {}
         self._keeping: list[asyncio.Task[None]] = []
+        # How long each device has had no worker, or none that computed anything after one hung.
+        self._failing_s: dict[int, float] = {}
+        self._hung: set[int] = set()
         hub.fault = lambda: self.fault
         hub.workers = lambda: self.workers
         hub.vitals = lambda: {index: worker.vitals for index, worker in self.workers.items()}
@@ -54,6 +59,7 @@ class Supervisor:
         others = [self._started(index, self._recipe) for index in range(1, self._devices)]
         for index, worker in enumerate([first, *await asyncio.gather(*others)]):
             self._keeping.append(asyncio.ensure_future(self._keep(index, worker)))
+        self._keeping.append(asyncio.ensure_future(self._watch()))
 
     async def stop(self) -> None:
         """End every worker, and start no other."""
@@ -110,6 +116,43 @@ class Supervisor:
             else:
                 self._broken.pop(index, None)
                 return worker
+
+    async def _watch(self) -> None:
+        """End workers that hang, and notice when no device has worked for long."""
+        beat_s = self._options.heartbeat_timeout_s / MOST_MISSED
+        self._failing_s = dict.fromkeys(range(self._devices), 0.0)
+        while True:
+            await asyncio.sleep(beat_s)
+            for index in range(self._devices):
+                self._look_at(index, beat_s)
+            self._hub.dead = self._dead()
+            self._hub.publish()
+
+    def _look_at(self, index: int, beat_s: float) -> None:
+        worker = self.workers.get(index)
+        if worker is None or worker.slots == 0:
+            self._failing_s[index] += beat_s
+            return
+        if worker.finished or index not in self._hung:
+            self._hung.discard(index)
+            self._failing_s[index] = 0.0
+        else:
+            self._failing_s[index] += beat_s
+        if (why := worker.check(beat_s, self._options.progress_timeout_s)) is not None:
+            _log.error("worker %d (process %d) %s; it is ended", index, worker.process_id, why)
+            self._hub.children.hung["convgrad-worker"] += 1
+            self._hung.add(index)
+            worker.end()
+
+    def _dead(self) -> str | None:
+        """Why the server is not live. One that hung may have had a bad request: it is dead if the
+        next one hangs as well."""
+        longest_s = self._options.device_timeout_s
+        if min(self._failing_s.values()) < longest_s:
+            return None
+        if self._hub.schedule.workers and self._hub.dead is None:
+            return None
+        return f"no device has worked for {longest_s:g} s"
 
     def _give_up_hope(self) -> None:
         if (fault := self.fault) is not None:

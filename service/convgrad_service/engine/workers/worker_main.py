@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from convgrad.errors import ServiceError
-from convgrad_service.backends.base import ServingBackend, Vitals
+from convgrad_service.backends.base import Cancellation, ServingBackend, Vitals
 from convgrad_service.engine.ipc.channel import Pipe
+from convgrad_service.engine.ipc.heartbeat import Ping, Pong
 from convgrad_service.engine.ipc.interning import Named
 from convgrad_service.engine.memory.arena import Arena
 from convgrad_service.engine.memory.tensor_layout import PackedTensorLayout, TensorLayout
@@ -198,7 +199,7 @@ class _Worker:
         self._arrangements: dict[int, TensorLayout] = {}
         self._turn = threading.Lock()
         self._lock = threading.Lock()
-        self._cancelled: dict[int, threading.Event] = {}
+        self._cancelled: dict[int, Cancellation] = {}
         self._compiling: dict[int, Future[None]] = {}
         # Of arrangements by their names, the parts of which nothing needs to be compiled.
         self._compiled: set[tuple[int, int | None]] = set()
@@ -294,9 +295,13 @@ class _Worker:
             compiling.cancel()
         compiling.add_done_callback(tell)
 
-    def told(self, message: Cancel | Forget | Probe) -> None:
+    def told(self, message: Cancel | Forget | Ping | Probe) -> None:
         """Do what the hub says beside jobs."""
-        if isinstance(message, Forget):
+        if isinstance(message, Ping):
+            with self._lock:
+                running = tuple((number, each.progress) for number, each in self._cancelled.items())
+            self._control.send(Pong(running))
+        elif isinstance(message, Forget):
             self._segments.close(message.region)
             self._backend.forget(message.region)
         elif isinstance(message, Probe):
@@ -352,7 +357,7 @@ class _Worker:
 
     def _begin(self, number: int) -> threading.Event:
         with self._lock:
-            event = self._cancelled[number] = threading.Event()
+            event = self._cancelled[number] = Cancellation()
             self._last = number
             if number in self._early:
                 event.set()

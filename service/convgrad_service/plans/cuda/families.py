@@ -7,7 +7,7 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -69,6 +69,22 @@ class Families:
             for family in getattr(self, role):
                 found |= dict.fromkeys(family.instances())
         return list(found)
+
+    def without(self, names: Collection[str]) -> Families:
+        """The same but for the families of these names."""
+        kept = {
+            role: tuple(
+                left
+                for family in getattr(self, role)
+                for left in (
+                    family.without(names)
+                    if isinstance(family, LeastExpected)
+                    else (() if family.name in names else (family,))
+                )
+            )
+            for role in self.__slots__
+        }
+        return Families(**kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +157,14 @@ class LeastExpected(Generic[V]):
         """``overheads`` are the families', by name; one without is not compared."""
         self._sides = sides
         self._overheads = overheads
+
+    def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
+        """What is left of it but for the families of these names."""
+        sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
+        left = [side for side in sides if side]
+        if len(left) < 2 or not sides[0]:
+            return tuple(family for side in left for family in side)
+        return (LeastExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """What is chosen, unless nothing applies, and why not each of the others."""

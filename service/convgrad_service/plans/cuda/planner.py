@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from convgrad.errors import UnsupportedProblem
@@ -12,15 +11,14 @@ from convgrad_service.plans.cuda.branches import shared_out
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.families import Chosen, Families, choose
 from convgrad_service.plans.cuda.formats import plan_formats
-from convgrad_service.plans.cuda.program import (
-    ALIGNMENT,
-    CudaPlan,
-    Fragment,
-    Step,
-    Workspace,
-    ceil_div,
+from convgrad_service.plans.cuda.parts import (
+    choose_conv,
+    conv_work,
+    put_together,
+    side_by_side,
 )
-from convgrad_service.plans.cuda.sharing import taken_out
+from convgrad_service.plans.cuda.passes import plan_passes
+from convgrad_service.plans.cuda.program import CudaPlan, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import (
     ChannelSums,
     ConvWork,
@@ -32,10 +30,10 @@ from convgrad_service.plans.cuda.works import (
 )
 from convgrad_service.problems import (
     Conv3dBackpropInput,
-    Conv3dTranspose,
     ConvBackward,
     ConvBwdData,
     ConvFwd,
+    ConvPasses,
     GroupedConvBwdWeight,
     GroupedConvConvFwd,
     MaxPoolBwd,
@@ -43,10 +41,9 @@ from convgrad_service.problems import (
     Problem,
     TensorSpec,
 )
-from convgrad_service.problems.convolution import ConvProblem
 from convgrad_service.problems.layouts import LAYOUTS, activation_shape
 
-__all__ = ["PLANNERS", "plan_for", "put_together"]
+__all__ = ["PLANNERS", "plan_for"]
 
 Planner = Callable[[Any, CudaDevice, Families], CudaPlan]
 
@@ -67,66 +64,6 @@ def plan_for(problem: Problem, device: CudaDevice, families: Families) -> CudaPl
     return planner(problem, device, families)
 
 
-def put_together(chosen: Iterable[Chosen], more: Iterable[Workspace] = ()) -> CudaPlan:
-    """One plan of several pieces of work, one after another."""
-    return _plan_of([(part, part.fragment) for part in chosen], (), more)
-
-
-def _side_by_side(chosen: Iterable[Chosen], problem: Problem) -> CudaPlan:
-    """One plan of pieces of work that need nothing of each other; what they make alike of the
-    inputs goes first."""
-    parts = list(chosen)
-    first, fragments = taken_out([part.fragment for part in parts], problem.inputs)
-    plan = _plan_of(list(zip(parts, fragments, strict=True)), first, ())
-    starts = accumulate((len(one.steps) for one in fragments[:-1]), initial=len(first))
-    return replace(plan, branches=tuple(starts)) if len(parts) > 1 else plan
-
-
-def _plan_of(
-    parts: Sequence[tuple[Chosen, Fragment]], first: tuple[Step, ...], more: Iterable[Workspace]
-) -> CudaPlan:
-    fragments = [fragment for _, fragment in parts]
-    workspace = (*more, *(item for one in fragments for item in one.workspace))
-    passed_over: dict[tuple[str, str], None] = {}
-    for part, _ in parts:
-        passed_over |= dict.fromkeys(part.passed_over)
-    return CudaPlan(
-        " + ".join(one.kernel for one in fragments),
-        sum(ceil_div(w.size_bytes, ALIGNMENT) * ALIGNMENT for w in workspace),
-        1,
-        tuple(passed_over),
-        (*first, *(step for one in fragments for step in one.steps)),
-        workspace,
-        tuple(check for one in fragments for check in one.checks),
-        orders=tuple(f"{part.family} {part.fragment.order}".strip() for part, _ in parts),
-    )
-
-
-def _conv_work(
-    problem: ConvProblem, direction: Any, x: str, w: str, y: str, **more: Any
-) -> ConvWork:
-    """A convolution on the problem's tensors, by the names of their buffers."""
-    layout, groups = problem.layout, problem.conv.groups
-    result = more.pop("result_dtype", problem.dtype)
-    of_w = result if direction == "bwd_weight" else problem.dtype
-    return ConvWork(
-        direction=direction,
-        conv=problem.conv,
-        dtype=problem.dtype,
-        result_dtype=result,
-        x=activation_operand(x, problem.dtype, layout, problem.input_spec.shape, groups),
-        w=weight_operand(w, of_w, layout, problem.weight_spec.shape, groups),
-        y=activation_operand(y, problem.dtype, layout, problem.output_spec.shape, groups),
-        precision=problem.precision,
-        deterministic=problem.deterministic,
-        **more,
-    )
-
-
-def _choose_conv(work: ConvWork, device: CudaDevice, families: Families) -> Chosen:
-    return choose(families.of(work), work, device)
-
-
 def _plan_bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> CudaPlan:
     return put_together([_bwd_data(problem, device, families)])
 
@@ -139,7 +76,7 @@ def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> C
         accumulate = activation_operand(
             "accumulate", problem.dtype, problem.layout, spec.shape, problem.conv.groups
         )
-    work = _conv_work(
+    work = conv_work(
         problem,
         "bwd_data",
         "grad_input",
@@ -149,19 +86,13 @@ def _bwd_data(problem: ConvBwdData, device: CudaDevice, families: Families) -> C
         alpha=epilogue.alpha,
         beta=epilogue.beta if epilogue.accumulate else 0.0,
     )
-    return _choose_conv(work, device, families)
-
-
-def _plan_transpose(problem: Conv3dTranspose, device: CudaDevice, families: Families) -> CudaPlan:
-    bias = "bias" if problem.bias else None
-    work = _conv_work(problem, "bwd_data", "output", "weight", "input", bias=bias)
-    return put_together([_choose_conv(work, device, families)])
+    return choose_conv(work, device, families)
 
 
 def _plan_fwd(problem: ConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
     bias = "bias" if problem.bias else None
-    work = _conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
-    return put_together([_choose_conv(work, device, families)])
+    work = conv_work(problem, "fwd", "input", "weight", "output", bias=bias)
+    return put_together([choose_conv(work, device, families)])
 
 
 def _plan_bwd_weight(
@@ -179,7 +110,7 @@ def _bwd_weight(
         if epilogue.accumulate:
             shape = problem.weight_spec.shape
             accumulate = weight_operand("accumulate", dtype, problem.layout, shape, conv.groups)
-        work = _conv_work(
+        work = conv_work(
             problem,
             "bwd_weight",
             "input",
@@ -192,7 +123,7 @@ def _bwd_weight(
             split_k=problem.split_k,
             prefix=prefix,
         )
-        yield _choose_conv(work, device, families)
+        yield choose_conv(work, device, families)
     if "grad_bias" in problem.wanted:
         y = activation_operand(
             "grad_output", problem.dtype, problem.layout, problem.output_spec.shape, conv.groups
@@ -218,7 +149,7 @@ def _plan_backward(problem: ConvBackward, device: CudaDevice, families: Families
             lambda share: _bwd_data(data, share, families),
             device,
         )
-    return _side_by_side(chosen, problem)
+    return side_by_side([[part] for part in chosen], problem)
 
 
 def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Families) -> CudaPlan:
@@ -275,7 +206,7 @@ def _plan_fused(problem: GroupedConvConvFwd, device: CudaDevice, families: Famil
             chosen = Chosen(family.name, family.launches(fused, device), tuple(reasons))
             return put_together([chosen])
         reasons.append((family.name, reason))
-    two = [_choose_conv(part, device, families) for part in (first, second)]
+    two = [choose_conv(part, device, families) for part in (first, second)]
     two[0] = replace(two[0], passed_over=(*reasons, *two[0].passed_over))
     return put_together(two, [Workspace(middle, between_bytes)])
 
@@ -330,7 +261,7 @@ def _plan_backprop_input(
         deterministic=problem.deterministic,
     )
     chosen = [choose(families.copy, copy, device) for copy in formats.before]
-    chosen.append(_choose_conv(work, device, families))
+    chosen.append(choose_conv(work, device, families))
     chosen += [choose(families.copy, copy, device) for copy in formats.after]
     return put_together(chosen, formats.workspace)
 
@@ -342,8 +273,8 @@ PLANNERS: Mapping[type[Problem], Planner] = {
     MaxPoolFwd: _plan_pool_fwd,
     Conv3dBackpropInput: _plan_backprop_input,
     GroupedConvConvFwd: _plan_fused,
-    Conv3dTranspose: _plan_transpose,
     ConvFwd: _plan_fwd,
     ConvBackward: _plan_backward,
+    ConvPasses: plan_passes,
 }
 """The planner of each class of problems."""

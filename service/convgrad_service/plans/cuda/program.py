@@ -166,7 +166,8 @@ class CudaPlan(Plan):
     ``branches`` are the places in the steps where work begins that may run beside the other
     branches: it needs what stands before the first of them, and nothing of theirs. ``orders`` are
     the families, and in which order each adds up: of one problem's pieces those that have the same
-    put the same bits side by side.
+    put the same bits side by side. ``expected_s`` is what all of it should take, where every family
+    has a model.
     """
 
     steps: tuple[Step, ...] = ()
@@ -174,6 +175,12 @@ class CudaPlan(Plan):
     checks: tuple[Check, ...] = ()
     branches: tuple[int, ...] = ()
     orders: tuple[str, ...] = ()
+    expected_s: float | None = None
+
+    @property
+    def families(self) -> frozenset[str]:
+        """The names of the families whose kernels run."""
+        return frozenset(order.partition(" ")[0] for order in self.orders)
 
 
 def ceil_div(a: int, b: int) -> int:

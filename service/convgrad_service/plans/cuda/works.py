@@ -25,6 +25,7 @@ __all__ = [
     "PoolWork",
     "activation_operand",
     "contiguous_strides",
+    "size3",
     "weight_operand",
 ]
 
@@ -103,35 +104,36 @@ class _Geometry:
 
     @property
     def input(self) -> Size3:
-        return _three(self._shape.input_size, 1)
+        return size3(self._shape.input_size, 1)
 
     @property
     def kernel(self) -> Size3:
-        return _three(self._shape.kernel_size, 1)
+        return size3(self._shape.kernel_size, 1)
 
     @property
     def output(self) -> Size3:
-        return _three(self._shape.output_size, 1)
+        return size3(self._shape.output_size, 1)
 
     @property
     def stride(self) -> Size3:
-        return _three(self._shape.stride, 1)
+        return size3(self._shape.stride, 1)
 
     @property
     def dilation(self) -> Size3:
-        return _three(self._shape.dilation, 1)
+        return size3(self._shape.dilation, 1)
 
     @property
     def pad(self) -> Size3:
         """Before each dimension; what is after follows from the sizes. May be negative."""
-        return _three(tuple(before for before, _ in self._shape.padding), 0)
+        return size3(tuple(before for before, _ in self._shape.padding), 0)
 
     @property
     def taps(self) -> int:
         return prod(self.kernel)
 
 
-def _three(values: tuple[int, ...], lead: int) -> Size3:
+def size3(values: tuple[int, ...], lead: int = 1) -> Size3:
+    """Values of one to three dimensions in three, with ``lead`` for those missing in front."""
     padded = (*[lead] * (3 - len(values)), *values)
     return padded[0], padded[1], padded[2]
 
@@ -289,3 +291,5 @@ class Copy:
     bounds: tuple[tuple[int, int, int], ...] = ()
     pads: bool = False
     follows: bool = True
+    source_start: int = 0
+    target_start: int = 0

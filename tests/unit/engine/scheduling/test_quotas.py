@@ -67,6 +67,23 @@ def test_a_rate_lets_a_second_s_worth_through_and_then_keeps_its_pace() -> None:
     assert answered(0.01, 0.001) == 4  # what was not used is not saved up
 
 
+def test_what_was_computed_is_paid_for_at_a_rate_of_flops() -> None:
+    now_s = 100.0
+    quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(flops_per_s=1e9))
+    # Larger than a second's worth by itself, which is no reason to refuse it for good.
+    quotas.enter(ada).count(0, 5 * 10**9)
+    now_s += 3.9
+    with pytest.raises(Overloaded, match=r"'ada' may have 1e\+09 FLOPs.* for 1.1 s") as refused:
+        quotas.enter(ada).count(0, 1)
+    assert refused.value.retry_after_s == pytest.approx(0.1)
+    assert quotas.used["ada"].refused == {"flops_per_s": 1}
+    now_s += 0.1
+    for _ in range(10):  # once it has been paid for but for a second's worth, on average the rate
+        quotas.enter(ada).count(0, 10**9)
+        now_s += 1
+    quotas.enter(ada).count(2**40)  # what stores a tensor computes nothing
+
+
 def test_a_slow_rate_is_one_request_at_a_time() -> None:
     now_s = 0.0
     quotas, ada = Quotas(lambda: now_s), Caller("ada", KeyLimits(requests_per_s=0.1))

@@ -216,6 +216,41 @@ def test_a_job_that_is_alone_in_two_deaths_is_not_tried_again() -> None:
     run(scenario())
 
 
+def test_of_a_worker_with_a_job_that_hung_that_job_alone_is_a_suspect() -> None:
+    async def scenario() -> None:
+        schedule, worker = Scheduler(10), Recorder(slots=2)
+        schedule.add(worker)
+        hung, other = submit(schedule), submit(schedule)
+        hung.hung = True
+        schedule.lost(worker)
+        fresh = Recorder(slots=2)
+        schedule.add(fresh)
+        assert (hung.suspect, other.suspect) == (True, False)
+        assert fresh.held == [hung]
+        schedule.lost(fresh)
+        assert isinstance(hung.done.exception(), WorkerLost)  # it hung once beside, and died alone
+        last = Recorder(slots=2)
+        schedule.add(last)
+        assert last.held == [other]
+
+    run(scenario())
+
+
+def test_a_worker_that_is_about_to_end_gets_no_more_jobs() -> None:
+    async def scenario() -> None:
+        schedule, ending = Scheduler(10), Recorder(slots=2)
+        schedule.add(ending)
+        ending.slots = 0
+        task = submit(schedule)
+        assert (ending.held, schedule.workers, schedule.waiting) == ([], 0, 1)
+        schedule.lost(ending)
+        fresh = Recorder()
+        schedule.add(fresh)
+        assert fresh.held == [task]
+
+    run(scenario())
+
+
 def test_without_a_worker_jobs_wait_until_there_is_no_hope() -> None:
     async def scenario() -> None:
         schedule = Scheduler(10)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import cast
+from typing import Any, cast
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
@@ -27,40 +27,15 @@ PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile.
 LEAST_EXTENT = 8
+INSIDE = "the source starts inside its buffer"
 # A copy needs to know an element's size alone.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
-class TransposeArgs(ctypes.Structure):
-    """See ``transpose.cu``."""
-
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("extent", ctypes.c_uint32 * OUTER),
-        *((name, ctypes.c_int64 * OUTER) for name in ("source_stride", "target_stride")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
-        ),
-        ("elements", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("source_chunk", "target_chunk", "rows", "follows")),
-    )
+TransposeArgs = structure("layout/transpose.cu", "TransposeArgs")
 
 
-class RowCopyArgs(ctypes.Structure):
-    """See ``row_copy.cu``."""
-
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_int64 * ROW_AXES)
-            for name in ("extent", "source_stride", "target_stride")
-        ),
-        *((name, ctypes.c_int64) for name in ("chunks", "all_chunks", "elements")),
-        ("follows", ctypes.c_int32),
-    )
+RowCopyArgs = structure("layout/row_copy.cu", "RowCopyArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +90,8 @@ class Transpose:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         x, y = box.inner(source=True), box.inner(source=False)
@@ -128,7 +105,7 @@ class Transpose:
         short = 0 if _kind(box, x, y) == self.name else 1
         if sorted(extents)[short] < LEAST_EXTENT:
             return f"inner axes of {extents[0]} and {extents[1]}; expected {LEAST_EXTENT} or more"
-        if _tiles(box, x, y, work.dtype.itemsize) > MAX_BLOCKS:
+        if _tiles(work, box, x, y) > MAX_BLOCKS:
             return "its tiles are more than one grid holds"
         return None
 
@@ -148,7 +125,7 @@ class Transpose:
         last = [(axis.extent - 1) * axis.source for axis in (x_axis, *outer)]
         args.elements = 1 + sum(last) + (args.y_limit - 1) * y_axis.source
         sources = [axis.source for axis in outer]
-        targets = [axis.target for axis in outer]
+        targets = [work.target_start, *(axis.target for axis in outer)]
         name = _kind(box, x, y)
         # A run of rows starts at a whole chunk if its plane does.
         if name != PLANES:
@@ -161,11 +138,12 @@ class Transpose:
         short, long = (x_axis, y_axis) if name == PLANES else (y_axis, x_axis)
         args.rows = _rows(short, long.extent, itemsize) if name != self.name else 0
         args.follows = work.follows
+        args.target = work.target_start * itemsize
         launch = Launch(
             _tile_instance(itemsize, not args.source_chunk, not args.target_chunk)
             if name == self.name
             else _instance(name, itemsize),
-            (_tiles(box, x, y, itemsize), 1, 1),
+            (_tiles(work, box, x, y), 1, 1),
             (BLOCK, 1, 1),
             pack(args, source=work.source, target=work.target),
         )
@@ -192,6 +170,8 @@ class RowCopy:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         inner = box.inner(source=False)
@@ -202,7 +182,7 @@ class RowCopy:
         chunk = CHUNK_BYTES // work.dtype.itemsize
         row = box.axes[inner]
         targets = (axis.target for axis in box.axes if axis is not row)
-        if any(value % chunk for value in (row.extent, *targets)):
+        if any(value % chunk for value in (row.extent, work.target_start, *targets)):
             return f"the target's rows are not whole chunks of {CHUNK_BYTES} bytes"
         if len(box.axes) - 1 > ROW_AXES:
             return f"{len(box.axes)} axes are more than {ROW_AXES + 1}"
@@ -221,6 +201,7 @@ class RowCopy:
         args.all_chunks = args.chunks * prod(args.extent)
         args.elements = row.extent if box.padded is None else box.limit
         args.follows = work.follows
+        args.target = work.target_start * work.dtype.itemsize
         launch = Launch(
             _instance(self.name, work.dtype.itemsize),
             linear_grid(args.all_chunks, BLOCK),
@@ -234,7 +215,7 @@ class RowCopy:
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
 
-def _fill_axes(args: TransposeArgs | RowCopyArgs, axes: list[CopyAxis], count: int) -> None:
+def _fill_axes(args: Any, axes: list[CopyAxis], count: int) -> None:
     padded = [*[CopyAxis(1, 0, 0)] * (count - len(axes)), *axes]
     args.extent[:] = [axis.extent for axis in padded]
     args.source_stride[:] = [axis.source for axis in padded]
@@ -259,7 +240,8 @@ def _rows(short: CopyAxis, count: int, itemsize: int) -> int:
     return ceil_div(ceil_div(count, ceil_div(count, most)), chunk) * chunk
 
 
-def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
+def _tiles(work: Copy, box: _Box, x: int, y: int) -> int:
+    itemsize = work.dtype.itemsize
     x_axis, y_axis = box.axes[x], box.axes[y]
     outer = [axis for index, axis in enumerate(box.axes) if index not in (x, y)]
     kind = _kind(box, x, y)
@@ -268,7 +250,7 @@ def _tiles(box: _Box, x: int, y: int, itemsize: int) -> int:
     elif kind == RUNS:
         inner = ceil_div(x_axis.extent, _rows(y_axis, x_axis.extent, itemsize))
     else:
-        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer)
+        targets = y_axis.extent, x_axis.target, *(axis.target for axis in outer), work.target_start
         lead = SECTOR_BYTES // itemsize if gcd(*targets) * itemsize % CHUNK_BYTES else 0
         tiles_y = ceil_div(y_axis.extent + lead, TILE_Y)
         inner = ceil_div(x_axis.extent, TILE_X[itemsize]) * tiles_y

@@ -1,0 +1,90 @@
+"""<result, z> a second way: through the adjoint operation, by another loop."""
+
+from __future__ import annotations
+
+import zlib
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.check.bounds import FACTORS, SUMS, Float, Reference, allowed_error
+from convgrad.check.convolve import Convolver, wide
+from convgrad.check.philox import philox
+from convgrad.check.references import Linear, Span, Target, spans_of
+from convgrad.contract.verification import Adjointness
+
+__all__ = ["AdjointCheck"]
+
+_SEED = 1
+_WORDS = 4 * 32
+"""Signs that one block of random numbers gives."""
+
+
+class AdjointCheck:
+    """Adds up <result, z> as parts of the reference come by; then `outcome` has the other side.
+
+    z is +1 or -1, so that it rounds nothing.
+    """
+
+    def __init__(self, target: Target, result: NDArray[Any], factors: str, sums: str) -> None:
+        self.target = target
+        self._c, self._coarser = FACTORS[factors], SUMS[sums]
+        self._seen = target.see(result).array
+        self._dtype = result.dtype
+        self._signs = _signs(target.name, target.shape)
+        self._left = self._allowed = self._magnitude = 0.0
+
+    def add(self, span: Span, ref: Reference) -> None:
+        """Count a part of the result."""
+        cut = slice(*span)
+        with np.errstate(all="ignore"):
+            self._left += float((self._seen[cut].astype(np.float64) * self._signs[cut]).sum())
+            self._allowed += float(allowed_error(ref, self._dtype, self._c, self._coarser).sum())
+            self._magnitude += float(ref.magnitude.sum())
+
+    def outcome(self, convolver: Convolver) -> Adjointness:
+        """The other side, and whether the two are as near as the bounds let them."""
+        linear = self.target.linear
+        assert linear is not None  # noqa: S101 - of others there is no such check
+        right = _right(linear, self._signs, convolver)
+        # What float64 itself loses on both sides.
+        allowed = self._allowed + 2.0**-45 * self._magnitude
+        if not np.isfinite([self._left, right, allowed]).all():
+            return Adjointness(applies=False, reason="something is not finite")
+        return Adjointness(
+            applies=True,
+            left=self._left,
+            right=right,
+            allowed=allowed,
+            passed=abs(self._left - right) <= allowed,
+        )
+
+
+def _signs(name: str, shape: tuple[int, ...]) -> Float:
+    count = prod(shape)
+    blocks = np.arange(-(-count // _WORDS), dtype=np.uint64)
+    words = philox(blocks, (zlib.crc32(name.encode()), 1), _SEED).view(np.uint8)
+    bits = np.unpackbits(words.reshape(-1))[:count]
+    return (bits.astype(np.float64) * 2.0 - 1.0).reshape(shape)
+
+
+@np.errstate(all="ignore")
+def _right(linear: Linear, z: Float, convolver: Convolver) -> float:
+    first, second, geometry = linear.first, linear.second, linear.geometry
+    total = 0.0
+    for begin, end in spans_of(len(first), max(prod(first.shape[1:]), prod(z.shape[1:]))):
+        if linear.kind == "forward":  # <conv(x, w), z> = <x, bwd_data(z, w)>
+            back, _ = convolver.backward_data(z[begin:end], second, geometry)
+            total += float((wide(first[begin:end]) * back).sum())
+        elif linear.kind == "backward_data":  # <bwd_data(y, w), z> = <y, conv(z, w)>
+            out, _ = convolver.forward(z[begin:end], second, geometry)
+            total += float((wide(first[begin:end]) * out).sum())
+        else:  # <bwd_weight(x, y), z> = <conv(x, z), y>
+            out, _ = convolver.forward(first[begin:end], z, geometry)
+            total += float((wide(second[begin:end]) * out).sum())
+    total *= linear.scale
+    if linear.added is not None:
+        total += float((np.broadcast_to(linear.added, z.shape) * z).sum())
+    return total

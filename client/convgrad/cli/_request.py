@@ -1,0 +1,155 @@
+"""The options that make a request, from the contract of its operation: what `call` and `bench`
+share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+from pydantic.fields import FieldInfo
+
+from convgrad._call import Call, Outputs, make_call
+from convgrad.cli._connection import add_connection_options
+from convgrad.cli._failures import UsageError
+from convgrad.cli._files import read_tensor
+from convgrad.contract import OPERATIONS, Operation
+from convgrad.errors import MalformedRequest
+
+__all__ = ["add_operations", "known_tensor", "named_values", "request_call"]
+
+# The form of tensors in a JSON answer is between the client and the server alone.
+_NOT_OPTIONS = frozenset({"response", "stored", "store"})
+_PARAMETER = "parameter:"
+
+
+def add_operations(
+    parser: argparse.ArgumentParser,
+) -> Mapping[str, argparse.ArgumentParser]:
+    """A parser for each operation, which takes its tensors, its parameters and the connection's
+    options."""
+    operations = parser.add_subparsers(dest="operation", metavar="OPERATION", required=True)
+    return {
+        operation.name: _add_options(operations, operation) for operation in OPERATIONS.values()
+    }
+
+
+def request_call(
+    options: argparse.Namespace, tensors: Mapping[str, NDArray[Any]] | None = None
+) -> Call[Outputs]:
+    """The request that parsed options say, with further ``tensors``; raises UsageError."""
+    arguments: dict[str, Any] = {
+        name.removeprefix(_PARAMETER): value
+        for name, value in vars(options).items()
+        if name.startswith(_PARAMETER)
+    }
+    for name, text in named_values("--param", options.param):
+        _set(arguments, name, _value(text))
+    for name, source in named_values("--input", options.input):
+        _set(arguments, known_tensor("--input", options.operation, name), read_tensor(name, source))
+    for name, tensor in (tensors or {}).items():
+        _set(arguments, name, tensor)
+    try:
+        return make_call(options.operation, arguments, dict)
+    except MalformedRequest as refused:  # nothing was sent: the command line is at fault
+        raise UsageError(str(refused)) from refused
+
+
+def known_tensor(option: str, operation: str, name: str) -> str:
+    """``name``; raises UsageError unless it is a tensor of the operation."""
+    known = OPERATIONS[operation].tensors
+    if name not in known:
+        raise UsageError(f"{option}: {operation} takes {', '.join(known)}; it has no {name!r}")
+    return name
+
+
+def named_values(option: str, texts: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """The NAME and the value of each NAME=VALUE."""
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{option}: expected NAME=…, got {text!r}")
+        yield name, value
+
+
+def _add_options(
+    operations: argparse._SubParsersAction[argparse.ArgumentParser], operation: Operation
+) -> argparse.ArgumentParser:
+    # Abbreviations would let a new option change what an old command line means.
+    parser = operations.add_parser(
+        operation.name,
+        help=_plain(operation.summary),
+        description=operation.summary,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=FILE[:KEY]",
+        help=f"a tensor: {', '.join(_required_first(operation))}; may be repeated",
+    )
+    parser.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter by name, as JSON or bare text; the same as the options below",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument(
+        "--wire",
+        choices=("safetensors", "json"),
+        default="safetensors",
+        help="the form of the body (default: %(default)s)",
+    )
+    parameters = parser.add_argument_group("parameters")
+    for name, field in operation.request.model_fields.items():
+        if name not in operation.tensors and name not in _NOT_OPTIONS:
+            _add_parameter(parameters, name, field)
+    add_connection_options(parser)
+    return parser
+
+
+def _add_parameter(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    text = _plain(field.description or "")
+    dest = f"{_PARAMETER}{name}"
+    if isinstance(field.default, bool):
+        group.add_argument(
+            flag,
+            dest=dest,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+    else:
+        group.add_argument(
+            flag, dest=dest, type=_value, metavar="VALUE", default=argparse.SUPPRESS, help=text
+        )
+
+
+def _set(arguments: dict[str, Any], name: str, value: Any) -> None:
+    if name in arguments:
+        raise UsageError(f"{name} is given twice")
+    arguments[name] = value
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON (2, [1, 1], true), else the text itself (NHWC)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _required_first(operation: Operation) -> list[str]:
+    optional = [name for name in operation.tensors if name not in operation.required_tensors]
+    return [*operation.required_tensors, *(f"{name} (optional)" for name in optional)]
+
+
+def _plain(text: str) -> str:
+    # argparse formats help with %.
+    return text.replace("%", "%%")

@@ -1,0 +1,46 @@
+"""The line that asks the same once more, in a body and on the command line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from convgrad.contract.verification import Again
+
+__all__ = ["OPTIONS", "again"]
+
+OPTIONS = (
+    "layer",
+    "batch",
+    "dtype",
+    "layout",
+    "seed",
+    "distribution",
+    "factors",
+    "sums",
+    "standard_error",
+    "budget_s",
+    "peers",
+)
+"""Fields that are options of the command line of their own; others are ``--param NAME=VALUE``."""
+
+
+def again(name: str, fields: Mapping[str, Any]) -> Again:
+    """How to ask for ``verify/conv_fwd`` and the like with these fields."""
+    kind, _, operation = name.partition("/")
+    words = ["convgrad", kind, operation]
+    for option in OPTIONS:
+        if option in fields:
+            words += [f"--{option.replace('_', '-')}", str(fields[option])]
+    if fields.get("candidates"):
+        words.append("--candidates")
+    for other, value in fields.items():
+        if other not in OPTIONS and other != "candidates":
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--param", f"{other}={text}"]
+    if kind == "verify":
+        words += ["--mine", "OUTPUT.npy"]
+    method = "GET" if kind == "plan" else "POST"
+    return Again(method=method, path=f"/{name}", fields=dict(fields), command=shlex.join(words))

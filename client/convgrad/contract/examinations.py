@@ -1,0 +1,244 @@
+"""Requests that examine an operation and do not want its tensors: verify, time, plan.
+
+Their models are made from the operations' own: the same fields, of which none is required, for a
+layer may say them in its own words. Whether they are complete is found as they become a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, create_model
+
+from convgrad.contract.base import Request, is_tensor
+from convgrad.contract.fields import Int, Parsed, Tensor
+from convgrad.contract.operations import OPERATIONS, Operation
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "PLANS",
+    "RESULT_ROLES",
+    "TIMINGS",
+    "VERIFICATIONS",
+    "Distribution",
+    "PlanRequest",
+    "TimeRequest",
+    "VerifyRequest",
+    "operation_examined",
+]
+
+Distribution = Literal["normal", "uniform", "integers"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "uniform", "integers")
+
+RESULT_ROLES = ("result", "second", "doubled")
+"""What a tensor of the caller's may be: ``result_grad_input`` is the result to verify,
+``second_grad_input`` that of a second run, ``doubled_grad_input`` that for a doubled operand."""
+
+_MAX_TENSORS, _MAX_RANK = 8, 8
+
+
+def _shapes(value: Any) -> dict[str, tuple[int, ...]]:
+    if not isinstance(value, Mapping) or len(value) > _MAX_TENSORS:
+        raise TypeError
+    found: dict[str, tuple[int, ...]] = {}
+    for name, sizes in value.items():
+        if not isinstance(name, str) or not isinstance(sizes, list | tuple):
+            raise TypeError
+        if len(sizes) > _MAX_RANK or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError
+        found[name] = tuple(sizes)
+    return found
+
+
+def _seed(value: Any) -> int:
+    if type(value) is not int and not isinstance(value, np.integer):
+        raise TypeError
+    if not 0 <= value < 2**64:
+        raise ValueError
+    return int(value)
+
+
+Shapes = Annotated[
+    Mapping[str, tuple[int, ...]],
+    Parsed(
+        _shapes,
+        'an object of shapes such as {"weight": [64, 64, 3, 3]}',
+        {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "integer"}},
+        },
+    ),
+]
+Seed = Annotated[
+    int,
+    Parsed(
+        _seed, "an integer from 0 to 2^64 - 1", {"type": "integer", "minimum": 0, "maximum": 2**64}
+    ),
+]
+
+
+class _Examination(Request):
+    """What states a problem where its tensors are not given."""
+
+    layer: str | None = Field(
+        default=None,
+        max_length=4096,
+        description="The layer in anybody's words: a name of the suites (ck_headline), a benchdnn "
+        "problem (mb32ic64ih56oc64oh56kh3ph1), a MIOpenDriver line (conv -n 32 -c 64 …), a PyTorch "
+        "module (Conv2d(…) on 32x64x56x56) or an ONNX node. Fields given beside it win.",
+    )
+    batch: Int | None = Field(
+        default=None, description="Number of samples, in place of the layer's."
+    )
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
+        default=None,
+        description="Element type of tensors that are drawn: by default the layer's, or float32.",
+    )
+    shapes: Shapes = Field(
+        default_factory=dict,
+        description="Shapes of tensors that are drawn, where no layer says them.",
+    )
+    seed: Seed = Field(
+        default=0,
+        description="What tensors that are not given are drawn from, by Philox 4x32-10.",
+    )
+    distribution: Distribution = Field(
+        default="normal",
+        description="What is drawn: normal (mean 0, variance 1), uniform in [-1, 1), or integers "
+        "from -2 to 2, whose sums are exact.",
+    )
+
+
+class VerifyRequest(_Examination):
+    """The caller's result of an operation, to be held against float64."""
+
+    factors: Literal["exact", "tf32", "tf32_truncated", "bfloat16"] | None = Field(
+        default=None,
+        description="How the caller's kernel rounds factors before it multiplies them: the bound "
+        "allows for it. By default tf32 with precision high, else exact.",
+    )
+    sums: Literal["float32", "tensor_core"] = Field(
+        default="float32",
+        description="How it adds: float32 rounds to nearest (2^-24 a term), tensor_core truncates "
+        "(2^-23 a term). float64 tensors are added in float64.",
+    )
+
+
+class TimeRequest(_Examination):
+    """An operation to be timed on tensors that are drawn."""
+
+    standard_error: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        default=0.005,
+        description="Samples are taken until the standard error of their mean, of the mean, is "
+        "below this, or the time is up.",
+    )
+    budget_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        default=None,
+        description="Seconds that taking samples may last in all; by default, and at most, what "
+        "the server allows.",
+    )
+    peers: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto also times PyTorch on the same tensors, where the server has it.",
+    )
+    candidates: bool = Field(
+        default=False,
+        strict=True,
+        description="Also time the kernels that the plan passed over and that could run.",
+    )
+
+
+class PlanRequest(_Examination):
+    """An operation whose plan is to be explained."""
+
+
+def _optional(operation: Operation) -> dict[str, Any]:
+    """The operation's fields, none required."""
+    fields: dict[str, Any] = {}
+    for name, field in operation.request.model_fields.items():
+        if name in Request.model_fields and name != "deterministic":
+            continue
+        if is_tensor(field):
+            fields[name] = (Tensor | None, Field(default=None, description=field.description))
+        elif field.is_required():
+            kind: Any = field.rebuild_annotation()
+            fields[name] = (kind | None, Field(default=None, description=field.description))
+        else:
+            fields[name] = (field.rebuild_annotation(), field)
+    return fields
+
+
+def _results(operation: Operation) -> dict[str, Any]:
+    said = {
+        "result": "The caller's {}, to be verified.",
+        "second": "The caller's {} from running the same once more: its bits must be equal.",
+        "doubled": "The caller's {} for the first of the tensors doubled: it must double.",
+    }
+    return {
+        f"{role}_{output}": (
+            Tensor | None,
+            Field(default=None, description=said[role].format(output)),
+        )
+        for role in RESULT_ROLES
+        for output in operation.outputs
+    }
+
+
+def _made(
+    prefix: str, base: type[_Examination], operation: Operation, *, results: bool = False
+) -> Operation:
+    fields = _optional(operation)
+    if not results:
+        # Nothing is sent: what is not drawn from the seed has no place here.
+        fields = {name: field for name, field in fields.items() if name not in operation.tensors}
+    else:
+        fields |= _results(operation)
+    name = f"{prefix}/{operation.name}"
+    model = create_model(
+        f"{prefix.capitalize()}{operation.request.__name__}",
+        __base__=base,
+        __doc__=f"{base.__doc__} The operation is {operation.name}.",
+        __module__=__name__,
+        **fields,
+    )
+    model.operation = name
+    return Operation(
+        model, (), operation.layouts, operation.dtypes, example=_example(prefix, operation)
+    )
+
+
+def _example(prefix: str, operation: Operation) -> dict[str, Any]:
+    kinds = {
+        "maxpool2d": "--pool mb2ic4ih8oh4kh2sh2",
+        "maxpool3d": "--pool mb2ic4id8od4kd2sd2",
+        "conv3d_backprop_input": "mb1ic2id4oc2kd3pd1",
+        "conv3d_transpose": "--deconv mb1ic2id4oc2kd3sd2pd1",
+        "conv_transpose": "--deconv mb2ic4ih8oc8kh3sh2ph1",
+        "grouped_conv_conv_fwd": "--separable mb1ic4ih8oc8kh3ph1",
+    }
+    words = (words for kind, words in kinds.items() if operation.name.startswith(kind))
+    return {"layer": next(words, "mb2ic4ih8oc8kh3ph1"), "dtype": "float32", "seed": 1}
+
+
+VERIFICATIONS: Mapping[str, Operation] = MappingProxyType(
+    {name: _made("verify", VerifyRequest, each, results=True) for name, each in OPERATIONS.items()}
+)
+"""``POST /verify/<operation>``, by the operation's name."""
+
+TIMINGS: Mapping[str, Operation] = MappingProxyType(
+    {name: _made("time", TimeRequest, each) for name, each in OPERATIONS.items()}
+)
+"""``POST /time/<operation>``, by the operation's name."""
+
+PLANS: Mapping[str, Operation] = MappingProxyType(
+    {name: _made("plan", PlanRequest, each) for name, each in OPERATIONS.items()}
+)
+"""``GET /plan/<operation>``, by the operation's name."""
+
+
+def operation_examined(name: str) -> Operation:
+    """The operation of ``verify/conv_fwd`` and the like."""
+    return OPERATIONS[name.partition("/")[2]]

@@ -1,0 +1,252 @@
+"""benchdnn's problem strings, such as ``g1mb32ic64ih56oc64oh56kh3ph1``, in and out.
+
+Sizes that are left out follow from others as benchdnn has it: widths from heights, the output from
+the input and the other way round, the padding from both. Its dilation counts from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.layers._layer import Kind, Layer, padding_after
+
+__all__ = ["looks_like_benchdnn", "parse_benchdnn", "to_benchdnn"]
+
+_FIELD = re.compile(r"(g|mb|ic|oc|[io][dhw]|[ksdp][dhw])(\d{1,12})_?")
+_PROBLEM = re.compile(r"^(?:(?:g|mb|ic|oc|[io][dhw]|[ksdp][dhw])\d{1,12}_?){2,40}(?:n\S*)?$")
+_DRIVERS: Mapping[str, Kind] = {
+    "--conv": "conv",
+    "--deconv": "deconv",
+    "--pool": "pool",
+    "--separable": "separable",
+}
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_DIRECTIONS = {
+    "FWD_B": "conv_fwd",
+    "FWD_D": "conv_fwd",
+    "FWD_I": "conv_fwd",
+    "BWD_D": "conv_bwd_data",
+    "BWD_W": "grouped_conv_bwd_weight",
+    "BWD_WB": "grouped_conv_bwd_weight",
+    "BWD_DW": "conv_backward",
+}
+_CHANNELS_LAST = {"axb", "nwc", "nhwc", "ndhwc"}
+_LAST_NAMES = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
+# How benchdnn measures and prints says nothing of the layer.
+_IGNORED = (
+    "--mode",
+    "--engine",
+    "--reset",
+    "--perf-template",
+    "--fix-times-per-prb",
+    "--max-ms-per-prb",
+    "--repeats-per-prb",
+    "--mem-check",
+    "--memory-kind",
+    "--fast-ref",
+    "--canonical",
+    "--skip-impl",
+    "--allow-enum-tags-only",
+    "--alg",
+    "-v",
+)
+
+
+def looks_like_benchdnn(text: str) -> bool:
+    """Whether the last word is a problem string, or the first names a driver."""
+    words = text.split()
+    return bool(words) and (_PROBLEM.match(words[-1]) is not None or words[0] in _DRIVERS)
+
+
+def parse_benchdnn(text: str) -> Layer:
+    """The layer that a problem string states, with the options of a command line before it.
+
+    Raises
+    ------
+    MalformedRequest
+        An option or a field is unknown, or the sizes cannot be completed.
+    """
+    words = text.split()
+    if words and words[0].endswith("benchdnn"):
+        words = words[1:]
+    kind: Kind | None = None
+    options: dict[str, str] = {}
+    for word in words[:-1]:
+        option, _, value = word.partition("=")
+        if word in _DRIVERS:
+            kind = _DRIVERS[word]
+        elif option in ("--dt", "--dir", "--stag", "--tag", "--mb", "--cfg"):
+            options[option] = value
+        elif not option.startswith(_IGNORED):
+            raise MalformedRequest(
+                f"benchdnn option {word[:64]!r} is not known here; expected --conv, --deconv, "
+                "--pool, --dt, --dir, --stag or --mb before the problem"
+            )
+    if not words or _PROBLEM.match(words[-1]) is None:
+        raise MalformedRequest(
+            f"{text[:64]!r} does not end in a benchdnn problem; expected one such as "
+            "mb32ic64ih56oc64oh56kh3ph1"
+        )
+    fields, name = _fields(words[-1])
+    kind = kind or ("conv" if "oc" in fields else "pool")
+    if "--mb" in options and options["--mb"].isdigit():
+        fields["mb"] = int(options["--mb"])
+    return _layer(kind, fields, name, options)
+
+
+def to_benchdnn(layer: Layer) -> str:
+    """The problem string of a layer, with the driver's option where it is no convolution.
+
+    Padding that no window reaches is not said, and what benchdnn would add for a transposed
+    convolution's ``output_padding`` follows from the sizes.
+    """
+    letters = "dhw"[3 - layer.ndim :]
+    parts = [] if layer.groups == 1 else [f"g{layer.groups}"]
+    parts += [f"mb{layer.batch}", f"ic{layer.in_channels}"]
+    parts += _each("i", letters, layer.input_size)
+    if layer.kind != "pool":
+        parts.append(f"oc{layer.out_channels}")
+    parts += _each("o", letters, layer.output_size)
+    parts += _each("k", letters, layer.kernel_size)
+    if set(layer.stride) != {1}:
+        parts += _each("s", letters, layer.stride)
+    if set(layer.dilation) != {1}:
+        parts += _each("d", letters, [d - 1 for d in layer.dilation])
+    parts += _each("p", letters, [before for before, _ in layer.padding])
+    text = "".join(parts)
+    return text if layer.kind == "conv" else f"--{layer.kind} {text}"
+
+
+def _each(prefix: str, letters: str, values: Sequence[int]) -> list[str]:
+    """Said once where it is the same in all dimensions."""
+    if len(set(values)) == 1:
+        return [f"{prefix}{letters[0]}{values[0]}"]
+    return [f"{prefix}{letter}{value}" for letter, value in zip(letters, values, strict=True)]
+
+
+def _fields(problem: str) -> tuple[dict[str, int], str | None]:
+    fields: dict[str, int] = {}
+    at = 0
+    while (found := _FIELD.match(problem, at)) is not None:
+        if found[1] in fields:
+            raise MalformedRequest(f"benchdnn problem {problem[:64]!r} has {found[1]} twice")
+        fields[found[1]] = int(found[2])
+        at = found.end()
+    rest = problem[at:]
+    return fields, rest[1:].strip('"') or None if rest.startswith("n") else None
+
+
+def _layer(
+    kind: Kind, fields: Mapping[str, int], name: str | None, options: Mapping[str, str]
+) -> Layer:
+    ndim = 3 if any(f"{x}d" in fields for x in "iok") else 2
+    if ndim == 2 and not any(f"{x}h" in fields for x in "iok"):
+        ndim = 1
+    letters = "dhw"[3 - ndim :]
+    axes = [_axis(kind, fields, letter, letters) for letter in letters]
+    in_channels = fields.get("ic", 0)
+    groups = fields.get("g", 1)
+    layer = Layer(
+        kind=kind,
+        batch=fields.get("mb", 2),  # benchdnn's default
+        in_channels=in_channels,
+        out_channels=in_channels if kind == "pool" else fields.get("oc", 0),
+        groups=groups,
+        input_size=tuple(axis["i"] for axis in axes),
+        kernel_size=tuple(axis["k"] for axis in axes),
+        stride=tuple(axis["s"] for axis in axes),
+        padding=tuple((axis["p"], axis["after"]) for axis in axes),
+        dilation=tuple(axis["d"] + 1 for axis in axes),
+        output_padding=tuple(axis["more"] for axis in axes),
+        dtype=_dtype(options),
+        layout=_LAST_NAMES[ndim] if _tag(options) in _CHANNELS_LAST else None,
+        operation=_operation(kind, options.get("--dir"), ndim),
+        name=name,
+    )
+    stated = [fields.get(f"o{letter}") for letter in letters]
+    for letter, wanted, found in zip(letters, stated, layer.output_size, strict=True):
+        if wanted is not None and wanted != found:
+            raise MalformedRequest(f"o{letter} is {wanted}; the other sizes make it {found}")
+    return layer
+
+
+def _axis(kind: Kind, fields: Mapping[str, int], letter: str, letters: str) -> dict[str, int]:
+    """The numbers of one dimension; one that is not said at all is as the dimension before it is,
+    of three the height is as the depth."""
+
+    def said(what: str, default: int | None) -> int | None:
+        for other in (letter, *reversed(letters[: letters.index(letter)])):
+            if f"{what}{other}" in fields:
+                return fields[f"{what}{other}"]
+        # ``iw`` alone, say, stands for nothing else.
+        return default
+
+    k, s, d = said("k", None), said("s", 1) or 1, said("d", 0) or 0
+    size, out, pad = said("i", None), said("o", None), said("p", None)
+    if k is None or (size is None and out is None):
+        raise MalformedRequest(
+            f"benchdnn problem says neither k{letter} nor enough of i{letter} and o{letter}"
+        )
+    reach = (d + 1) * (k - 1) + 1
+    if kind == "deconv":
+        return _transposed_axis(size, out, k, s, d, pad, reach)
+    if size is None:
+        assert out is not None  # noqa: S101
+        size = max(1, (out - 1) * s + reach - 2 * (pad or 0))
+    if out is None:
+        out = (size + 2 * (pad or 0) - reach) // s + 1
+    all_padding = max(0, (out - 1) * s + reach - size)
+    before = all_padding // 2 if pad is None else pad
+    after = padding_after(size, out, before, s, reach)
+    if after > before and after >= reach:
+        raise MalformedRequest(
+            f"o{letter} is {out}; from i{letter} {size}, k{letter} {k}, s{letter} {s} and "
+            f"p{letter} {before} expected {(size + 2 * before - reach) // s + 1}"
+        )
+    return {"i": size, "k": k, "s": s, "d": d, "p": before, "after": after, "more": 0}
+
+
+def _transposed_axis(
+    size: int | None, out: int | None, k: int, s: int, d: int, pad: int | None, reach: int
+) -> dict[str, int]:
+    if size is None:
+        raise MalformedRequest("a transposed convolution needs the size of its input (id, ih, iw)")
+    whole = (size - 1) * s + reach
+    if out is None:
+        out = whole - 2 * (pad or 0)
+    before = max(0, whole - out) // 2 if pad is None else pad
+    after = whole - before - out
+    # Less than no padding after is what PyTorch calls output_padding.
+    more, after = max(0, -after), max(0, after)
+    return {"i": size, "k": k, "s": s, "d": d, "p": before, "after": after, "more": more}
+
+
+def _dtype(options: Mapping[str, str]) -> DType | None:
+    said = options.get("--dt") or options.get("--cfg")
+    if said is None:
+        return None
+    first = said.split(":")[0]
+    if first not in _DTYPES:
+        raise MalformedRequest(
+            f"benchdnn data type {first[:32]!r}; expected one of {', '.join(_DTYPES)}"
+        )
+    return DType(_DTYPES[first])
+
+
+def _tag(options: Mapping[str, str]) -> str | None:
+    return options.get("--stag") or options.get("--tag")
+
+
+def _operation(kind: Kind, direction: str | None, ndim: int) -> str | None:
+    if direction is None:
+        return None
+    if direction not in _DIRECTIONS:
+        raise MalformedRequest(
+            f"benchdnn direction {direction[:32]!r}; expected one of {', '.join(_DIRECTIONS)}"
+        )
+    if kind == "pool":
+        return f"maxpool{ndim}d_{'fwd' if direction.startswith('FWD') else 'bwd'}"
+    return _DIRECTIONS[direction] if kind == "conv" else None

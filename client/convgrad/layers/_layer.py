@@ -1,0 +1,206 @@
+"""`Layer`: one convolution or pooling layer, whatever words it was given in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+
+__all__ = ["KINDS", "Kind", "Layer", "Sizes", "padding_after", "pairs", "per_dimension"]
+
+Kind = Literal["conv", "deconv", "pool", "separable"]
+Sizes = tuple[int, ...]
+KINDS: tuple[Kind, ...] = ("conv", "deconv", "pool", "separable")
+_TITLES = {
+    "conv": "convolution",
+    "deconv": "transposed convolution",
+    "pool": "max pooling",
+    "separable": "depthwise-separable convolution",
+}
+# No tensor that a server takes has more in one dimension.
+_MAX_SIZE = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The sizes and the geometry of one layer; lists are in the order D, H, W.
+
+    A ``conv`` maps [N, C, *input_size] to [N, K, *output_size], a ``deconv`` does so transposed. A
+    ``pool`` has no weight; a ``separable`` is a depthwise convolution and then a 1x1 one.
+    ``padding`` is a (before, after) pair a dimension. ``dtype``, ``layout`` and ``operation`` are
+    None where the words did not say them.
+
+    Raises
+    ------
+    MalformedRequest
+        A size is missing, not positive, or the window does not fit into the input.
+    """
+
+    kind: Kind = "conv"
+    batch: int = 1
+    in_channels: int
+    out_channels: int
+    groups: int = 1
+    input_size: Sizes
+    kernel_size: Sizes
+    stride: Sizes
+    padding: tuple[tuple[int, int], ...]
+    dilation: Sizes
+    output_padding: Sizes = ()
+    ceil_mode: bool = False
+    bias: bool = False
+    dtype: DType | None = None
+    layout: str | None = None
+    operation: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ndim not in (1, 2, 3):
+            raise MalformedRequest(
+                f"the layer has {self.ndim} spatial dimensions; expected 1, 2 or 3"
+            )
+        lists = {
+            "input_size": self.input_size,
+            "kernel_size": self.kernel_size,
+            "stride": self.stride,
+            "dilation": self.dilation,
+        }
+        for name, values in lists.items():
+            if len(values) != self.ndim:
+                raise MalformedRequest(
+                    f"the layer's {name} has {len(values)} values; expected {self.ndim}"
+                )
+        if not self.output_padding:
+            object.__setattr__(self, "output_padding", (0,) * self.ndim)
+        counts = {
+            "batch": [self.batch],
+            "input channels": [self.in_channels],
+            "output channels": [self.out_channels],
+            "groups": [self.groups],
+            **lists,
+        }
+        for name, numbers in counts.items():
+            for number in numbers:
+                if not 1 <= number < _MAX_SIZE:
+                    raise MalformedRequest(f"the layer's {name} is {number}; expected 1 or more")
+        for channels in (self.in_channels, self.out_channels):
+            if channels % self.groups:
+                raise MalformedRequest(
+                    f"the layer has {channels} channels and {self.groups} groups; expected a "
+                    "multiple of the groups"
+                )
+        for pad in (*self.output_padding, *(each for pair in self.padding for each in pair)):
+            if not 0 <= pad < _MAX_SIZE:
+                raise MalformedRequest(f"the layer's padding holds {pad}; expected 0 or more")
+        if any(size < 1 for size in self.output_size):
+            raise MalformedRequest(
+                f"the layer's window of {_by(self.kernel_size)} does not fit into its input of "
+                f"{_by(self.input_size)}"
+            )
+
+    @property
+    def ndim(self) -> int:
+        """Spatial dimensions."""
+        return len(self.kernel_size)
+
+    @property
+    def output_size(self) -> Sizes:
+        """The spatial size of the output."""
+        return tuple(self._output_along(axis) for axis in range(self.ndim))
+
+    @property
+    def title(self) -> str:
+        """A line for people: what it is, and its sizes."""
+        channels = (
+            f"{self.in_channels}"
+            if self.kind == "pool"
+            else f"{self.in_channels} → {self.out_channels}"
+        )
+        more = f", {self.groups} groups" if self.groups > 1 else ""
+        return (
+            f"{_TITLES[self.kind]} {_by(self.kernel_size)}, {channels} channels{more}, "
+            f"{_by(self.input_size)} → {_by(self.output_size)}, batch {self.batch}"
+        )
+
+    def with_batch(self, batch: int) -> Layer:
+        """The same layer on another number of samples."""
+        return replace(self, batch=batch)
+
+    def normalised(self) -> Layer:
+        """The same layer as benchdnn can say it: the padding after follows from the sizes, see
+        `padding_after`, and what ``ceil_mode`` hangs over the end is padding."""
+        if self.kind == "deconv":
+            return self
+        padding = tuple(
+            (before, padding_after(size, out, before, s, d * (k - 1) + 1))
+            for size, out, k, s, d, (before, _) in zip(
+                self.input_size,
+                self.output_size,
+                self.kernel_size,
+                self.stride,
+                self.dilation,
+                self.padding,
+                strict=True,
+            )
+        )
+        return replace(self, padding=padding, ceil_mode=False)
+
+    def geometry(self) -> dict[str, Any]:
+        """Stride, padding and dilation as a request's fields have them."""
+        return {
+            "stride": list(self.stride),
+            "padding": [list(pair) for pair in self.padding],
+            "dilation": list(self.dilation),
+        }
+
+    def _output_along(self, axis: int) -> int:
+        size, k, s, d = (
+            values[axis]
+            for values in (self.input_size, self.kernel_size, self.stride, self.dilation)
+        )
+        before, after = self.padding[axis]
+        reach = d * (k - 1) + 1
+        if self.kind == "deconv":
+            return (size - 1) * s + reach - before - after + self.output_padding[axis]
+        room = size + before + after - reach
+        if not self.ceil_mode:
+            return room // s + 1
+        windows = math.ceil(room / s) + 1
+        # As PyTorch has it: a window begins inside the input or its padding before.
+        return windows - 1 if (windows - 1) * s >= size + before else windows
+
+
+def per_dimension(value: int | Sequence[int], ndim: int, what: str) -> Sizes:
+    """One number for all dimensions, or one each.
+
+    Raises
+    ------
+    MalformedRequest
+        Another number of them.
+    """
+    if isinstance(value, int):
+        return (value,) * ndim
+    if len(value) != ndim:
+        raise MalformedRequest(f"{what} has {len(value)} values; expected {ndim}")
+    return tuple(value)
+
+
+def pairs(value: int | Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
+    """The same padding before and after, as frameworks give it."""
+    return tuple((pad, pad) for pad in per_dimension(value, ndim, "padding"))
+
+
+def padding_after(size: int, out: int, before: int, stride: int, reach: int) -> int:
+    """The padding behind an input that gives so many outputs: as much as before it where that does,
+    else the least. ``reach`` is what a window spans."""
+    if (size + 2 * before - reach) // stride + 1 == out:
+        return before
+    return max(0, (out - 1) * stride + reach - size - before)
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))

@@ -1,0 +1,159 @@
+"""PyTorch's modules as they print themselves, with the shape of the input behind them.
+
+``Conv2d(64, 256, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1)) on 32x64x56x56``
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from convgrad.errors import MalformedRequest
+from convgrad.layers._layer import Layer, pairs, per_dimension
+
+__all__ = ["looks_like_torch", "parse_torch", "to_torch"]
+
+_MODULE = re.compile(
+    r"^(?:torch\.nn\.|nn\.)?(Conv|ConvTranspose|MaxPool)([123])d\((.*?)\)\s*"
+    r"(?:(?:on|input|@)[\s=:]*(.+))?$",
+    re.DOTALL,
+)
+_NUMBER = re.compile(r"\d{1,12}")
+_KINDS = {"Conv": "conv", "ConvTranspose": "deconv", "MaxPool": "pool"}
+_POSITIONAL = {
+    "conv": ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
+             "groups", "bias", "padding_mode"),
+    "deconv": ("in_channels", "out_channels", "kernel_size", "stride", "padding",
+               "output_padding", "groups", "bias", "dilation", "padding_mode"),
+    "pool": ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
+}  # fmt: skip
+
+
+def looks_like_torch(text: str) -> bool:
+    """Whether it begins like one of the modules."""
+    return _MODULE.match(text.strip()) is not None
+
+
+def parse_torch(text: str) -> Layer:
+    """The layer of a module's repr.
+
+    Raises
+    ------
+    MalformedRequest
+        The input's shape is missing, or an argument cannot be read or is not computed here.
+    """
+    found = _MODULE.match(text.strip())
+    if found is None:
+        raise MalformedRequest(
+            f"{text[:64]!r} is no module; expected Conv2d(64, 64, kernel_size=(3, 3), …) on NxCxHxW"
+        )
+    name, ndim, shape = found[1], int(found[2]), found[4]
+    kind: Any = _KINDS[name]
+    values = _arguments(found[3], kind)
+    if shape is None:
+        raise MalformedRequest(
+            f"{name}{ndim}d does not say the input's shape; add it: {name}{ndim}d(…) on "
+            f"32x64x{'x'.join(['56'] * ndim)}"
+        )
+    sizes = tuple(int(number) for number in _NUMBER.findall(shape))
+    if len(sizes) != ndim + 2:
+        raise MalformedRequest(
+            f"the input's shape {shape[:64]!r} has {len(sizes)} numbers; expected N, C and {ndim} "
+            "spatial ones"
+        )
+    channels = values.get("in_channels", sizes[1])
+    if channels != sizes[1]:
+        raise MalformedRequest(
+            f"the module takes {channels} channels and the input's shape has {sizes[1]}"
+        )
+    if values.get("padding_mode", "zeros") != "zeros":
+        raise MalformedRequest(f"padding_mode {values['padding_mode']!r}; expected 'zeros'")
+    if "kernel_size" not in values:
+        raise MalformedRequest(f"{name}{ndim}d does not say its kernel_size")
+    kernel = per_dimension(values["kernel_size"], ndim, "kernel_size")
+    default = kernel if kind == "pool" else 1
+    stride = per_dimension(values.get("stride") or default, ndim, "stride")
+    dilation = per_dimension(values.get("dilation", 1), ndim, "dilation")
+    return Layer(
+        kind=kind,
+        batch=sizes[0],
+        in_channels=channels,
+        out_channels=values.get("out_channels", channels),
+        groups=values.get("groups", 1),
+        input_size=sizes[2:],
+        kernel_size=kernel,
+        stride=stride,
+        padding=_padding(values.get("padding", 0), kernel, dilation),
+        dilation=dilation,
+        output_padding=per_dimension(values.get("output_padding", 0), ndim, "output_padding"),
+        ceil_mode=bool(values.get("ceil_mode", False)),
+        bias=kind != "pool" and bool(values.get("bias", True)),
+    )
+
+
+def to_torch(layer: Layer) -> str:
+    """The module's repr and its input's shape; raises MalformedRequest where it has none."""
+    if layer.kind == "separable" or any(a != b for a, b in layer.padding):
+        raise MalformedRequest("PyTorch has no one module for such a layer")
+    name = {kind: name for name, kind in _KINDS.items()}[layer.kind]
+    padding = tuple(before for before, _ in layer.padding)
+    items = [
+        f"kernel_size={layer.kernel_size!r}",
+        f"stride={layer.stride!r}",
+        f"padding={padding!r}",
+        f"dilation={layer.dilation!r}",
+    ]
+    if layer.kind == "pool":
+        items.append(f"ceil_mode={layer.ceil_mode}")
+    else:
+        items = [str(layer.in_channels), str(layer.out_channels), *items]
+        items += [f"groups={layer.groups}", f"bias={layer.bias}"]
+    if layer.kind == "deconv":
+        items.append(f"output_padding={layer.output_padding!r}")
+    shape = "x".join(map(str, (layer.batch, layer.in_channels, *layer.input_size)))
+    return f"{name}{layer.ndim}d({', '.join(items)}) on {shape}"
+
+
+def _arguments(text: str, kind: str) -> dict[str, Any]:
+    # Modules print padding_mode=reflect and padding=same without quotes.
+    quoted = re.sub(r"=\s*([A-Za-z_]\w*)", _quoted, text)
+    try:
+        call = ast.parse(f"f({quoted})", mode="eval").body
+        assert isinstance(call, ast.Call)  # noqa: S101
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        raise MalformedRequest(f"the module's arguments cannot be read: {text[:64]!r}") from None
+    known = _POSITIONAL[kind]
+    values: dict[str, Any] = dict(zip(known, positional, strict=False))
+    for name, value in named.items():
+        if name not in known:
+            raise MalformedRequest(f"the module has no argument {name!r}")
+        values[name] = value
+    for name, value in values.items():
+        if not _is_plain(value):
+            raise MalformedRequest(f"the module's {name} is {value!r}")
+    return values
+
+
+def _quoted(found: re.Match[str]) -> str:
+    word = found[1]
+    return f"={word}" if word in ("True", "False", "None") else f"={word!r}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return 1 <= len(value) <= 3 and all(type(each) is int for each in value)
+    return value is None or type(value) in (int, bool, str)
+
+
+def _padding(
+    value: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    if value == "valid":
+        value = 0
+    if value != "same":
+        return pairs(value, len(kernel))
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    return tuple((each // 2, each - each // 2) for each in reach)

@@ -1,0 +1,88 @@
+"""Timing on a GPU: the replay of a plan's graph between two events, on tensors that stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from convgrad.contract.timing import Clocks
+from convgrad_service.backends.cuda.device import import_cupy
+from convgrad_service.backends.cuda.nvml import clocks_of
+
+__all__ = ["CudaStopwatch", "Flusher"]
+
+# Larger than any L2: what is written goes out, and what is read last must not be written back.
+_FLUSH_BYTES = 256 * 2**20
+
+Others = Callable[[], Iterator[tuple[str, AbstractContextManager["CudaStopwatch"]]]]
+
+
+class Flusher:
+    """Empties a GPU's L2 of what timed kernels have left."""
+
+    def __init__(self) -> None:
+        cupy = import_cupy()
+        self._dirty = cupy.zeros(_FLUSH_BYTES // 4, cupy.float32)
+        self._clean = cupy.zeros(_FLUSH_BYTES // 4, cupy.float32)
+
+    def __call__(self) -> None:
+        """On the current stream: write, then read."""
+        self._dirty.fill(1)
+        self._clean.sum()
+
+
+class CudaStopwatch:
+    """See `Stopwatch`. ``run`` puts one run on ``stream``; ``uuid`` names the GPU."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        run: Callable[[], Any],
+        stream: Any,
+        flush: Flusher,
+        uuid: str,
+        predicted_s: float | None,
+        others: Others,
+    ) -> None:
+        self.tensors, self.stream, self.predicted_s = tensors, stream, predicted_s
+        self._run, self._flush, self._uuid, self._others = run, flush, uuid, others
+        self._cuda = import_cupy().cuda
+
+    def cold(self) -> float:
+        """See `Stopwatch.cold`."""
+        return self._timed(self._flush, 1)
+
+    def warm(self) -> float:
+        """See `Stopwatch.warm`."""
+        return self.run_of(1)
+
+    def run_of(self, count: int) -> float:
+        """See `Stopwatch.run_of`."""
+        return self._timed(self._run, count)
+
+    def _timed(self, before: Callable[[], Any], count: int) -> float:
+        """``before`` keeps the GPU busy while the host launches what is timed."""
+        with self.stream:
+            before()
+            begin, end = self._cuda.Event(), self._cuda.Event()
+            begin.record(self.stream)
+            for _ in range(count):
+                self._run()
+            end.record(self.stream)
+            end.synchronize()
+        return float(self._cuda.get_elapsed_time(begin, end)) / 1e3
+
+    def like(self, run: Callable[[], Any]) -> CudaStopwatch:
+        """See `Stopwatch.like`."""
+        return CudaStopwatch(
+            self.tensors, run, self.stream, self._flush, self._uuid, None, lambda: iter(())
+        )
+
+    def others(self) -> Iterator[tuple[str, AbstractContextManager[CudaStopwatch]]]:
+        """See `Stopwatch.others`."""
+        return self._others()
+
+    def clocks(self) -> Clocks | None:
+        """See `Stopwatch.clocks`."""
+        return clocks_of(self._uuid)

@@ -1,0 +1,43 @@
+"""What a worker does with problems about problems: it verifies, times and explains.
+
+`examined` is `Backend.run` for whoever may be given those too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from convgrad_service.backends.base import Outcome, ServingBackend
+from convgrad_service.examination.explain import explain
+from convgrad_service.examination.timing import time_it
+from convgrad_service.examination.verifying import verify
+from convgrad_service.problems.base import Problem
+from convgrad_service.problems.examinations import Explain, TimeIt, Verify
+
+__all__ = ["examined"]
+
+Arrays = Mapping[str, Any]
+_EXAMINERS: Mapping[type[Problem], Callable[..., Outcome]] = {
+    Verify: verify,
+    TimeIt: time_it,
+    Explain: explain,
+}
+
+
+def examined(
+    backend: ServingBackend,
+    problem: Problem,
+    tensors: Arrays,
+    cancelled: threading.Event | None = None,
+    out: Arrays | None = None,
+) -> Outcome:
+    """See `Backend.run`; of a problem about a problem, what was found, in the outcome's words."""
+    examiner = _EXAMINERS.get(type(problem))
+    if examiner is None:
+        return backend.run(problem, tensors, cancelled, out)
+    places = dict(out or {})
+    # They have been written to as far as anybody wants them.
+    return replace(examiner(backend, problem, tensors, cancelled, places), outputs=places)

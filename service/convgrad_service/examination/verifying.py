@@ -1,0 +1,175 @@
+"""A caller's result held against float64, in a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convgrad.check._verify import Judged, OwnResult, judge
+from convgrad.check.philox import fill
+from convgrad.contract.again import again
+from convgrad.contract.examinations import RESULT_ROLES
+from convgrad.contract.verification import Inputs
+from convgrad.errors import DeadlineExceeded, UnsupportedProblem
+from convgrad_service.backends.base import Outcome, ServingBackend
+from convgrad_service.cgroups import usable_cores
+from convgrad_service.problems.examinations import DRAWN, OURS, Examination, Verify
+
+__all__ = ["draw_inputs", "refuse_if", "verify"]
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Any]
+
+# More parts of the reference at a time would only share the same memory bandwidth.
+_MOST_THREADS = 4
+_BLOCKS = 64
+
+
+def verify(
+    backend: ServingBackend,
+    problem: Verify,
+    tensors: Arrays,
+    cancelled: threading.Event | None,
+    out: Arrays,
+) -> Outcome:
+    """Draw what is to be drawn, compute it, and judge what the caller sent.
+
+    Raises
+    ------
+    DeadlineExceeded
+        ``cancelled`` was set meanwhile.
+    InvalidProblem
+        The data contradict the problem.
+    """
+    began_s = time.perf_counter()
+    check = refuse_if(cancelled)
+    sent = {name: _on_host(each) for name, each in tensors.items()}
+    inputs = {
+        **{name: sent[name] for name in problem.given},
+        **draw_inputs(problem, out, check),
+    }
+    inputs = {name: inputs[name] for name in problem.subject.inputs}
+    roles = (_of_role(role, problem, sent) for role in RESULT_ROLES)
+    judged = Judged(*roles)
+    ours = _ours(backend, problem, inputs, cancelled, out)
+    digest = _digest(problem, inputs)
+    found = judge(
+        problem.subject.operation,
+        judged,
+        inputs,
+        json.loads(problem.parameters),
+        factors=problem.factors,
+        sums=problem.sums,
+        convolver=backend.convolver(check),
+        ours=ours,
+        inputs=Inputs(
+            dtype=problem.dtype.value,
+            seed=problem.seed if problem.drawn else None,
+            distribution=problem.distribution if problem.drawn else None,
+            drawn=problem.drawn,
+            digest=digest,
+        ),
+        threads=min(usable_cores(), _MOST_THREADS),
+        check=check,
+    )
+    found = found.model_copy(
+        update={
+            "layer": problem.layer,
+            "again": again(problem.name, json.loads(problem.asked)),
+            "reference": found.reference.model_copy(update={"flops": problem.flops}),
+        }
+    )
+    said = {
+        "answer": found.model_dump(mode="json"),
+        "key": digest,
+        "results": {name: _blocks(array) for name, array in judged.results.items()},
+    }
+    kernel = "" if ours is None else ours.kernel
+    return Outcome({}, kernel, time.perf_counter() - began_s, 1, 0, words=json.dumps(said))
+
+
+def refuse_if(cancelled: threading.Event | None) -> Callable[[], None]:
+    """What raises DeadlineExceeded once nobody wants the answer any more."""
+
+    def check() -> None:
+        if cancelled is not None and cancelled.is_set():
+            raise DeadlineExceeded("the request was given up before its answer was ready")
+
+    return check
+
+
+def draw_inputs(
+    problem: Examination, out: Arrays, check: Callable[[], None] = lambda: None
+) -> dict[str, Array]:
+    """The tensors that the request's seed says, in their places."""
+    drawn = {}
+    for name in problem.drawn:
+        check()
+        drawn[name] = out[f"{DRAWN}{name}"]
+        fill(name, drawn[name], problem.seed, problem.distribution)
+    return drawn
+
+
+def _of_role(role: str, problem: Verify, sent: Mapping[str, Array]) -> dict[str, Array]:
+    """The caller's tensors of one of `RESULT_ROLES`, by output."""
+    before = f"{role}_"
+    return {
+        name.removeprefix(before): sent[name]
+        for name, _ in problem.judged
+        if name.startswith(before)
+    }
+
+
+def _on_host(tensor: Any) -> Array:
+    """A tensor that may be kept on the device, as an array."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    target: Array = np.empty(tensor.spec.shape, tensor.spec.dtype.numpy)
+    tensor.read(target)
+    return target
+
+
+def _ours(
+    backend: ServingBackend,
+    problem: Verify,
+    inputs: Mapping[str, Array],
+    cancelled: threading.Event | None,
+    out: Arrays,
+) -> OwnResult | None:
+    """This server's own result; None where it has no kernel."""
+    places = {name: out[f"{OURS}{name}"] for name in problem.subject.outputs}
+    try:
+        outcome = backend.run(problem.subject, inputs, cancelled, places)
+    except UnsupportedProblem:
+        return None
+    return OwnResult(outcome.kernel, outcome.outputs)
+
+
+def _digest(problem: Examination, inputs: Mapping[str, Array]) -> str:
+    """Of the problem and all that it is computed from."""
+    hashed = hashlib.blake2b(digest_size=16)
+    hashed.update(repr(problem.subject).encode())
+    for name, array in inputs.items():
+        hashed.update(name.encode())
+        hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return hashed.hexdigest()
+
+
+def _blocks(array: Array) -> tuple[int, tuple[int, ...]]:
+    """See `Blocks`."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    count = min(_BLOCKS, flat.size) or 1
+    cuts = [at * flat.size // count for at in range(count + 1)]
+    digests = (
+        hashlib.blake2b(flat[start:stop].view(np.uint8).data, digest_size=8).digest()
+        for start, stop in pairwise(cuts)
+    )
+    return flat.size, tuple(int.from_bytes(each, "little") for each in digests)

@@ -1,0 +1,343 @@
+"""``/verify``, ``/time``, ``/plan``: operations examined, with words for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Hashable
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.types import Receive, Scope, Send
+
+from convgrad.contract import Operation, Request
+from convgrad.contract.base import refuse_unknown
+from convgrad.contract.verification import Earlier
+from convgrad.errors import MalformedRequest, Overloaded, ProblemTooLarge, ServiceError
+from convgrad_service.engine.execution import Execution
+from convgrad_service.engine.hub import JobHandle
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import Decoded, Result
+from convgrad_service.engine.scheduling.quotas import Caller, KeyLimits, Ticket
+from convgrad_service.http_api.codecs import BODY_FORMS, JSON
+from convgrad_service.http_api.context import context_of
+from convgrad_service.http_api.negotiation import choose_accepted, match_content_type
+from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.http_api.transport import HttpTransport
+from convgrad_service.problems import Problem
+from convgrad_service.problems.examinations import TimeIt, Verify
+from convgrad_service.server.settings import Settings
+
+__all__ = ["EVENT_STREAM", "PlanEndpoint", "TimeEndpoint", "VerifyEndpoint"]
+
+EVENT_STREAM = "text/event-stream"
+# How often a client that waits for its timing is told its place, if that has changed.
+_TELL_S = 0.2
+# And how often it gets something, so that nothing between the two closes the connection.
+_KEEP_ALIVE_S = 10.0
+_JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
+
+
+class VerifyEndpoint:
+    """An ASGI application that answers ``POST /verify/<operation>``."""
+
+    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
+        self.operation, self.pipeline, self.settings = operation, pipeline, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
+        transport = _VerifyTransport(*arguments)
+        try:
+            await self.pipeline.run(transport.request, transport)
+        finally:
+            transport.close()
+
+
+class _BodyTransport(HttpTransport):
+    """See `Transport`: a body in one of the codecs' forms, an answer in JSON."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        content_type = self.headers.get(b"content-type")
+        self._form = BODY_FORMS[match_content_type(content_type, tuple(BODY_FORMS))]
+        self._reader = self._form.reader(content_type or "")
+        self._choose_answer(self.headers.get(b"accept", ""))
+
+    def _choose_answer(self, accept: str) -> None:
+        choose_accepted(accept, (JSON,), JSON)
+
+    async def head(self) -> Hashable | None:
+        self._body = self.body(getattr(self._settings, self._form.limit))
+        await self._reader.head(self._body, self.pipeline)
+        return None  # the answer depends on more than the head
+
+    @property
+    def holds(self) -> Any:  # type: ignore[override]
+        return self._reader.holds
+
+    @property
+    def quick(self) -> bool:  # type: ignore[override]
+        return False  # a layer's words are read in a thread
+
+    def decode(self) -> Decoded:
+        fields, notes = self._reader.fields(self.operation)
+        return Decoded(fields, refuse=self._refuse, notes=notes, repeatable=False)
+
+    def _refuse(self, request: Request, problem: Problem) -> None:
+        """Raise before anything is computed that would take too long."""
+
+    async def fill(self, execution: Execution) -> None:
+        await self._reader.fill(self._body, execution, self.request.timings)
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        said = json.loads(result.finished.words)
+        await self.respond(_JSON_HEADERS, [_text(said["answer"])])
+
+    def close(self) -> None:
+        """Give back what the body held."""
+        self._reader.close()
+
+
+class _VerifyTransport(_BodyTransport):
+    def _refuse(self, request: Request, problem: Problem) -> None:
+        assert isinstance(problem, Verify)  # noqa: S101
+        most, flops = self._settings.max_verify_flops, problem.flops
+        if flops > most:
+            raise ProblemTooLarge(
+                f"the float64 reference of this problem takes {flops:.3g} floating-point "
+                f"operations, and this server allows {most:.3g} for one (CONVGRAD_MAX_VERIFY_FLOPS)"
+                f"{_smaller(problem, most / flops)}; `convgrad.check.bounded` verifies on your own "
+                "machine"
+            )
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        said = json.loads(result.finished.words)
+        answer = said["answer"]
+        results = {name: (each[0], tuple(each[1])) for name, each in said["results"].items()}
+        request_id = self._context.request_id
+        earlier = await self.pipeline.engine.submitted(self.owner, said["key"], request_id, results)
+        for name, found in earlier.items():
+            told = Earlier(
+                equal=found[0],
+                request_id=found[1],
+                seconds_ago=found[2],
+                first_difference=found[3],
+            )
+            answer["outputs"][name]["bits"]["earlier"] = told.model_dump(mode="json")
+        await self.respond(_JSON_HEADERS, [_text(answer)])
+
+
+def _smaller(problem: Verify, share: float) -> str:
+    """What would fit: fewer samples, where there are several."""
+    batch = getattr(getattr(problem.subject, "conv", None), "batch", 1)
+    fits = int(batch * share)
+    return f"; a batch of {fits} instead of {batch} would fit" if fits >= 1 else ""
+
+
+class TimeEndpoint:
+    """An ASGI application that answers ``POST /time/<operation>``, at once or with events."""
+
+    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
+        self.operation, self.pipeline, self.settings = operation, pipeline, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
+        transport = _TimeTransport(*arguments)
+        try:
+            await self.pipeline.run(transport.request, transport)
+        except ServiceError as error:
+            if not transport.has_begun:
+                raise
+            await transport.fail(error)
+        finally:
+            transport.close()
+
+
+class _TimeTransport(_BodyTransport):
+    has_begun = False
+    """Whether the answer's status has been sent: what goes wrong from then on is an event."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tickets: list[Ticket] = []
+        self._telling: asyncio.Task[None] | None = None
+        if self._streams_events:
+            self.request.submitted = self._submitted
+
+    def _choose_answer(self, accept: str) -> None:
+        forms = (JSON, EVENT_STREAM)
+        self._streams_events = choose_accepted(accept, forms, JSON) == EVENT_STREAM
+
+    async def head(self) -> Hashable | None:
+        await self._enter()
+        return await super().head()
+
+    async def _enter(self) -> None:
+        """Count this timing: of all that wait or run, and of its key's."""
+        settings = self._settings
+        quotas = [("timings", settings.max_timings, "")]
+        if self.owner:
+            quotas.append((f"timings of {self.owner}", settings.key_max_timings, " of this key's"))
+        for name, most, whose in quotas:
+            try:
+                ticket = await self.pipeline.engine.enter(Caller(name, KeyLimits(inflight=most)))
+            except Overloaded:
+                raise Overloaded(
+                    f"{most}{whose} timings wait or run already, and no more may", retry_after_s=5.0
+                ) from None
+            self._tickets.append(ticket)
+
+    def _refuse(self, request: Request, problem: Problem) -> None:
+        assert isinstance(problem, TimeIt)  # noqa: S101
+        most = self._settings.timing_budget_s
+        if problem.budget_s > most:
+            raise MalformedRequest(
+                f"budget_s is {problem.budget_s:g}; this server times for at most {most:g} s "
+                "(CONVGRAD_TIMING_BUDGET_S)"
+            )
+
+    def decode(self) -> Decoded:
+        decoded = super().decode()
+        # What the server allows is what is meant where nothing is said.
+        fields = {"budget_s": self._settings.timing_budget_s, **decoded.fields}
+        return Decoded(fields, refuse=decoded.refuse, notes=decoded.notes, repeatable=False)
+
+    def _submitted(self, job: JobHandle) -> None:
+        self.has_begun = True
+        self._telling = asyncio.ensure_future(self._tell(job))
+
+    async def _tell(self, job: JobHandle) -> None:
+        """Begin the answer, and say where the job stands whenever that changes."""
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": 202,
+                "headers": [
+                    (b"content-type", EVENT_STREAM.encode()),
+                    (b"cache-control", b"no-store"),
+                    (b"vary", b"accept"),
+                    (b"x-accel-buffering", b"no"),
+                ],
+            }
+        )
+        loop = asyncio.get_running_loop()
+        last: int | None = -1
+        silent_since_s = loop.time()
+        while True:
+            position = await self.pipeline.engine.position(job)
+            if position != last:
+                if position is None:
+                    await self._event("running", {})
+                else:
+                    await self._event("queued", {"position": position})
+                last, silent_since_s = position, loop.time()
+            elif loop.time() - silent_since_s > _KEEP_ALIVE_S:
+                await self._more(b": waiting\n\n")
+                silent_since_s = loop.time()
+            await asyncio.sleep(_TELL_S)
+
+    async def _event(self, name: str, data: Any) -> None:
+        await self._more(b"event: " + name.encode() + b"\ndata: " + _text(data) + b"\n\n")
+
+    async def _more(self, body: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._telling
+            self._telling = None
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        if not self._streams_events:
+            await super().send(execution, result)
+            return
+        await self._stop_telling()
+        await self._event("result", json.loads(result.finished.words)["answer"])
+        await self._more(b"", more=False)
+
+    async def fail(self, error: ServiceError) -> None:
+        """Say as an event what went wrong after the answer had begun."""
+        await self._stop_telling()
+        context = context_of(self._scope)
+        context.code = error.code
+        _, _, body = problem_details(error, context.request_id)
+        await self._event("error", json.loads(body))
+        await self._more(b"", more=False)
+
+    def close(self) -> None:
+        """Give back what the request held; see `_BodyTransport.close`."""
+        if self._telling is not None:
+            self._telling.cancel()
+        for ticket in self._tickets:
+            ticket.leave()
+        super().close()
+
+
+class PlanEndpoint:
+    """An ASGI application that answers ``GET /plan/<operation>``."""
+
+    def __init__(self, operation: Operation, pipeline: Pipeline, settings: Settings) -> None:
+        self.operation, self.pipeline, self.settings = operation, pipeline, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arguments = self.operation, self.pipeline, self.settings, scope, receive, send
+        transport = _PlanTransport(*arguments)
+        await self.pipeline.run(transport.request, transport)
+
+
+class _PlanTransport(HttpTransport):
+    """See `Transport`: the fields stand in the query."""
+
+    quick = False
+
+    async def head(self) -> Hashable | None:
+        accept = self.headers.get(b"accept", "")
+        choose_accepted(accept, (JSON,), JSON)
+        self._query: bytes = self._scope.get("query_string", b"")
+        return None
+
+    def decode(self) -> Decoded:
+        return Decoded(query_fields(self._query, self.operation), repeatable=False)
+
+    async def fill(self, execution: Execution) -> None:
+        await execution.fill({})
+
+    async def send(self, execution: Execution, result: Result) -> None:
+        await self.respond(_JSON_HEADERS, [_text(json.loads(result.finished.words)["answer"])])
+
+
+def query_fields(query: bytes, operation: Operation) -> dict[str, Any]:
+    """A request's fields from a query: JSON where it is JSON, else the text itself.
+
+    Raises
+    ------
+    MalformedRequest
+        The query cannot be read, or names no field or one twice.
+    """
+    try:
+        pairs = parse_qsl(
+            query.decode("ascii"), keep_blank_values=True, max_num_fields=64, errors="strict"
+        )
+    except ValueError:
+        raise MalformedRequest("the query cannot be read") from None
+    refuse_unknown(operation.request, (name for name, _ in pairs))
+    fields: dict[str, Any] = {}
+    for name, text in pairs:
+        if name in fields:
+            raise MalformedRequest(f'the query has "{name}" twice')
+        fields[name] = text if name == "layer" else _value(text)
+    return fields
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -1,0 +1,54 @@
+"""``GET /layers``: a layer in anybody's words, or the suites whose layers have names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from convgrad import layers
+from convgrad.errors import MalformedRequest
+
+__all__ = ["answer_layers"]
+
+
+async def answer_layers(request: Request) -> Response:
+    """With ``layer`` in the query its sizes and spellings, with ``suite`` its layers, else the
+    names of all suites."""
+    query = request.query_params
+    for name in query:
+        if name not in ("layer", "suite"):
+            raise MalformedRequest(f'unknown field "{name[:64]}"; expected layer or suite')
+    if "layer" in query:
+        return JSONResponse(_described(layers.parse(query["layer"])))
+    if "suite" in query:
+        found = [
+            {**_described(each.layer), "suite": each.suite, "networks": dict(each.networks)}
+            for each in layers.suite(query["suite"])
+        ]
+        return JSONResponse({"layers": found})
+    return JSONResponse({"suites": list(layers.suite_names())})
+
+
+def _described(layer: layers.Layer) -> dict[str, Any]:
+    return {
+        "title": layer.title,
+        "name": layer.name,
+        "kind": layer.kind,
+        "batch": layer.batch,
+        "in_channels": layer.in_channels,
+        "out_channels": layer.out_channels,
+        "groups": layer.groups,
+        "input_size": list(layer.input_size),
+        "output_size": list(layer.output_size),
+        "kernel_size": list(layer.kernel_size),
+        "stride": list(layer.stride),
+        "padding": [list(pair) for pair in layer.padding],
+        "dilation": list(layer.dilation),
+        "dtype": layer.dtype,
+        "layout": layer.layout,
+        "operation": layer.operation,
+        "operations": list(layers.operations_of(layer)),
+        "spellings": layers.spellings(layer),
+    }

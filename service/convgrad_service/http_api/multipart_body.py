@@ -1,0 +1,251 @@
+"""A form (multipart/form-data) with .npy files, as ``curl -F weight=@w.npy -F stride=2`` sends it.
+
+A field that is named like a tensor is a .npy file. Any other is a parameter: JSON where it is JSON
+(2, [1, 1], true), else the text itself (NHWC). The body lies in the arena, and python-multipart
+says where in it each field is; the tensors are then copied from there to their places.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from convgrad.contract import Operation, refuse_unknown
+from convgrad.dtypes import DType
+from convgrad.errors import MalformedRequest
+from convgrad.wire import npy, strict_json
+from convgrad.wire.sentences import shown
+from convgrad.wire.shapes import checked_dtype
+from convgrad_service.engine.execution import Execution, Filler, Source
+from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.request import Fields, blank
+from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.http_api.body import Body, Text
+from convgrad_service.http_api.negotiation import content_type_parameters
+
+__all__ = ["MEDIA_TYPE", "MultipartReader", "npy_dtype", "split_form"]
+
+MEDIA_TYPE = "multipart/form-data"
+
+# The parser is given copies of so many bytes: Python's `bytes` alone can be searched.
+_BLOCK_BYTES = 2**20
+# A request has some twenty fields, and none that is no tensor needs a page.
+_MAX_FIELDS = 64
+_MAX_PARAMETER_BYTES = 16 * 1024
+# The parser logs what it refuses, and so does the server, in its own form.
+_SILENT = logging.Logger("python_multipart", logging.CRITICAL)
+# RFC 2046 allows 70 characters.
+_MAX_BOUNDARY_BYTES = 70
+
+
+@dataclass(slots=True)
+class FormField:
+    """One field: its headers, names in small letters, and where its data is in the body."""
+
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    begin: int = 0
+    size_bytes: int = 0
+
+    def name(self) -> str:
+        """What Content-Disposition calls it; raises MalformedRequest where that says nothing."""
+        disposition, parameters = parse_options_header(self.headers.get(b"content-disposition"))
+        name = parameters.get(b"name")
+        if disposition != b"form-data" or not name:
+            raise MalformedRequest(
+                'a part of the form has no name: expected Content-Disposition: form-data; name="…"'
+            )
+        encoding = self.headers.get(b"content-transfer-encoding", b"binary").strip().lower()
+        if encoding not in (b"binary", b"8bit", b"7bit"):
+            raise MalformedRequest(
+                f"{shown(_text(name))}: expected a file as it is, got the "
+                f"Content-Transfer-Encoding {shown(_text(encoding))}"
+            )
+        return _text(name)
+
+
+class MultipartReader:
+    """See `Reader`."""
+
+    def __init__(self, content_type: str) -> None:
+        self._content_type = content_type
+        self._text = Text(memoryview(b""))
+        self._fillers: dict[str, Filler] = {}
+
+    async def head(self, body: Body, pipeline: Pipeline) -> Hashable | None:
+        self._text = await body.whole(pipeline.engine)
+        return None
+
+    @property
+    def holds(self) -> Lease | None:
+        return self._text.lease
+
+    @property
+    def quick(self) -> bool:
+        return self._text.lease is None
+
+    def fields(self, operation: Operation) -> tuple[Fields, Any]:
+        boundary = content_type_parameters(self._content_type).get("boundary", "")
+        found = split_form(self._text.data, boundary)
+        refuse_unknown(operation.request, found)
+        fields: dict[str, Any] = {}
+        for name, part in found.items():
+            data = self._text.data[part.begin : part.begin + part.size_bytes]
+            if name in operation.tensors:
+                content_type = _text(part.headers.get(b"content-type", b""))
+                file = _File(data, name)
+                fields[name] = npy.decode(file, name=name, dtype=npy_dtype(content_type, name))
+                self._fillers |= {name: file.fill} if file.used else {}
+            else:
+                fields[name] = _parameter(data, name)
+        return fields, None
+
+    async def fill(self, body: Body, execution: Execution, timings: Timings) -> None:
+        sources: dict[str, Source] = {**execution.request.tensors(), **self._fillers}
+        with timings.stage("decode"):
+            await execution.fill(sources, holds=self._text.lease)
+        self.close()
+
+    def close(self) -> None:
+        self._text.release()
+
+
+def npy_dtype(content_type: str, name: str) -> DType | None:
+    """The dtype that stands beside a .npy file: ``application/x-npy; dtype=bfloat16``."""
+    dtype = content_type_parameters(content_type).get("dtype")
+    return None if dtype is None else checked_dtype(dtype, name=name)
+
+
+def split_form(view: memoryview, boundary: str) -> dict[str, FormField]:
+    """The fields of a form by name.
+
+    Raises
+    ------
+    MalformedRequest
+        It is not one, breaks off, names a field twice or has more than any request needs.
+    """
+    if not 1 <= len(boundary) <= _MAX_BOUNDARY_BYTES or not boundary.isascii():
+        raise MalformedRequest(
+            f"the Content-Type has no usable boundary: expected {MEDIA_TYPE}; boundary=… of 1 to "
+            f"{_MAX_BOUNDARY_BYTES} characters"
+        )
+    splitter = _Splitter()
+    parser = MultipartParser(boundary, splitter.callbacks())  # type: ignore[arg-type]
+    parser.logger = _SILENT
+    try:
+        for start in range(0, len(view), _BLOCK_BYTES):
+            splitter.block_begin = start
+            splitter.block = bytes(view[start : start + _BLOCK_BYTES])
+            parser.write(splitter.block)
+    except FormParserError as refused:
+        raise MalformedRequest(f"the form cannot be read: {refused}") from None
+    if not splitter.ended:
+        raise MalformedRequest(
+            f"the form breaks off after {len(view):,} bytes: its last boundary is missing"
+        )
+    fields: dict[str, FormField] = {}
+    for part in splitter.parts:
+        name = part.name()
+        if name in fields:
+            raise MalformedRequest(f"the form has the field {shown(name)} twice")
+        fields[name] = part
+    return fields
+
+
+class _Splitter:
+    """Notes where parts are while python-multipart finds them."""
+
+    def __init__(self) -> None:
+        self.parts: list[FormField] = []
+        self.block = b""
+        self.block_begin = 0
+        self.ended = False
+        self._name = self._value = b""
+
+    def callbacks(self) -> dict[str, Any]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._header_name,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_part_data": self._data,
+            "on_end": self._end,
+        }
+
+    def _begin(self) -> None:
+        if len(self.parts) == _MAX_FIELDS:
+            raise MalformedRequest(f"the form has more than {_MAX_FIELDS} fields")
+        self.parts.append(FormField())
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        self.parts[-1].headers[self._name.lower()] = self._value
+        self._name = self._value = b""
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        part = self.parts[-1]
+        if part.size_bytes == 0:
+            # The end of the block before may have looked like the beginning of a boundary. The
+            # parser hands such bytes over from memory of its own.
+            part.begin = self.block_begin + (start if data is self.block else start - end)
+        part.size_bytes += end - start
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+class _File:
+    """The bytes of a file that are copied once their place is known; see `Deferred`."""
+
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data, self._name = data, name
+        self._offset: int | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether a tensor was made of it that has yet to be filled."""
+        return self._offset is not None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._data[part])
+
+    def later(self, dtype: DType, shape: tuple[int, ...], offset: int) -> NDArray[Any]:
+        """See `Deferred.later`."""
+        self._offset = offset
+        return blank(shape, dtype, name=self._name)
+
+    def fill(self, target: NDArray[Any]) -> None:
+        """Copy the elements to a contiguous array."""
+        target.reshape(-1).view(np.uint8).data[:] = self._data[self._offset :]
+
+
+def _parameter(data: memoryview, name: str) -> Any:
+    if len(data) > _MAX_PARAMETER_BYTES:
+        raise MalformedRequest(
+            f"{name}: expected a parameter of at most {_MAX_PARAMETER_BYTES:,} bytes, got "
+            f"{len(data):,}"
+        )
+    text = _text(bytes(data))
+    try:
+        return strict_json.loads(text, name)
+    except MalformedRequest:
+        return text
+
+
+def _text(encoded: bytes) -> str:
+    return encoded.decode("utf-8", "replace")

@@ -1,0 +1,189 @@
+"""uvicorn's HTTP protocol, with the patience and the sizes that it leaves unlimited.
+
+uvicorn bounds idle keep-alive connections. It does not bound how long headers take or how large
+they grow, how many connections there are, nor how long a client may leave its answer unread; each
+is a way for one client to hold memory or the event loop for ever. Nor does it look at what RFC 9112
+has a server refuse of a head that its parser can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from asyncio.events import TimerHandle
+from collections.abc import Sequence
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from convgrad.errors import MalformedRequest, Overloaded, RequestTimeout, ServiceError
+from convgrad.wire.sentences import shown
+from convgrad_service.http_api.problem_details import problem_details
+from convgrad_service.server.settings import Settings
+
+__all__ = ["HeadRefused", "LimitedProtocol", "check_head"]
+
+_HOST = re.compile(rb"[A-Za-z0-9\-._~!$&'()*+,;=:%\[\]]*")
+
+
+class HeadRefused(MalformedRequest):
+    """A head that a server must refuse with a status of its own."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse what RFC 9112 has a server refuse; names are in lower case.
+
+    Raises
+    ------
+    HeadRefused
+        Another version than HTTP/1.0 and 1.1; a missing, repeated or impossible Host; a body in
+        another transfer coding than chunked, or in any by HTTP/1.0.
+    """
+    if version not in ("1.0", "1.1"):
+        raise HeadRefused(505, f"the request is in HTTP/{version}; expected HTTP/1.1")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        raise HeadRefused(400, f"the request has {len(hosts)} Host headers; expected one")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise HeadRefused(400, f"Host is {shown(hosts[0].decode('latin-1'))}, which is no host")
+    listed = b",".join(value for name, value in headers if name == b"transfer-encoding")
+    if listed and version == "1.0":
+        raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding")
+    codings = [coding.strip().lower() for coding in listed.split(b",")] if listed else []
+    if codings not in ([], [b"chunked"]):
+        # Where the body ends is known by chunks alone.
+        framed = codings[-1] == b"chunked" and codings.count(b"chunked") == 1
+        raise HeadRefused(
+            501 if framed else 400,
+            f"Transfer-Encoding is {shown(listed.decode('latin-1'))}; expected chunked alone",
+        )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection, within the limits of ``settings``."""
+
+    settings: ClassVar[Settings]
+
+    _head_timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+    _in_head = True
+    _head_bytes = 0
+    _parsed_head_bytes = 0
+    _refusal: ServiceError | None = None
+    _unsent: tuple[int, float] | None = None
+    """While it is being closed: the bytes left to send, and since when there are so many."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            self._close_with(
+                Overloaded(
+                    f"{self.settings.max_connections} connections are open, the most there may be",
+                    retry_after_s=1.0,
+                )
+            )
+            return
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._head_timer)
+        _stop(self._write_timer)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # abort, not close: close would wait for the unread answer to be read.
+        self._write_timer = self.loop.call_later(
+            self.settings.answer_idle_timeout_s, self.transport.abort
+        )
+
+    def resume_writing(self) -> None:
+        _stop(self._write_timer)
+        super().resume_writing()
+
+    def abort_if_stuck(self, now_s: float) -> None:
+        """End a connection that is to be closed when its client takes nothing more.
+
+        To be called now and then: whoever closes it waits for the rest of an answer to be sent, and
+        a rest that is small enough pauses no writing.
+        """
+        if not self.transport.is_closing():
+            return
+        left_bytes = self.transport.get_write_buffer_size()
+        if self._unsent is None or left_bytes < self._unsent[0]:
+            self._unsent = left_bytes, now_s
+        elif now_s - self._unsent[1] > self.settings.answer_idle_timeout_s:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what could not be parsed, in the form of every other error."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            # Its answer will never be whole, and closing would wait for it to be read.
+            self.transport.abort()
+        elif self.pipeline:
+            # Other answers are due first; this one would be read as one of them.
+            self.transport.close()
+        else:
+            self._close_with(self._refusal or MalformedRequest(msg))
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = self._parsed_head_bytes = 0
+        _stop(self._head_timer)
+        self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        _stop(self._head_timer)
+
+    def _count_head(self, size: int) -> None:
+        # Counted by what was parsed, since the bytes of one read may hold a body too.
+        self._parsed_head_bytes += size
+        if self._parsed_head_bytes > self.settings.max_header_bytes:
+            self._refusal = MalformedRequest(self._too_large())
+            raise ValueError(self._refusal.detail)
+
+    def _too_large(self) -> str:
+        return f"the request line and headers are over {self.settings.max_header_bytes:,} bytes"
+
+    def _head_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
+            # A pipelined request whose head we do not read while the one before it is answered.
+            self._head_timer = self.loop.call_later(self.settings.header_timeout_s, self._head_late)
+        else:
+            self._close_with(
+                RequestTimeout(
+                    "the request line and headers were not complete after "
+                    f"{self.settings.header_timeout_s:g} s"
+                )
+            )
+
+    def _close_with(self, error: ServiceError) -> None:
+        status = error.status if isinstance(error, HeadRefused) else None
+        status, headers, body = problem_details(error, request_id := uuid.uuid4().hex, status)
+        headers += [
+            (b"x-request-id", request_id.encode()),
+            (b"server-timing", b"total;dur=0"),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
+        self.transport.close()
+
+
+def _stop(timer: TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,144 @@
+"""Several passes of one convolution on a GPU: the launches of each, side by side."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from convgrad_service.plans.cuda.branches import shared_out
+from convgrad_service.plans.cuda.device import CudaDevice
+from convgrad_service.plans.cuda.families import Chosen, Families, choose
+from convgrad_service.plans.cuda.joined import plan_joined
+from convgrad_service.plans.cuda.parts import choose_conv, conv_work, side_by_side
+from convgrad_service.plans.cuda.program import Clear, CudaPlan, Fragment, Workspace
+from convgrad_service.plans.cuda.works import (
+    ChannelSums,
+    ConvWork,
+    Copy,
+    CopyAxis,
+    Operand,
+    activation_operand,
+    size3,
+    weight_operand,
+)
+from convgrad_service.problems.passes import ConvPasses, Pass
+
+__all__ = ["plan_passes"]
+
+ORDER = {"bwd_weight": 0, "input_sums": 1}
+
+
+def plan_passes(problem: ConvPasses, device: CudaDevice, families: Families) -> CudaPlan:
+    """The weight's gradient first, as of both gradients of a convolution (see `plans.cuda`); two
+    that are each one product share the multiprocessors."""
+    passes = sorted(problem.passes, key=lambda one: ORDER.get(one.direction, len(ORDER)))
+    planner = _Planner(problem, families)
+    branches = [planner.branch(one, device) for one in passes]
+    products = [one for one in passes if len(one.terms) == 1 and one.direction != "input_sums"]
+    if len(products) == 2 and products[0].direction == "bwd_weight":
+        shared = shared_out(
+            lambda share: planner.branch(products[0], share)[0],
+            lambda share: planner.branch(products[1], share)[0],
+            device,
+        )
+        for one, chosen in zip(products, shared, strict=True):
+            branches[passes.index(one)] = [chosen]
+    return side_by_side(branches, problem, planner.workspace)
+
+
+class _Planner:
+    """Plans the passes of one problem; ``workspace`` is what they need beside their families'."""
+
+    def __init__(self, problem: ConvPasses, families: Families) -> None:
+        self._problem, self._families = problem, families
+        self.workspace: list[Workspace] = []
+
+    def branch(self, one: Pass, device: CudaDevice) -> list[Chosen]:
+        """The pieces of work of a pass, in order."""
+        if one.direction == "input_sums":
+            return [choose(self._families.channel_sums, self._sums(one), device)]
+        if not one.terms:
+            return [self._constant(one, device)]
+        if len(one.terms) == 1:
+            return [choose_conv(self._work(one), device, self._families)]
+        work, copies = self._joined(one)
+        chosen = [choose(self._families.copy, copy, device) for copy in copies]
+        return [*chosen, choose_conv(work, device, self._families)]
+
+    def _work(self, one: Pass) -> ConvWork:
+        names = {side: name for name, side in one.sides.items()}
+        names[one.written or "x"] = one.output
+        spec = self._problem.outputs[one.output]
+        return conv_work(
+            self._problem,
+            one.direction,
+            names["x"],
+            names["w"],
+            names["y"],
+            result_dtype=spec.dtype,
+            bias=one.bias,
+            prefix=f"{one.output}.",
+        )
+
+    def _joined(self, one: Pass) -> tuple[ConvWork, tuple[Copy, ...]]:
+        """The sum of two products as one, and what puts their operands side by side."""
+        problem, forward = self._problem, one.direction == "fwd"
+        activations = [self._operand(name) for name, _ in one.terms]
+        weights = [self._weight(name) for _, name in one.terms]
+        direction: Literal["fwd", "bwd_data"] = "fwd" if forward else "bwd_data"
+        plan = plan_joined(problem.conv, direction, activations, weights, f"{one.output}.")
+        self.workspace += plan.workspace
+        result = self._operand(one.output)
+        work = ConvWork(
+            direction=direction,
+            conv=plan.conv,
+            dtype=problem.dtype,
+            result_dtype=problem.dtype,
+            x=plan.activation if forward else result,
+            w=plan.weight,
+            y=result if forward else plan.activation,
+            bias=one.bias,
+            precision=problem.precision,
+            deterministic=problem.deterministic,
+            prefix=f"{one.output}.",
+        )
+        return work, plan.copies
+
+    def _sums(self, one: Pass) -> ChannelSums:
+        """The kernel sums a convolution's output: the input stands for it."""
+        ((name,),) = one.terms
+        problem, conv = self._problem, self._problem.conv
+        return ChannelSums(
+            conv=conv.with_output_like_input(),
+            y=self._operand(name),
+            result=one.output,
+            result_dtype=problem.outputs[one.output].dtype,
+            prefix=f"{one.output}.",
+        )
+
+    def _constant(self, one: Pass, device: CudaDevice) -> Chosen:
+        """Zero, or the bias everywhere."""
+        spec, conv = self._problem.outputs[one.output], self._problem.conv
+        if one.bias is None:
+            clear = Clear(one.output, spec.size_bytes)
+            return Chosen("clear", Fragment("clear", (clear,)), ())
+        target = self._operand(one.output)
+        of_output = one.written == "y"
+        size = conv.output_size if of_output else conv.input_size
+        channels = conv.out_channels_per_group if of_output else conv.in_channels_per_group
+        extents = (conv.batch, conv.groups, channels, *size3(size))
+        sources = (0, channels, 1, 0, 0, 0)
+        axes = [CopyAxis(*each) for each in zip(extents, sources, target.strides, strict=True)]
+        axes.sort(key=lambda axis: axis.target, reverse=True)
+        copy = Copy(one.bias, one.output, spec.dtype, tuple(axes), follows=False)
+        return choose(self._families.copy, copy, device)
+
+    def _operand(self, name: str) -> Operand:
+        problem = self._problem
+        spec = {**problem.inputs, **problem.outputs}[name]
+        groups = problem.conv.groups
+        return activation_operand(name, problem.dtype, problem.layout, spec.shape, groups)
+
+    def _weight(self, name: str) -> Operand:
+        problem = self._problem
+        shape, groups = problem.weight_spec.shape, problem.conv.groups
+        return weight_operand(name, problem.dtype, problem.layout, shape, groups)

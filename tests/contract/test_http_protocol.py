@@ -1,0 +1,160 @@
+"""What RFC 9112 has a server refuse, and clients that take up more than their share."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import ssl
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from convgrad import Client
+from tests.contract.test_slow_readers import REQUEST as LARGE_ANSWER
+from tests.support.fake_backends import Zeros
+from tests.support.http_server import EXAMPLE, LiveServer, serving
+from tests.support.tls_files import TlsFiles
+from tests.support.tree_server import until
+
+BODY = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(EXAMPLE), EXAMPLE)
+POST = b"POST /conv_bwd_data HTTP/1.1\r\n"
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(EXAMPLE), EXAMPLE)
+
+HEADS = {
+    "one Host": (200, POST + b"Host: x:80\r\n" + BODY),
+    "a Host without a name": (200, POST + b"Host:\r\n" + BODY),
+    "an IPv6 address": (200, POST + b"Host: [::1]:8000\r\n" + BODY),
+    "no Host": (400, POST + BODY),
+    "two Hosts": (400, POST + b"Host: x\r\nHost: x\r\n" + BODY),
+    "a Host with a space": (400, POST + b"Host: x y\r\n" + BODY),
+    "a Host with a path": (400, POST + b"Host: x/y\r\n" + BODY),
+    "HTTP/1.0 without Host": (200, b"POST /conv_bwd_data HTTP/1.0\r\n" + BODY),
+    "HTTP/1.0 in chunks": (
+        400,
+        b"POST /conv_bwd_data HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+    ),
+    "HTTP/2.0 in the request line": (505, POST.replace(b"1.1", b"2.0") + b"Host: x\r\n" + BODY),
+    "HTTP/3.0": (505, POST.replace(b"1.1", b"3.0") + b"Host: x\r\n" + BODY),
+    "HTTP/0.9": (505, POST.replace(b"1.1", b"0.9") + b"Host: x\r\n" + BODY),
+    "no version of HTTP": (400, POST.replace(b"1.1", b"x") + b"Host: x\r\n" + BODY),
+}
+for name, status, lines in (
+    ("chunked", 200, b"Transfer-Encoding: Chunked"),
+    ("gzip, chunked", 501, b"Transfer-Encoding: gzip, chunked"),
+    (
+        "gzip and chunked on lines of their own",
+        501,
+        b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+    ),
+    ("chunked twice", 400, b"Transfer-Encoding: chunked, chunked"),
+    ("gzip alone", 400, b"Transfer-Encoding: gzip"),
+    ("a length as well", 400, b"Transfer-Encoding: chunked\r\nContent-Length: 5"),
+):
+    given = b"Host: x\r\nContent-Type: application/json\r\n%s\r\n\r\n" % lines
+    HEADS[f"Transfer-Encoding: {name}"] = status, POST + given + CHUNKED
+
+
+@pytest.mark.parametrize(("status", "request_bytes"), HEADS.values(), ids=HEADS)
+def test_a_head_is_refused_as_http_says(
+    live: LiveServer, status: int, request_bytes: bytes
+) -> None:
+    for _ in range(2):  # what is known of a head from before says the same
+        with live.connect() as connection:
+            connection.sendall(request_bytes)
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert status == 200 or b'"status": %d' % status in answer
+
+
+def test_a_connection_that_fails_behind_an_unread_answer_is_ended() -> None:
+    with serving(Zeros(), log_level="error") as server, server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(LARGE_ANSWER)
+        until(lambda: bool(server.server.server_state.connections))
+        (protocol,) = server.server.server_state.connections
+        until(lambda: protocol.flow.write_paused, 20)
+        connection.sendall(b"rubbish\r\n\r\n")
+        until(lambda: not server.server.server_state.connections, 10)
+        server.wait_until_idle()
+
+
+def test_the_rest_of_an_answer_is_not_waited_for_longer_than_the_rest_was() -> None:
+    """A client that reads until little enough is left that writing is not paused any more."""
+    with (
+        serving(Zeros(), answer_idle_timeout_s=1.0, log_level="error") as server,
+        server.connect() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(LARGE_ANSWER.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        until(lambda: bool(server.server.server_state.connections))
+        (protocol,) = server.server.server_state.connections
+        while not protocol.transport.is_closing():
+            assert connection.recv(65536)
+        until(lambda: not server.server.server_state.connections, 20)
+
+
+def test_a_handshake_that_is_not_finished_counts_and_ends(tmp_path: Path) -> None:
+    files = TlsFiles.made(tmp_path)
+    limits = {"max_connections": 4, "header_timeout_s": 2.0}
+    with serving(Zeros(), **files.server(), **limits) as server, ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(server.connect())
+        until(lambda: len(server.server._taking) == 4)
+        began_s = time.monotonic()
+        with server.connect(20) as refused, pytest.raises(OSError):  # noqa: PT011
+            files.client_context().wrap_socket(refused, server_hostname="localhost")
+        assert time.monotonic() - began_s < 2  # at once, and not when another has timed out
+
+        def works() -> bool:
+            try:
+                url = f"https://127.0.0.1:{server.port}/v2/health/live"
+                return httpx.get(url, verify=files.client_context()).status_code == 200
+            except (httpx.TransportError, ssl.SSLError):
+                return False
+
+        until(works, 20)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/systemsharedmemory/region/a/register", "/v2/repository/index"]
+)
+def test_a_body_that_stops_is_given_up_wherever_it_is_for(path: str) -> None:
+    with serving(Zeros(), body_idle_timeout_s=0.3) as server, server.connect(20) as connection:
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n" % path.encode())
+        connection.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_tensor_stored_again_and_again_takes_no_more_than_one() -> None:
+    ones = np.ones((1, 1, 1, 1), np.float32)
+    with serving(Zeros(), log_level="error") as server, Client(server.url) as client:
+
+        def after_storing(times: int) -> int:
+            for _ in range(times):
+                client.put("again", ones)
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        after_storing(20)
+        before = after_storing(10)
+        # A timer and what it holds would be a dozen blocks each time.
+        assert after_storing(200) < before + 400
+
+
+def test_a_small_request_cannot_ask_for_a_large_answer() -> None:
+    body = (
+        b'{"input": {"values": [[[[0]]]], "dtype": "float32"}, '
+        b'"weight": {"values": [[[[0]]]], "dtype": "float32"}, "padding": 16000}'
+    )
+    with serving(Zeros(), max_inflight_bytes="8GiB", max_output_ratio=2.0) as server:
+        refused = server.post(body, path="/conv_fwd")
+        assert (refused.status_code, refused.json()["code"]) == (413, "problem-too-large")
+        assert "at most 2 bytes for each byte that it gets" in refused.json()["detail"]
+        assert "CONVGRAD_MAX_OUTPUT_RATIO" in refused.json()["detail"]
+        # 64 MiB are always allowed.
+        assert server.post(body.replace(b"16000", b"100"), path="/conv_fwd").status_code == 200
