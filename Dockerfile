@@ -1,12 +1,14 @@
-# The server's image. Three stages: what builds, what is built, what runs.
+# The server's image. Its layers, from the one that changes least: what the server needs, the GPU
+# kernels, the server.
 #
 #   docker build -t convgrad .                                  CUDA 13; kernels for the H100 and H200
 #   docker build -t convgrad:cpu --build-arg ACCELERATOR=cpu .  no CUDA in it
 #   docker build -t convgrad --build-arg ARCHITECTURES="sm_80 sm_86 sm_89 sm_90a sm_100 sm_120" .
 #
-# ACCELERATOR picks a lock in deploy/locks: cpu, cuda12 or cuda13. ARCHITECTURES are compiled
-# ahead; kernels of others compile on first use, into the cache's volume. PYTHON_IMAGE may be any
-# image with Python 3.11 to 3.13 and venv: pin it by digest where builds must repeat.
+# ACCELERATOR picks a lock in deploy/locks: cpu, cuda12, cuda13 or ray-cuda13. ARCHITECTURES are
+# compiled ahead; kernels of others compile on first use, into the cache's volume. PYTHON_IMAGE may be
+# any image with Python 3.11 to 3.13 and venv: give it with its digest (…@sha256:…) where builds must
+# repeat.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -21,33 +23,61 @@ COPY service service
 # Needs no network: the tools above build the wheel, its CPU kernels included.
 RUN /opt/build/bin/hatchling build -t wheel -d /wheel
 
-FROM ${PYTHON_IMAGE} AS install
+FROM ${PYTHON_IMAGE} AS dependencies
 ARG ACCELERATOR=cuda13
 COPY deploy/locks/${ACCELERATOR}.txt /locks/
 # pip stays outside what is shipped.
 RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/convgrad \
  && /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
       --no-cache-dir --require-hashes -r "/locks/${ACCELERATOR}.txt"
-COPY --from=wheel /wheel /wheel
-RUN /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
-      --no-cache-dir --no-deps --no-index /wheel/*.whl
+
+FROM dependencies AS kernels
+ARG ACCELERATOR=cuda13
 ARG ARCHITECTURES="sm_90a"
-RUN if [ "${ACCELERATOR}" != cpu ] && [ -n "${ARCHITECTURES}" ]; then \
+WORKDIR /source
+# What compiling them reads and nothing else: a change of the server's leaves this layer as it is.
+COPY client/convgrad/__init__.py client/convgrad/_version.py client/convgrad/errors.py \
+     client/convgrad/dtypes.py client/convgrad/
+COPY client/convgrad/contract client/convgrad/contract
+COPY client/convgrad/wire client/convgrad/wire
+COPY service/convgrad_service/__init__.py service/convgrad_service/cgroups.py \
+     service/convgrad_service/thread_priority.py service/convgrad_service/
+COPY service/convgrad_service/problems service/convgrad_service/problems
+COPY service/convgrad_service/plans service/convgrad_service/plans
+COPY service/convgrad_service/backends service/convgrad_service/backends
+COPY service/convgrad_service/server/__init__.py \
+     service/convgrad_service/server/kernels_command.py service/convgrad_service/server/
+RUN mkdir /kernels \
+ && if [ "${ACCELERATOR}" != cpu ] && [ -n "${ARCHITECTURES}" ]; then \
       # shellcheck disable=SC2086
-      /opt/convgrad/bin/convgrad kernels --arch ${ARCHITECTURES}; fi
+      PYTHONPATH=client:service /opt/convgrad/bin/python -c "import sys; \
+        from convgrad_service.server.kernels_command import kernels; sys.exit(kernels(sys.argv[1:]))" \
+        --cache /kernels --arch ${ARCHITECTURES}; fi
+
+FROM dependencies AS application
+COPY deploy/locks/sbom.txt /locks/
+RUN python3 -m venv /opt/sbom \
+ && /opt/sbom/bin/pip install --no-cache-dir --require-hashes -r /locks/sbom.txt
+COPY --from=wheel /wheel /wheel
+# Once for the list of what is inside, and once apart, as a layer.
+RUN /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
+      --no-cache-dir --no-deps --no-index --prefix /application /wheel/*.whl \
+ && ln -s /opt/convgrad/kernels \
+      "$(echo /application/lib/python3*/site-packages/convgrad_service/backends/cuda)/_cubins" \
+ && /opt/pip/bin/pip --python /opt/convgrad/bin/python install \
+      --no-cache-dir --no-deps --no-index /wheel/*.whl \
+ && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --of JSON \
+      -o /application/sbom.cdx.json /opt/convgrad/bin/python
 
 FROM ${PYTHON_IMAGE}
-ARG VERSION=unknown
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="convgrad" \
-      org.opencontainers.image.description="Convolution and pooling gradients as a service" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
-# The base brings a pip, which nothing here needs.
+ARG PYTHON_IMAGE
+# The base brings installers, which nothing here needs.
 RUN mkdir -p /var/cache/convgrad && chown 10001:10001 /var/cache/convgrad \
- && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip*
-COPY --from=install /opt/convgrad /opt/convgrad
+ && rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
+      /usr/local/lib/python3*/ensurepip /usr/lib/python3*/ensurepip /usr/share/python-wheels
+COPY --from=dependencies /opt/convgrad /opt/convgrad
+COPY --from=kernels /kernels /opt/convgrad/kernels
+COPY --from=application /application /opt/convgrad
 # A fixed number, so that a platform can demand a user that is not root. The root file system may
 # be read-only: nothing outside the volume is written, bytecode neither.
 USER 10001:10001
@@ -56,13 +86,28 @@ ENV PATH="/opt/convgrad/bin:${PATH}" \
     PYTHONUNBUFFERED=1 \
     HOME=/var/cache/convgrad \
     CONVGRAD_HTTP_HOST=0.0.0.0 \
+    CONVGRAD_MANAGEMENT_PORT=8002 \
     CONVGRAD_KERNEL_CACHE=/var/cache/convgrad/kernels \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 VOLUME /var/cache/convgrad
-EXPOSE 8000 8001
+EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["convgrad", "probe"]
 ENTRYPOINT ["convgrad"]
 CMD ["serve"]
+# Last: they change with every build, and the layers above need not.
+ARG VERSION=unknown
+ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.title="convgrad" \
+      org.opencontainers.image.description="Convolution and pooling gradients as a service" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="The convgrad authors" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}"

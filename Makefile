@@ -12,9 +12,13 @@ PEER   := build/peer
 DEPLOY := build/deploy-tools
 DIST   := build/dist-tools
 SITE   := build/site-tools
+EXAMPLES := build/examples-tools
 GENERATORS := build/generators
 TYPESCRIPT := client/typescript
+PAGE   := service/ui
+BROWSER := build/browser
 LOAD   := build/load-tools
+ATTACK := build/attack-tools
 RAY    := build/ray-tools
 # Triton's server comes in a wheel; it embeds a Python 3.11 that has a shared library, as those of
 # distributions have.
@@ -22,6 +26,7 @@ TRITON := build/triton
 PERF_ANALYZER := build/perf-analyzer
 TRITON_PYTHON ?= /usr/bin/python3.11
 DURATION ?= 20m
+        # Of `make attack`: QUICK_ATTACK=1 is the part that takes a minute. QUICK_ATTACK ?= load-open`; URL= names server runs already. RATE 50 MIX resnet50 URL
 TRAINING := tests/perf/results/training.jsonl
 # Of `make check-deploy`: IF_POSSIBLE=1 says what is missing for it instead of failing.
 IF_POSSIBLE ?=
@@ -34,8 +39,7 @@ DRAWN := $(if $(FRESH),--fresh)
 QUICK := not slow and not gpu and not deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-kernels test-kernels-a-to-f test-kernels-g-to-z test-units test-servers test-slow test-faults test-torch fuzz check lint type format \
-        dist docs check-clients typescript-types check-deploy check-manifests check-load check-ray load soak ray test-perf-analyzer bench-cpu bench-gpu bench-engine-gpu bench-devices bench-wire bench-nonfinite bench-sums bench-serve bench-front-ends readme lock kernels compile-all test-gpu clean bench-cold bench-networks bench-training
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*##.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,7 +80,7 @@ test-units: kernels ## and the parts one by one
 
 test-servers: kernels ## and the servers, the client, the rest
 	@$(PY) -m pytest -o cache_dir=.pytest_cache/$@ -m "$(QUICK)" $(DRAWN) \
-	    --ignore=tests/kernels --ignore=tests/unit
+	    --ignore=tests/kernels --ignore=tests/unit --ignore=tests/attack
 
 test-slow: kernels ## the larger random sweeps, each time over other inputs
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --fresh
@@ -88,6 +92,15 @@ test-torch: kernels $(PEER) ## convgrad.torch, PyTorch's answers next to ours, t
 	@PYTHONPATH=$(PEER) $(PY) -m pytest -m "not gpu" tests/kernels/test_second_opinion_torch.py \
 	    tests/contract/test_documentation.py tests/torch
 
+test-examples: kernels $(EXAMPLES)/.ready $(PEER) ## every program in examples/, PyTorch's, JAX's and the notebook too
+	@PYTHONPATH=$(PEER) $(PY) -m pytest tests/contract/test_examples.py \
+	    --examples-python $(EXAMPLES)/bin/python
+
+test-ui: kernels ui $(BROWSER)/.ready ## the page at /ui in Chromium, if it is installed; its built files are its sources'
+	@git diff --exit-code --stat -- service/convgrad_service/http_api/page \
+	    || { echo "the page was not built from these sources: commit what make ui made"; exit 1; }
+	@PYTHONPATH=$(BROWSER) $(PY) -m pytest -m slow tests/ui
+
 test-gpu: kernels ## every kernel test on this machine's GPU, stores the outcome; the server's too
 	@$(PY) tests/kernels/gpu_check.py --git-sha $$(git rev-parse --short=12 HEAD)
 	@$(PY) -m pytest -m gpu tests/contract/test_on_gpu.py
@@ -98,9 +111,9 @@ compile-all: $(READY) ## compile the GPU kernels that changed, for every archite
 check-manifests: $(READY) $(DEPLOY)/.ready ## lint the Dockerfile; validate the chart's manifests, KServe's and compose
 	@$(DEPLOY)/bin/hadolint Dockerfile
 	@rm -rf build/manifests && $(PY) -m tests.deploy.chart build/manifests
-	@# Prometheus' operator is not Kubernetes itself, and has no schemas there; nor has KServe, or compose.
+	@# What other projects define has its schemas in tests/deploy/schemas; so has compose.
 	@$(DEPLOY)/bin/kubernetes-validate --strict \
-	    $$(ls build/manifests/*.yaml | grep -v 'ServiceMonitor\|PrometheusRule')
+	    $$(grep -LE '^apiVersion: .*(coreos|keda|gateway)' build/manifests/*.yaml)
 	@$(DEPLOY)/bin/python tests/deploy/validate.py build/manifests
 	@$(DEPLOY)/bin/python tests/deploy/compare_helm.py build/manifests
 	@if command -v docker-compose >/dev/null; then \
@@ -122,6 +135,18 @@ typescript-types: $(READY) $(TYPESCRIPT)/node_modules/.ready ## write the TypeSc
 
 $(TYPESCRIPT)/node_modules/.ready: $(TYPESCRIPT)/package-lock.json
 	@cd $(TYPESCRIPT) && npm ci --silent
+	@touch $@
+
+# PROJECT_URL=https://… is the repository's address, for the metadata of what is published.
+ui: $(PAGE)/node_modules/.ready ## build the page that a server shows at /ui
+	@cd $(PAGE) && npm run --silent build -- --logLevel warn
+
+$(PAGE)/node_modules/.ready: $(PAGE)/package-lock.json
+	@cd $(PAGE) && npm ci --silent
+	@touch $@
+
+$(BROWSER)/.ready: deploy/locks/ui.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --target $(BROWSER) -r $<
 	@touch $@
 
 dist: $(READY) $(DIST)/.ready ## build both distributions (source, wheels, aarch64 too), check them, install them where nothing else is
@@ -150,19 +175,27 @@ check-deploy: check-manifests check-load check-ray ## those, and build the image
 load: kernels $(LOAD)/.ready ## a server under realistic loads, and a ramp past its limit; reports in build/load
 	@$(PY) -m tests.load.run --locust $(LOAD)/bin/locust $(if $(STORE),--store)
 
+load-open: kernels ## requests at random times at RATE a second, of MIX: latencies from when each was due
+	@$(PY) -m tests.load.open_loop --rate $(RATE) --mix $(MIX) $(if $(URL),--url $(URL)) $(if $(STORE),--store)
+
 soak: kernels $(LOAD)/.ready ## a server under a steady load for DURATION (20m, 8h): nothing fails, nothing grows
 	@$(PY) -m tests.load.soak --locust $(LOAD)/bin/locust --duration $(DURATION) $(if $(STORE),--store)
+
+attack: kernels $(if $(QUICK_ATTACK),,$(ATTACK)/.ready) ## attacks on a server's processes: what others notice, what memory stays, what it says; QUICK_ATTACK=1 is CI's part
+	@$(PY) -m pytest -s $(if $(QUICK_ATTACK),-m "not slow",--fresh) tests/attack
 
 ray: kernels $(RAY)/.ready $(LOAD)/.ready ## the Ray Serve application on a local cluster; a node is killed under load
 	@PYTHONPATH=client:service:. $(RAY)/bin/python -W ignore -m tests.ray_cluster.run $(if $(STORE),--store)
 
 $(DEPLOY)/.ready: deploy/locks/deploy.txt
 $(DIST)/.ready: deploy/locks/dist.txt
+$(EXAMPLES)/.ready: deploy/locks/examples.txt
 $(GENERATORS)/.ready: deploy/locks/generators.txt
 $(SITE)/.ready: deploy/locks/docs.txt
 $(LOAD)/.ready: deploy/locks/load.txt
+$(ATTACK)/.ready: deploy/locks/attack.txt
 $(RAY)/.ready: deploy/locks/ray.txt
-$(DEPLOY)/.ready $(DIST)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(RAY)/.ready:
+$(DEPLOY)/.ready $(DIST)/.ready $(EXAMPLES)/.ready $(GENERATORS)/.ready $(SITE)/.ready $(LOAD)/.ready $(ATTACK)/.ready $(RAY)/.ready:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
@@ -244,6 +277,7 @@ bench-front-ends: kernels ## a large problem over HTTP through 1, 2 and 4 front-
 readme: $(READY) ## write the README's tables and plots again from the stored results
 	@$(PY) -m tests.perf.plot_load
 	@$(PY) -m tests.perf.plot_networks
+	@$(PY) -m tests.perf.page_networks
 	@# Fails where figures are older than their kernels, of which no plot is drawn then.
 	@$(PY) -m tests.perf.readme_tables
 	@$(PY) tests/perf/plot_gpu.py
@@ -259,9 +293,13 @@ lock: $(READY) ## resolve the dependencies again, with hashes, for every support
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --extra cuda13 --extra otel --output-file deploy/locks/ray-cuda13.txt
 	@$(PY) $(COMPILE) pyproject.toml --extra ray --output-file deploy/locks/ray.txt
 	@$(PY) $(COMPILE) --group build --output-file deploy/locks/build.txt
+	@$(PY) $(COMPILE) --group sbom --output-file deploy/locks/sbom.txt
+	@$(PY) $(COMPILE) --group ui --output-file deploy/locks/ui.txt
 	@$(PY) $(COMPILE) --group dist --output-file deploy/locks/dist.txt
+	@$(PY) $(COMPILE) pyproject.toml --group examples --output-file deploy/locks/examples.txt
 	@$(PY) $(COMPILE) --group generators --output-file deploy/locks/generators.txt
 	@$(PY) $(COMPILE) --group docs --output-file deploy/locks/docs.txt
+	@$(PY) $(COMPILE) --group attack --output-file deploy/locks/attack.txt
 	@$(PY) $(COMPILE) --group deploy --output-file deploy/locks/deploy.txt
 	@$(PY) $(COMPILE) pyproject.toml --group load --output-file deploy/locks/load.txt
 

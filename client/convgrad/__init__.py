@@ -19,7 +19,9 @@ from convgrad._version import __version__
 
 if TYPE_CHECKING:
     from convgrad import _calls as calls
+    from convgrad import check as check
     from convgrad import errors as errors
+    from convgrad import layers as layers
     from convgrad._async_client import AsyncClient
     from convgrad._call import Answer, Call, Stored
     from convgrad._client import Client
@@ -113,7 +115,9 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "calls",
+    "check",
     "errors",
+    "layers",
     "progress_bars",
 ]
 
@@ -138,7 +142,12 @@ _HOMES = {
     "Stored": "convgrad._call",
     "progress_bars": "convgrad._progress",
 }
-_MODULES = {"calls": "convgrad._calls", "errors": "convgrad.errors"}
+_MODULES = {
+    "calls": "convgrad._calls",
+    "check": "convgrad.check",
+    "errors": "convgrad.errors",
+    "layers": "convgrad.layers",
+}
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name to be there
 

@@ -234,7 +234,8 @@ class Exchange(Generic[R]):
         headers["x-request-id"] = self.request_id
         body = self._target.body
         if body is not None:
-            headers["content-type"] = headers["accept"] = body.content_type
+            headers["content-type"] = body.content_type
+            headers["accept"] = self._target.headers.get("accept", body.content_type)
             # Announced, so that httpx does not fall back to chunked encoding.
             headers["content-length"] = str(body_bytes)
             if remaining_s is not None:

@@ -1,4 +1,4 @@
-"""The Grafana dashboard as code; run, it writes dashboards/convgrad.json beside itself.
+"""The Grafana dashboard as code; run, it writes the chart's dashboard.json.
 
 A panel is a title, a unit of Grafana's, and queries by their legend.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OUT = Path(__file__).parent / "dashboards" / "convgrad.json"
+OUT = Path(__file__).parents[1] / "helm" / "convgrad" / "dashboard.json"
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 8, 8
 COLUMNS = 3

@@ -80,8 +80,8 @@ def test_a_worker_that_is_stopped_under_load_costs_no_request(
         before = loading.answered
         until(lambda: loading.answered > before + 20)
     assert ready(server)
-    # From the stop to the answer: silence, one more beat, and a worker's start.
-    assert loading.longest_s < 2 * SILENT_S + 10
+    # From the stop to the answer: silence, and the start of a worker on a busy machine.
+    assert loading.longest_s < 2 * SILENT_S + 40
     assert "convgrad_children_hung_total" in httpx.get(f"{server.url}/metrics", timeout=60).text
 
 

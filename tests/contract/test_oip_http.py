@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 
 from convgrad.contract import OPERATIONS
 from convgrad.errors import CODES
@@ -370,12 +371,21 @@ def test_what_the_server_failed_at_counts_as_failed() -> None:
 def test_a_server_that_is_not_ready_says_so() -> None:
     backend = Zeros()
     with (
-        serving_oip(backend) as server,
+        serving_oip(backend, service_name="gradients") as server,
         httpx.Client(base_url=f"http://{server.http}", timeout=60) as client,
+        triton_grpc.InferenceServerClient(server.grpc) as grpc_client,
     ):
+        # As KServe asks: by the name of its service, which is no model's.
+        assert client.get("/v2/models/gradients/ready").json() == {
+            "name": "gradients",
+            "ready": True,
+        }
+        assert grpc_client.is_model_ready("gradients")
+        refused(client.get("/v2/models/gradients"), "not-found")
         backend.fault = "an illegal address"
         assert client.get("/v2/health/live").status_code == 200
-        for path in ("/v2/health/ready", "/v2/models/conv_fwd/ready"):
+        assert not grpc_client.is_model_ready("gradients")
+        for path in ("/v2/health/ready", "/v2/models/conv_fwd/ready", "/v2/models/gradients/ready"):
             refused(client.get(path), "device-unavailable", "illegal address")
         refused(client.post(URL, content=head()), "device-unavailable")
         models = client.post("/v2/repository/index").json()

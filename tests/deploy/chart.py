@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from gotpl.exts.helm import HelmTemplateEngine
 
-__all__ = ["CHART", "VARIANTS", "rendered"]
+from tests.deploy.compare_helm import CHART, RELEASE, named
 
-CHART = Path(__file__).parents[2] / "deploy" / "helm" / "convgrad"
+__all__ = ["CHART", "VARIANTS", "rendered"]
 
 # Values that a user may set, such that every branch of every template is taken.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -24,7 +24,35 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "imagePullSecrets": [{"name": "pull"}],
         "gpu": {"runtimeClassName": "nvidia", "resource": "nvidia.com/mig-1g.18gb"},
         "settings": {"CONVGRAD_MAX_QUEUE": 16},
-        "service": {"annotations": {"a": "b"}},
+        "service": {"annotations": {"a": "b"}, "sessionAffinity": "ClientIP", "headless": True},
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "annotations": {"nginx.ingress.kubernetes.io/proxy-body-size": "0"},
+            "host": "gradients.example",
+            "tlsSecret": "public-certificate",
+        },
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways"}],
+            "hostnames": ["gradients.example"],
+        },
+        "tracing": {"endpoint": "http://collector.monitoring:4318/v1/traces"},
+        "extraEnv": [{"name": "OTEL_TRACES_SAMPLER", "value": "parentbased_always_off"}],
+        "lifecycle": {"preStop": {"sleep": {"seconds": 1}}},
+        "sharedMemory": {"sizeLimit": "8Gi"},
+        "sidecars": [
+            {
+                "name": "trainer",
+                "image": "trainer:1",
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
+            }
+        ],
+        "extraVolumes": [{"name": "layers", "configMap": {"name": "layers"}}],
+        "extraVolumeMounts": [{"name": "layers", "mountPath": "/etc/convgrad/layers"}],
+        "priorityClassName": "serving",
+        "podLabels": {"team": "training"},
+        "dashboard": {"enabled": True},
         "apiKeys": {"secret": "api-keys"},
         "tls": {"secret": "server-certificate"},
         "kernelCache": {"persistentVolumeClaim": "kernels"},
@@ -32,11 +60,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "networkPolicy": {
             "from": [{"namespaceSelector": {"matchLabels": {"team": "training"}}}],
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+            "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
         },
         "serviceMonitor": {
             "enabled": True,
             "labels": {"release": "prometheus"},
-            "keySecret": "prometheus-key",
         },
         "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "serviceAccount": {"name": "gradients", "annotations": {"c": "d"}},
@@ -51,6 +79,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
             }
         ],
     },
+    # OpenShift gives pods users of its own; a claim brings the GPU.
+    "openshift": {
+        "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+        "gpu": {"count": 0},
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-h200"}],
+    },
+    "keda": {
+        "autoscaling": {"enabled": True, "kind": "keda"},
+        "serviceMonitor": {"enabled": True},
+    },
     "mutual_tls": {"tls": {"secret": "server-certificate", "clientCa": "callers"}},
     "bare": {
         "podDisruptionBudget": {"enabled": False},
@@ -61,9 +99,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """As Helm lays given values over a chart's own: objects by key, the rest replaced."""
+    """As Helm lays given values over a chart's own: objects by key, null takes one out, the rest
+    is replaced."""
     out = dict(base)
     for key, value in over.items():
+        if value is None:
+            out.pop(key, None)
+            continue
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merged(out[key], value) if both else value
     return out
@@ -76,23 +118,23 @@ class _Files:
         return (CHART / name).read_text()
 
 
-def rendered(values: Mapping[str, Any], release: str = "gradients") -> dict[str, Any]:
-    """The manifests by kind, each kind once."""
+def rendered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifests by `named`."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     context = {
         "Values": _merged(yaml.safe_load((CHART / "values.yaml").read_text()), values),
         "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
-        "Release": {"Name": release, "Namespace": "default", "Service": "Helm"},
+        "Release": {"Name": RELEASE, "Namespace": "default", "Service": "Helm"},
         "Files": _Files(),
     }
-    sources = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    sources = {path.name: path.read_text() for path in (CHART / "templates").rglob("*.*")}
     engine = HelmTemplateEngine(sources, strict=True)
     texts = engine.render({name: context for name in sources if not name.startswith("_")})
-    assert release in texts.pop("NOTES.txt")
+    assert RELEASE in texts.pop("NOTES.txt")
     documents = [doc for text in texts.values() for doc in yaml.safe_load_all(text) if doc]
-    kinds = [doc["kind"] for doc in documents]
-    assert len(set(kinds)) == len(kinds), kinds
-    return dict(zip(kinds, documents, strict=True))
+    names = [named(doc) for doc in documents]
+    assert len(set(names)) == len(names), names
+    return dict(zip(names, documents, strict=True))
 
 
 def main(folder: Path) -> None:
@@ -100,8 +142,8 @@ def main(folder: Path) -> None:
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for variant, values in VARIANTS.items():
         (folder / "values" / f"{variant}.json").write_text(json.dumps(values))
-        for kind, manifest in rendered(values).items():
-            (folder / f"{variant}-{kind}.yaml").write_text(yaml.safe_dump(manifest))
+        for name, manifest in rendered(values).items():
+            (folder / f"{variant}-{name}.yaml").write_text(yaml.safe_dump(manifest))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Makes schemas/*.json from what the projects publish: custom resources' definitions, cut to size.
 
-    python -m tests.deploy.prune_schemas KSERVE PROMETHEUS_OPERATOR COMPOSE_SPEC
+    python -m tests.deploy.prune_schemas FOLDER
 
-The arguments are checkouts. Every name that may stand beside one that our manifests use is kept, so
-that a misspelt one is found; what lies below names that they do not use is left out. Run it again
-after a manifest uses something new.
+The folder has the definitions (CustomResourceDefinitions in YAML, whatever the files are called)
+and may have compose-spec.json. Every name that may stand beside one that our manifests use is kept,
+so that a misspelt one is found; what lies below names that they do not use is left out. Run it
+again after a manifest uses something new.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def pruned(schema: Any, used: Sequence[Any]) -> Any:
     return kept
 
 
-def resource(definition: Path, version: str, manifests: Sequence[Any]) -> Any:
-    """The schema of a custom resource's version."""
-    versions = yaml.safe_load(definition.read_text())["spec"]["versions"]
-    (found,) = (one for one in versions if one["name"] == version)
+def resource(definition: Any, manifests: Sequence[Any]) -> Any:
+    """The schema of a custom resource in the version that the manifests have."""
+    (version,) = {manifest["apiVersion"].rpartition("/")[2] for manifest in manifests}
+    (found,) = (one for one in definition["spec"]["versions"] if one["name"] == version)
     schema = found["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"] = {"type": "object"}
     return pruned(schema, manifests)
@@ -63,30 +64,31 @@ def without_prose(schema: Any) -> Any:
     return [without_prose(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def main(kserve: Path, operator: Path, compose: Path) -> None:
-    crds = kserve / "config" / "crd" / "full"
-    operator_crds = operator / "example" / "prometheus-operator-crd"
-    monitor = operator_crds / "monitoring.coreos.com_servicemonitors.yaml"
-    monitors = [made["ServiceMonitor"] for values in VARIANTS.values()
-                if "ServiceMonitor" in (made := rendered(values))]  # fmt: skip
-    ours = {path.stem: [yaml.safe_load(path.read_text())]
-            for path in (DEPLOY / "kserve").glob("*.yaml")}  # fmt: skip
-    rule = operator_crds / "monitoring.coreos.com_prometheusrules.yaml"
-    rules = [rendered(VARIANTS["everything"])["PrometheusRule"]]
-    made = {
-        "PrometheusRule": resource(rule, "v1", rules),
-        "ServingRuntime": resource(
-            crds / "serving.kserve.io_servingruntimes.yaml", "v1alpha1", ours["servingruntime"]
-        ),
-        "InferenceService": resource(
-            crds / "serving.kserve.io_inferenceservices.yaml", "v1beta1", ours["inferenceservice"]
-        ),
-        "ServiceMonitor": resource(monitor, "v1", monitors),
-        "compose": without_prose(json.loads((compose / "schema/compose-spec.json").read_text())),
-    }
+def ours() -> dict[str, list[Any]]:
+    """Every manifest that we have, by kind."""
+    found: dict[str, list[Any]] = {}
+    for folder in ("kserve", "ray"):
+        for path in (DEPLOY / folder).glob("*.yaml"):
+            for manifest in yaml.safe_load_all(path.read_text()):
+                found.setdefault(manifest.get("kind", ""), []).append(manifest)
+    for values in VARIANTS.values():
+        for manifest in rendered(values).values():
+            found.setdefault(manifest["kind"], []).append(manifest)
+    return found
+
+
+def main(folder: Path) -> None:
+    """Write the schema of every kind that is defined there."""
+    manifests, made = ours(), {}
+    for path in folder.rglob("*.yaml"):
+        definition = yaml.safe_load(path.read_text())
+        kind = definition["spec"]["names"]["kind"]
+        made[kind] = resource(definition, manifests[kind])
+    for path in folder.rglob("compose-spec.json"):
+        made["compose"] = without_prose(json.loads(path.read_text()))
     for name, schema in made.items():
         (HERE / "schemas" / f"{name}.json").write_text(json.dumps(schema, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    main(Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -25,33 +26,43 @@ def pod_of(manifests: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
+def container_of(manifests: dict[str, Any]) -> dict[str, Any]:
+    """The server's, whatever stands beside it."""
+    container: dict[str, Any] = pod_of(manifests)["containers"][0]
+    assert container["name"] == "convgrad"
+    return container
+
+
 def test_every_variant_has_what_it_asks_for() -> None:
     kinds = {name: set(rendered(values)) for name, values in VARIANTS.items()}
-    usual = {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"}
+    bare = {"Deployment", "Service", "Service-management", "Pod-test"}
+    usual = bare | {"ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"}
+    assert kinds["bare"] == bare
     assert kinds["default"] == kinds["cpu"] == usual
-    more = {"HorizontalPodAutoscaler", "ServiceMonitor", "PrometheusRule"}
+    more = {"HorizontalPodAutoscaler", "ServiceMonitor", "PrometheusRule", "ConfigMap-dashboard"}
+    more |= {"Service-headless", "Ingress", "HTTPRoute", "GRPCRoute"}
     assert kinds["everything"] == usual | more
-    assert kinds["bare"] == {"Deployment", "Service"}
+    assert kinds["keda"] == usual | {"ScaledObject", "ServiceMonitor"}
 
 
 def test_selectors_meet_the_pods_labels(manifests: dict[str, Any]) -> None:
     labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
     selectors = [manifests["Deployment"]["spec"]["selector"]["matchLabels"]]
-    selectors.append(manifests["Service"]["spec"]["selector"])
+    services = [one for one in manifests.values() if one["kind"] == "Service"]
+    selectors += [one["spec"]["selector"] for one in services]
     for kind, field in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
         if kind in manifests:
             selectors.append(manifests[kind]["spec"][field]["matchLabels"])
     if "ServiceMonitor" in manifests:
-        assert (
-            manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items()
-            <= manifests["Service"]["metadata"]["labels"].items()
-        )
+        wanted = manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items()
+        found = [one for one in services if wanted <= one["metadata"]["labels"].items()]
+        assert found == [manifests["Service-management"]], "each pod is scraped once"
     assert all(selector.items() <= labels for selector in selectors)
 
 
 def test_the_pod_is_confined(manifests: dict[str, Any]) -> None:
     pod = pod_of(manifests)
-    (container,) = pod["containers"]
+    container = container_of(manifests)
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["automountServiceAccountToken"] is False
     inner = container["securityContext"]
@@ -62,15 +73,34 @@ def test_the_pod_is_confined(manifests: dict[str, Any]) -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_a_platform_may_choose_the_users() -> None:
+    pod = pod_of(rendered(VARIANTS["openshift"]))
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def test_a_claim_brings_the_gpu() -> None:
+    manifests = rendered(VARIANTS["openshift"])
+    assert pod_of(manifests)["resourceClaims"] == VARIANTS["openshift"]["resourceClaims"]
+    resources = container_of(manifests)["resources"]
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert "nvidia.com/gpu" not in resources["limits"]
+
+
 def test_environment_is_settings_that_exist(manifests: dict[str, Any]) -> None:
-    variables = pod_of(manifests)["containers"][0]["env"]
-    assert {one["name"] for one in variables} <= SETTINGS
+    variables = container_of(manifests)["env"]
+    # OpenTelemetry's own come from extraEnv.
+    names = [one["name"] for one in variables if not one["name"].startswith("OTEL_")]
+    assert set(names) <= SETTINGS
+    assert len(set(names)) == len(names)
     assert all(isinstance(one["value"], str) for one in variables)
 
 
 def test_secrets_are_mounted_where_the_settings_look() -> None:
     for name in ("everything", "mutual_tls"):
-        (container,) = pod_of(rendered(VARIANTS[name]))["containers"]
+        container = container_of(rendered(VARIANTS[name]))
         files = [one["value"] for one in container["env"] if one["value"].startswith("/etc/")]
         mounts = [
             mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")
@@ -80,25 +110,81 @@ def test_secrets_are_mounted_where_the_settings_look() -> None:
             assert any(file.startswith(mount + "/") for mount in mounts), file
 
 
-def test_probes_speak_as_the_server_does() -> None:
-    kinds = {
-        name: pod_of(rendered(VARIANTS[name]))["containers"][0]["readinessProbe"]
-        for name in ("default", "everything", "mutual_tls")
+def test_probes_and_prometheus_use_the_management_port(manifests: dict[str, Any]) -> None:
+    """Which is plain, and needs no key, whatever the others speak."""
+    container = container_of(manifests)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert variables["CONVGRAD_MANAGEMENT_PORT"] == str(ports["management"])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "management"
+    if "ServiceMonitor" in manifests:
+        (endpoint,) = manifests["ServiceMonitor"]["spec"]["endpoints"]
+        assert endpoint["port"] == "management"
+        (port,) = manifests["Service-management"]["spec"]["ports"]
+        assert port["targetPort"] == "management"
+        rules = manifests["NetworkPolicy"]["spec"]["ingress"]
+        peers = [
+            rule["from"]
+            for rule in rules
+            if rule["ports"] == [{"port": "management", "protocol": "TCP"}]
+        ]
+        assert peers, "Prometheus is let in"
+        assert peers[0]
+    # What is published has neither.
+    assert "management" not in {port["name"] for port in manifests["Service"]["spec"]["ports"]}
+
+
+def test_ports_say_what_they_speak() -> None:
+    spoken = {
+        name: {
+            port["name"]: port["appProtocol"]
+            for port in rendered(VARIANTS[name])["Service"]["spec"]["ports"]
+        }
+        for name in ("default", "mutual_tls")
     }
-    assert kinds["default"]["httpGet"]["scheme"] == "HTTP"
-    assert kinds["everything"]["httpGet"]["scheme"] == "HTTPS"
-    assert kinds["mutual_tls"]["tcpSocket"] == {"port": "http"}
+    assert spoken["default"] == {"http": "http", "grpc": "kubernetes.io/h2c"}
+    assert spoken["mutual_tls"] == {"http": "https", "grpc": "https"}
+
+
+def test_traces_get_out_and_nothing_else() -> None:
+    policy = rendered({})["NetworkPolicy"]["spec"]
+    assert policy["egress"] == []
+    assert "Egress" in policy["policyTypes"]
+    manifests = rendered(VARIANTS["everything"])
+    open_ports = [
+        port["port"]
+        for rule in manifests["NetworkPolicy"]["spec"]["egress"]
+        for port in rule.get("ports", [])
+    ]
+    assert open_ports == [53, 53, 4318]
+    variables = {one["name"]: one["value"] for one in container_of(manifests)["env"]}
+    assert ":4318/" in variables["CONVGRAD_OTLP_ENDPOINT"]
+
+
+def test_the_schema_knows_every_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def compare(values: Any, schema: Any, at: str) -> None:
+        if isinstance(values, dict) and "properties" in schema:
+            assert schema["additionalProperties"] is False, at
+            known = schema["properties"].keys() - {"global"}  # Helm's own
+            assert known == values.keys(), at
+            for name, value in values.items():
+                compare(value, schema["properties"][name], f"{at}.{name}")
+
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
 
 
 def test_what_runs_can_finish(manifests: dict[str, Any]) -> None:
     """The grace of the platform is longer than the server's."""
     pod = pod_of(manifests)
-    values = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+    values = {one["name"]: one["value"] for one in container_of(manifests)["env"]}
     grace_s = float(values.get("CONVGRAD_SHUTDOWN_GRACE_S", "30"))
     drain_s = float(values["CONVGRAD_DRAIN_S"])
     assert pod["terminationGracePeriodSeconds"] > drain_s + grace_s
     # Within it the pod is seen not to be ready.
-    probe = pod["containers"][0]["readinessProbe"]
+    probe = container_of(manifests)["readinessProbe"]
     assert drain_s >= probe["periodSeconds"] * probe["failureThreshold"] + 1
 
 
@@ -122,12 +208,20 @@ def test_scales_on_work_that_waits() -> None:
 
 def test_the_operator_gets_the_alerts_as_they_are() -> None:
     manifests = rendered(VARIANTS["everything"])
-    assert manifests["PrometheusRule"]["spec"] == yaml.safe_load(
-        (CHART / "alerts.yaml").read_text()
-    )
+    spec = manifests["PrometheusRule"]["spec"]
+    assert spec == yaml.safe_load((CHART / "alerts.yaml").read_text())
+    page = (CHART.parents[2] / "docs/guides/runbooks.md").read_text()
+    for rule in spec["groups"][0]["rules"]:
+        _, _, anchor = rule["annotations"]["runbook_url"].partition("docs/guides/runbooks.md#")
+        assert anchor == rule["alert"].lower()
+        assert f"\n## {rule['alert']}\n" in page
+    elsewhere = {"prometheusRule": {"enabled": True, "runbooks": "https://docs.example/"}}
+    rules = rendered(elsewhere)["PrometheusRule"]["spec"]["groups"][0]["rules"]
+    address = "https://docs.example/docs/guides/runbooks.md#convgraddown"
+    assert rules[0]["annotations"]["runbook_url"] == address
     # The job that the alert for silence asks for.
     label = manifests["ServiceMonitor"]["spec"]["jobLabel"]
-    assert manifests["Service"]["metadata"]["labels"][label] == "convgrad"
+    assert manifests["Service-management"]["metadata"]["labels"][label] == "convgrad"
 
 
 def test_the_chart_has_the_packages_version() -> None:

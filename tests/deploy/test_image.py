@@ -12,12 +12,16 @@ import os
 import re
 import shlex
 import signal
+import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -68,13 +72,15 @@ def started(
     image: Path, config: dict[str, Any], *settings: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server, and its port, once the HEALTHCHECK finds it well."""
+    settings = (*settings, f"CONVGRAD_MANAGEMENT_PORT={free_port()}")
     anywhere = ("CONVGRAD_HTTP_PORT=0", "CONVGRAD_GRPC_PORT=0", *settings)
     command = contained(image, config, [*config["Entrypoint"], *config["Cmd"]], *anywhere)
+    assert not health(image, config, *settings)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         port = listens_at(process)
         deadline = time.monotonic() + 120
-        while not health(image, config, f"CONVGRAD_HTTP_PORT={port}", *settings):
+        while not health(image, config, *settings):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -82,6 +88,14 @@ def started(
     finally:
         process.kill()
         process.communicate()
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def listens_at(process: subprocess.Popen[str]) -> int:
@@ -118,12 +132,13 @@ def test_serves_as_it_is_started_and_ends_when_told(image: Path, config: dict[st
         assert process.wait(timeout=30) == 0, process.communicate()[0]
 
 
-def test_its_health_is_asked_over_tls_too(image: Path, config: dict[str, Any]) -> None:
+def test_its_health_is_asked_where_it_speaks_tls_too(image: Path, config: dict[str, Any]) -> None:
     """The certificate lies where a platform would mount it."""
     folder = image / "root" / "etc" / "convgrad"
     folder.mkdir(exist_ok=True)
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    command += " -subj /CN=gradients.example -keyout tls.key -out tls.crt"
+    command += " -subj /CN=gradients.example -addext subjectAltName=DNS:gradients.example"
+    command += " -keyout tls.key -out tls.crt"
     made = subprocess.run(command.split(), cwd=folder, capture_output=True)
     assert made.returncode == 0, made.stderr
     (folder / "tls.key").chmod(0o644)
@@ -131,17 +146,45 @@ def test_its_health_is_asked_over_tls_too(image: Path, config: dict[str, Any]) -
         "CONVGRAD_TLS_CERTIFICATE=/etc/convgrad/tls.crt",
         "CONVGRAD_TLS_KEY=/etc/convgrad/tls.key",
     )
-    with started(image, config, *files) as (_, port):
-        secure = f"CONVGRAD_HTTP_PORT={port}"
-        assert health(image, config, secure, *files)
-        assert not health(image, config, secure), "plain HTTP was answered"
+    with (
+        started(image, config, *files) as (_, port),
+        httpx.Client(verify=ssl.create_default_context(cafile=folder / "tls.crt")) as http,
+    ):
+        asked = http.get(
+            f"https://127.0.0.1:{port}/v2/health/ready",
+            extensions={"sni_hostname": "gradients.example"},
+        )
+        assert asked.status_code == 200
 
 
 def test_says_what_it_is(config: dict[str, Any]) -> None:
     assert config["StopSignal"] == "SIGTERM"
-    assert set(config["ExposedPorts"]) == {"8000/tcp", "8001/tcp"}
-    for label in ("title", "description", "licenses", "version", "revision"):
+    assert set(config["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}
+    labels = ("title", "description", "licenses", "vendor", "version", "revision", "created")
+    for label in (*labels, "source", "base.name"):
         assert config["Labels"][f"org.opencontainers.image.{label}"]
+
+
+def test_lists_what_is_inside(image: Path) -> None:
+    """The list is CycloneDX's, and names every distribution with its version."""
+    listed = json.loads((image / "root/opt/convgrad/sbom.cdx.json").read_text())
+    assert listed["bomFormat"] == "CycloneDX"
+    named = {(one["name"].lower(), one["version"]) for one in listed["components"]}
+    (packages,) = (image / "root/opt/convgrad/lib").glob("python3*/site-packages")
+    inside = {
+        (found.metadata["Name"].lower(), found.version)
+        for found in distributions(path=[str(packages)])
+    }
+    assert len(inside) > 20
+    assert inside <= named
+
+
+def test_layers_change_apart(image: Path) -> None:
+    """What the server needs, the kernels and the server, in the order of how often they change."""
+    inspected = json.loads((image / "image.json").read_text())
+    copied = [one["created_by"] for one in inspected["History"] if "COPY" in one["created_by"]]
+    places = [line.rpartition(" in ")[2].strip() for line in copied]
+    assert places == ["/opt/convgrad", "/opt/convgrad/kernels", "/opt/convgrad"]
 
 
 def test_no_compiler_is_left_inside(image: Path, config: dict[str, Any]) -> None:
@@ -150,6 +193,8 @@ def test_no_compiler_is_left_inside(image: Path, config: dict[str, Any]) -> None
     found = [str(f / name) for f in folders for name in NOT_INSIDE if (f / name).exists()]
     assert found == []
     assert not list((image / "root/opt/convgrad").glob("lib/python3*/site-packages/ziglang"))
+    for folder in ("usr/lib", "usr/local/lib"):
+        assert not list((image / "root" / folder).glob("python3*/ensurepip"))
 
 
 def test_nothing_inside_belongs_to_the_user_who_runs_it(

@@ -16,6 +16,7 @@ import yaml
 from convgrad_service.backends.cpu import CpuBackend
 from convgrad_service.security.keys import hash_of, new_key
 from convgrad_service.server.setting_table import setting_fields
+from tests.deploy.chart import VARIANTS, rendered
 from tests.support.http_server import serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -29,7 +30,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def test_the_dashboard_is_what_its_code_makes(dashboard: dict[str, Any]) -> None:
-    assert json.loads((DEPLOY / "grafana/dashboards/convgrad.json").read_text()) == dashboard
+    assert json.loads((DEPLOY / "helm/convgrad/dashboard.json").read_text()) == dashboard
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,40 @@ def test_prometheus_agrees_about_the_alerts() -> None:
             [promtool, action, "rules", file], cwd=DEPLOY, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def adapted() -> list[str]:
+    """What prometheus-adapter would ask of a pod, by each of our rules."""
+    values = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text())
+    queries = []
+    for rule in values["rules"]["custom"]:
+        series = rule["seriesQuery"].partition("{")[0]
+        query = rule["metricsQuery"].replace("<<.Series>>", series)
+        query = query.replace("<<.LabelMatchers>>", 'namespace="a",pod="b"')
+        queries.append(query.replace("<<.GroupBy>>", "pod"))
+    return queries
+
+
+@pytest.mark.deploy
+def test_prometheus_can_read_what_scaling_asks(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not here: it comes with Debian's package prometheus")
+    (trigger,) = rendered(VARIANTS["keda"])["ScaledObject"]["spec"]["triggers"]
+    queries = [*adapted(), trigger["metadata"]["query"]]
+    rules = [{"record": f"asked:{number}", "expr": one} for number, one in enumerate(queries)]
+    (tmp_path / "rules.yaml").write_text(json.dumps({"groups": [{"name": "a", "rules": rules}]}))
+    command = [promtool, "check", "rules", "rules.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scaling_asks_for_metrics_that_are_offered(offered: str) -> None:
+    (trigger,) = rendered(VARIANTS["keda"])["ScaledObject"]["spec"]["triggers"]
+    named = set(_METRIC.findall(" ".join([*adapted(), trigger["metadata"]["query"]])))
+    assert len(named) == 3
+    missing = [one for one in named if not re.search(rf"^{one}[{{ ]", offered, re.MULTILINE)]
+    assert missing == []
 
 
 @pytest.mark.deploy

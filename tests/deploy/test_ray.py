@@ -26,6 +26,28 @@ def test_its_arguments_are_options_that_exist() -> None:
         Options.model_validate({**APPLICATION["args"], "max_replica": 2})
 
 
+def test_it_needs_keys_unless_it_is_to_be_anonymous() -> None:
+    assert CONFIGURATION["http_options"]["host"] == "0.0.0.0"  # noqa: S104 - on every address
+    without = {**APPLICATION["args"], "settings": {}}
+    with pytest.raises(ValidationError, match="expected settings with api_keys"):
+        Options.model_validate(without)
+    assert Options.model_validate({**without, "anonymous": True}).settings == {}
+
+
+def test_kuberay_deploys_the_same() -> None:
+    manifest = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
+    assert yaml.safe_load(manifest["spec"]["serveConfigV2"]) == CONFIGURATION
+    (group,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    arguments = APPLICATION["args"]
+    limits = container["resources"]["limits"]
+    assert int(limits["nvidia.com/gpu"]) == arguments["gpus_per_replica"]
+    assert int(container["resources"]["requests"]["cpu"]) >= arguments["cpus_per_replica"]
+    assert group["maxReplicas"] == arguments["max_replicas"]
+    keys = arguments["settings"]["api_keys"]
+    assert any(keys.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
 def test_what_it_imports_is_there() -> None:
     module, _, name = APPLICATION["import_path"].partition(":")
     source = (ROOT / "service" / module.replace(".", "/")).with_suffix(".py").read_text()

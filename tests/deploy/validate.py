@@ -1,4 +1,4 @@
-"""Validates what is no kind of Kubernetes itself: KServe's and Prometheus' resources, compose.
+"""Validates what is no kind of Kubernetes itself: custom resources of other projects, and compose.
 
     build/deploy-tools/bin/python tests/deploy/validate.py build/manifests
 
@@ -20,28 +20,29 @@ DEPLOY = HERE.parents[1] / "deploy"
 
 def main(manifests: Path) -> int:
     """Print what is wrong; the exit status."""
-    files = {
-        "ServingRuntime": [DEPLOY / "kserve" / "servingruntime.yaml"],
-        "InferenceService": [DEPLOY / "kserve" / "inferenceservice.yaml"],
-        "ServiceMonitor": sorted(manifests.glob("*-ServiceMonitor.yaml")),
-        "PrometheusRule": sorted(manifests.glob("*-PrometheusRule.yaml")),
-        "compose": [DEPLOY / "compose" / "compose.yaml"],
-    }
     wrong = 0
-    for kind, paths in files.items():
-        schema = json.loads((HERE / "schemas" / f"{kind}.json").read_text())
-        validator = jsonschema.Draft7Validator(schema)
-        if not paths:
+    for path in sorted((HERE / "schemas").glob("*.json")):
+        kind, validator = path.stem, jsonschema.Draft7Validator(json.loads(path.read_text()))
+        found = files(kind, manifests)
+        if not found:
             print(f"{kind}: there is none to validate")
             wrong += 1
-        for path in paths:
-            found = yaml.safe_load(path.read_text())
-            for error in validator.iter_errors(found):
+        for file in found:
+            for error in validator.iter_errors(yaml.safe_load(file.read_text())):
                 where = "/".join(map(str, error.absolute_path)) or "at the top"
-                print(f"{path.name}: {where}: {error.message[:300]}")
+                print(f"{file.name}: {where}: {error.message[:300]}")
                 wrong += 1
-            print(f"{path.name}: validated as {kind}")
+            print(f"{file.name}: validated as {kind}")
     return 1 if wrong else 0
+
+
+def files(kind: str, manifests: Path) -> list[Path]:
+    """The files that hold a resource of this kind."""
+    if kind == "compose":
+        return [DEPLOY / "compose" / "compose.yaml"]
+    named = sorted(manifests.glob(f"*-{kind}.yaml"))
+    written = [*(DEPLOY / "kserve").glob("*.yaml"), *(DEPLOY / "ray").glob("*.yaml")]
+    return named + [one for one in written if f"\nkind: {kind}\n" in one.read_text()]
 
 
 if __name__ == "__main__":

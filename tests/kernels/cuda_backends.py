@@ -22,15 +22,16 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo import HopperHalo
 from convgrad_service.backends.cuda.kernels.conv.hopper_weight import HopperWeight
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGemm
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    Config as PointwiseConfig,
+)
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_direct import (
     DepthwiseWeightDirect,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
-)
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
@@ -111,6 +112,19 @@ def implicit_gemm(config: Config | None = None) -> Families:
     )
 
 
+def pointwise_gemm(config: PointwiseConfig | None = None, *, swapped: bool = False) -> Families:
+    """pointwise_gemm for every convolution that it can compute; the general kernels for the others.
+    ``config`` in place of the plan's own, with wgrad's rows ``swapped``."""
+    gemm = PointwiseGemm(config, swapped=swapped)
+    return replace(
+        FAMILIES,
+        fwd=[gemm, GatherDirect()],
+        bwd_data=[gemm, GatherDirect()],
+        bwd_weight=[gemm, WeightDirect()],
+        fused=(),
+    )
+
+
 def few() -> Families:
     """Kernels that plans keep for few layers, for every convolution that they can compute: of
     haloed tiles, of depthwise pairs of channels, and depthwise ones for large tensors."""
@@ -122,7 +136,6 @@ def few() -> Families:
     weight: list[Family[Any]] = [
         DepthwiseWeightDirect(always=True),
         HopperDepthwiseStrips(always=True),
-        HopperDepthwiseWeight(least_elements=0),
         WeightDirect(),
     ]
     return replace(FAMILIES, fwd=families, bwd_data=families, bwd_weight=weight, fused=())

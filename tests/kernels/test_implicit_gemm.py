@@ -50,6 +50,16 @@ def test_right(seed: int, case: Case, way: str, gate: str) -> None:
             check(found, wanted, gate, what, TF32 if high else 0.0)
 
 
+@pytest.mark.parametrize("op", FROM_CONV)
+def test_narrow_tiles_of_float32(seed: int, op: str) -> None:
+    """Whose rows in shared memory are 64 bytes, where operands lie along M or N."""
+    (case,) = (case for case in conv_cases(op) if case.name == "channels_67")
+    tensors, wanted = drawn(seed, case, "float32", "bounded")
+    backend = EmulatedBackend(implicit_gemm(Config(TILE[128, 16])))
+    found = answers(backend, case.with_params("high", precision="high"), tensors, "NHWC")
+    check(found, wanted, "bounded", f"seed {seed}, {case.id}", TF32)
+
+
 NONFINITE_NAMES = ("plain", "padding_beyond_the_kernel", "channels_67", "groups_3_odd")
 NONFINITE = [case for case in CASES if case.name in NONFINITE_NAMES]
 

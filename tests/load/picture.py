@@ -4,7 +4,7 @@
 
 Prometheus (Debian's package of that name has the program) scrapes the server while clients with
 three API keys load it, one of them beyond its limit; half way through, the worker is killed. Then
-every panel of deploy/grafana/dashboards/convgrad.json asks that Prometheus its own queries, as
+every panel of deploy/helm/convgrad/dashboard.json asks that Prometheus its own queries, as
 Grafana would, and is drawn where the dashboard has it: docs/dashboard.svg.
 """
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.load.results import store
+from tests.load.results import RESULTS, device, store
 from tests.load.served import OUT, ROOT, Served, on_cores, server, shared_out
 
 HERE = ROOT / "tests" / "load"
@@ -28,20 +28,21 @@ HERE = ROOT / "tests" / "load"
 
 @dataclass(frozen=True)
 class Objective:
-    """How many users send a mix, and the p99 that they may expect, on two cores."""
+    """How many users send a mix, and the p99 that they may expect on a machine of which no figures
+    are kept."""
 
     users: int
     p99_s: float
 
 
-# A step of either network is tens of milliseconds of arithmetic a layer at most; the rest of the
-# objective is waiting behind the other users on two cores.
 OBJECTIVES: Mapping[str, Objective] = {
     "resnet50": Objective(users=4, p99_s=1.0),
     "mobilenet": Objective(users=4, p99_s=0.5),
     "small": Objective(users=16, p99_s=0.25),
     "huge": Objective(users=4, p99_s=20.0),
 }
+# Against what is kept of the same machine, mix and wire.
+MOST_TIMES = 2.0
 WIRES = ("safetensors", "json", "grpc")
 # Of the ramp: goodput past the knee against the best step's, and the p99 of what is accepted
 # against what a full queue explains.
@@ -90,17 +91,29 @@ def mixes(program: Path, seconds: float) -> tuple[list[str], list[dict[str, Any]
                     "wire": wire,
                     "seconds": seconds,
                     **found.get(wire, {"answered": 0, "refused": 0, "failed": 0}),
-                    "objective_p99_s": objective.p99_s,
+                    "objective_p99_s": objective_s(mix, wire),
                 }
                 missed += verdict(row, f"{mix} over {wire}")
                 rows.append(row)
                 print(
                     f"{mix:10}{users:>6}  {wire:12}{row['answered']:9}{row['failed']:7}"
                     f"{row['answered'] / seconds:8.1f}{_shown(row.get('p50_s')):>8}"
-                    f"{_shown(row.get('p99_s')):>8}  {objective.p99_s:g}",
+                    f"{_shown(row.get('p99_s')):>8}  {row['objective_p99_s']:.3g}",
                     flush=True,
                 )
     return missed, rows
+
+
+def objective_s(mix: str, wire: str) -> float:
+    """The p99 that may be on this machine."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    kept = [
+        row["p99_s"]
+        for row in rows
+        if (row["run"], row.get("mix"), row.get("wire"), row["device"])
+        == ("mixes", mix, wire, device())
+    ]
+    return MOST_TIMES * kept[0] if kept else OBJECTIVES[mix].p99_s
 
 
 def verdict(row: Mapping[str, Any], what: str) -> list[str]:

@@ -28,6 +28,7 @@ __all__ = [
     "H2Client",
     "connected",
     "grpc_message",
+    "large_answer",
     "pool_request",
     "served",
     "wait_until_idle",
@@ -189,6 +190,17 @@ def pool_request(elements: int = 16) -> bytes:
     made.inputs.add(name="input", datatype="FP32", shape=[1, 1, 4, elements // 4])
     made.parameters["kernel_size"].int64_param = 1
     made.raw_input_contents.append(bytes(4 * elements))
+    body: bytes = made.SerializeToString()
+    return body
+
+
+def large_answer() -> bytes:
+    """A request of some bytes whose answer has 23 MB."""
+    made = service_pb2.ModelInferRequest(model_name="conv_fwd")
+    for name in ("input", "weight"):
+        made.inputs.add(name=name, datatype="FP32", shape=[1, 1, 1, 1])
+        made.raw_input_contents.append(bytes(4))
+    made.parameters["padding"].int64_param = 1200
     body: bytes = made.SerializeToString()
     return body
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from convgrad.errors import Overloaded
+from tests.load import run
 from tests.load.figures import Figures
+from tests.load.open_loop import Plan, Seen, arrivals, compared, figures
 from tests.load.run import LEAST_GOODPUT, RAMP_P99_S, ramp_verdict, verdict
 from tests.load.soak import MOST_GROWTH_BYTES
 from tests.load.soak import verdict as soak_verdict
@@ -82,3 +86,57 @@ def test_a_soak_must_not_grow() -> None:
     failing = soaked(warming)
     failing[3]["failed"] = 2
     assert soak_verdict(failing) == ["2 failed at 3 s"]
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    times = arrivals(200.0, 50.0, np.random.default_rng(0))
+    assert 9_600 < len(times) < 10_400  # four standard deviations of 10,000
+    between = np.diff(times)
+    assert (between >= 0).all()
+    # Exponential: the standard deviation is the mean.
+    assert between.std() == pytest.approx(between.mean(), rel=0.1)
+
+
+PLAN = Plan("http://server", "small", rate=100.0, seconds=10.0, workers=2)
+
+
+def test_figures_of_an_open_loop_count_from_when_requests_were_due() -> None:
+    first = Seen([0.001 * n for n in range(1, 501)], [0.0001] * 500, {"ok": 500})
+    second = Seen(
+        [0.001 * n for n in range(501, 1000)], [0.0001] * 500, {"ok": 499, "overloaded": 1}
+    )
+    row = figures(PLAN, [first, second])
+    assert (row["sent"], row["answered"], row["goodput_per_s"]) == (1000, 999, 99.9)
+    assert row["p50_s"] == pytest.approx(0.5)
+    assert row["p99.9_s"] == pytest.approx(0.999)
+    assert compared(row, None) == ["1 of 1000 failed: {'ok': 999, 'overloaded': 1}"]
+
+
+def test_an_open_loop_is_compared_with_what_is_kept() -> None:
+    kept = figures(PLAN, [Seen([0.010] * 1000, [0.0] * 1000, {"ok": 1000})])
+    slower = figures(PLAN, [Seen([0.019] * 999 + [0.1], [0.0] * 1000, {"ok": 1000})])
+    assert compared(kept, kept) == []
+    assert compared(slower, kept) == []
+    worst = figures(PLAN, [Seen([0.019] * 980 + [0.1] * 20, [0.0] * 1000, {"ok": 1000})])
+    assert compared(worst, kept) == [
+        "p99_s was 0.0100 and is 0.1000",
+        "p99.9_s was 0.0100 and is 0.1000",
+    ]
+    # Microseconds are the machine's.
+    tiny = figures(PLAN, [Seen([0.0001] * 1000, [0.0] * 1000, {"ok": 1000})])
+    other = figures(PLAN, [Seen([0.0009] * 1000, [0.0] * 1000, {"ok": 1000})])
+    assert compared(other, tiny) == []
+    late = figures(PLAN, [Seen([0.01] * 1000, [0.02] * 1000, {"ok": 1000})])
+    assert "20.0 ms late" in compared(late, None)[0]
+
+
+def test_objectives_are_what_was_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [json.loads(line) for line in run.RESULTS.read_text().splitlines()]
+    (kept,) = (
+        row for row in rows
+        if (row["run"], row.get("mix"), row.get("wire")) == ("mixes", "resnet50", "grpc")
+    )  # fmt: skip
+    monkeypatch.setattr(run, "device", lambda: kept["device"])
+    assert run.objective_s("resnet50", "grpc") == 2 * kept["p99_s"]
+    monkeypatch.setattr(run, "device", lambda: "another machine")
+    assert run.objective_s("resnet50", "grpc") == run.OBJECTIVES["resnet50"].p99_s

@@ -33,10 +33,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips im
     HopperDepthwiseStrips,
     StripsTile,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
-    blocks_of_tiles,
-)
 from convgrad_service.plans.cuda.device import H200, CudaDevice
 from convgrad_service.plans.cuda.planner import plan_for
 from convgrad_service.plans.cuda.program import Fragment, Launch
@@ -155,31 +151,6 @@ def test_what_is_left_to_others(conv: ConvShape, dtype: DType, reason: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "batch", "device", "reason"),
-    [
-        (3, 2, 64, H200, None),
-        (3, 2, 64, OLDER, "needs Hopper; this is sm_80"),
-        (3, 1, 64, H200, "no instance for kernel (1, 3, 3) and stride (1, 1, 1)"),
-        (3, 2, 1, H200, "760704 elements; others are faster on few"),
-    ],
-)
-def test_what_hopper_takes(
-    kernel: int, stride: int, batch: int, device: CudaDevice, reason: str | None
-) -> None:
-    problem = GroupedConvBwdWeight(
-        conv=shape((kernel, kernel), stride, size=(112, 113), batch=batch),
-        dtype=DType.BFLOAT16,
-        layout=LAYOUTS["NHWC"],
-        weight_dtype=DType.BFLOAT16,
-        split_k=None,
-    )
-    plan = plan_for(problem, device, FAMILIES)
-    name = HopperDepthwiseWeight().name
-    assert dict(plan.passed_over).get(name) == reason
-    assert (plan.kernel == name) == (reason is None)
-
-
-@pytest.mark.parametrize(
     ("conv", "reason"),
     [
         (shape((3, 3), size=(56, 56), batch=64), None),
@@ -271,7 +242,7 @@ def test_shares_hold_all_rows(
         (3, 1, 19, 800, DIRECT),
         (3, 1, 56, 8, "depthwise_weight"),
         (3, 2, 112, 64, DIRECT),
-        (3, 2, 150, 64, "hopper_depthwise_weight"),
+        (3, 2, 150, 64, "depthwise_weight"),
         (5, 1, 28, 64, "depthwise_weight_mma"),
         (7, 1, 56, 8, "depthwise_weight_mma"),
     ],
@@ -355,16 +326,6 @@ def test_a_direct_layout_covers_everything(
         assert layout.unit_warps * 32 >= layout.vectors * layout.strips
         assert layout.vectors * tile.vector % 4 == 0
         assert 1 <= layout.rows <= plane.output[0]
-
-
-@pytest.mark.parametrize("channels", [8, 40, 64, 96, 144, 240, 384, 72 * 64, 200 * 64])
-@pytest.mark.parametrize("stages", [1, 5, 128, 3584])
-def test_blocks_of_tiles_run_at_once(channels: int, stages: int) -> None:
-    blocks, last = blocks_of_tiles(channels, 32, stages, H200)
-    tiles = -(-channels // 32)
-    assert 1 <= last <= stages
-    assert 1 <= blocks <= stages
-    assert (tiles - 1) * blocks + last <= max(H200.multiprocessors, tiles)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 56, 1000])

@@ -25,6 +25,9 @@ _COMMANDS = {
     "health": ("_health", "ask a server whether it takes work"),
     "call": ("_call", "send one request: tensors from files, results to a file"),
     "bench": ("_bench", "time an operation on a server"),
+    "verify": ("_verify", "hold results of your own against float64"),
+    "time": ("_time", "have a server time an operation, alone on its device"),
+    "plan": ("_time", "have a server explain which kernel would run"),
     "operations": ("_operations", "list the operations with what they take and return"),
     "demo": ("_demo", "train a small network whose gradients a server computes"),
     "kernels": ("_service", "compile the GPU kernels ahead (needs convgrad[service])"),
@@ -33,7 +36,7 @@ _COMMANDS = {
 }
 # Commands that share a module say which they are.
 _KEYWORDS: Mapping[str, Mapping[str, Any]] = {
-    name: {"command": name} for name in ("serve", "kernels", "key", "probe")
+    name: {"command": name} for name in ("serve", "kernels", "key", "probe", "time", "plan")
 }
 
 

@@ -211,16 +211,16 @@ def _made(
 
 
 def _example(prefix: str, operation: Operation) -> dict[str, Any]:
-    layer = {
+    kinds = {
         "maxpool2d": "--pool mb2ic4ih8oh4kh2sh2",
         "maxpool3d": "--pool mb2ic4id8od4kd2sd2",
-        "conv3d_ba": "mb1ic2id4oc2kd3pd1",
-        "conv3d_tr": "--deconv mb1ic2id4oc2kd3sd2pd1",
+        "conv3d_backprop_input": "mb1ic2id4oc2kd3pd1",
+        "conv3d_transpose": "--deconv mb1ic2id4oc2kd3sd2pd1",
+        "conv_transpose": "--deconv mb2ic4ih8oc8kh3sh2ph1",
         "grouped_conv_conv_fwd": "--separable mb1ic4ih8oc8kh3ph1",
     }
-    words = layer.get(operation.name) or layer.get(operation.name[:9], "mb2ic4ih8oc8kh3ph1")
-    example: dict[str, Any] = {"layer": words, "dtype": "float32", "seed": 1}
-    return example
+    words = (words for kind, words in kinds.items() if operation.name.startswith(kind))
+    return {"layer": next(words, "mb2ic4ih8oc8kh3ph1"), "dtype": "float32", "seed": 1}
 
 
 VERIFICATIONS: Mapping[str, Operation] = MappingProxyType(

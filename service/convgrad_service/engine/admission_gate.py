@@ -1,9 +1,9 @@
 """Who may go on while the engine is overloaded: refusals must not cost what answers are made of.
 
-A refusal takes a third of a millisecond, and a client that ignores Retry-After asks again at once:
-a few hundred of them would keep a process busy with nothing but refusals. So only so many requests
-a second are refused. The others wait in line, before anything of their bodies is looked at, until
-there is room for them or it is their turn to be refused.
+A refusal takes up to two milliseconds, with a body to drop, and a client that ignores Retry-After
+asks again at once: a few hundred of them would keep a process busy with nothing but refusals. So
+only so many requests a second are refused. The others wait in line, before anything of their bodies
+is looked at, until there is room for them or it is their turn to be refused.
 """
 
 from __future__ import annotations
@@ -12,60 +12,74 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 __all__ = ["AdmissionGate"]
 
 # A second; more only where the last in line would wait for longer than this.
-_FEWEST_REFUSED_PER_S, _LONGEST_S = 20.0, 10.0
+_FEWEST_REFUSED_PER_S, _LONGEST_S = 10.0, 20.0
 _REFUSED_AT_ONCE = 16.0
 # How often those who wait are looked at, where nothing else has happened.
 _LOOK_S = 0.005
-# Requests that may be received at the same time for the room that there is. Should they be slow,
-# others are let in all the same, one at a time.
-_MOST_ARRIVING = 8
-_SLOW_S = 0.05
-
-
-class _Queue(Protocol):
-    @property
-    def room(self) -> int: ...
+# Who is let in takes a place in the engine's queue for so long, or twice as long, while its body is
+# received. Then others get it: a body may be slow.
+_ARRIVING_S = 0.5
 
 
 class AdmissionGate:
-    """The line in front of an engine. For the loop's thread."""
+    """The line in front of an engine that has ``room`` for so many more. For the loop's thread."""
 
-    def __init__(self, engine: _Queue) -> None:
-        self.arriving = 0
-        """Requests that are admitted, and not queued yet."""
-        self._engine = engine
-        self._waiting: deque[asyncio.Future[bool]] = deque()
-        self._refused: deque[asyncio.Future[bool]] = deque()
+    def __init__(self, room: Callable[[], int]) -> None:
+        self._room = room
+        # By the time at which they were let in, in units of `_ARRIVING_S`.
+        self._arriving: dict[int, int] = {}
+        self._waiting: deque[asyncio.Future[int | None]] = deque()
+        self._refused: deque[asyncio.Future[int | None]] = deque()
         self._looking: asyncio.TimerHandle | None = None
         self._tokens = _REFUSED_AT_ONCE
-        self._counted_s = self._let_in_s = time.monotonic()
+        self._counted_s = time.monotonic()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a request may go on without `turn`."""
-        return not self._waiting and self._engine.room > 0
+    def enter(self) -> int | None:
+        """Let a request in if nobody waits and there is room; see `turn`."""
+        if self._waiting or self._free() <= 0:
+            return None
+        return self._let_in()
 
-    async def turn(self) -> bool:
-        """Wait until there is room for a request, or until it may be refused, which is True."""
+    async def turn(self) -> int | None:
+        """Wait until there is room for a request, and let it in; or until it may be refused.
+
+        Returns what `arrived` is to be called with, or None for a refusal.
+        """
         return await self._wait(self._waiting)
 
     async def refusal(self) -> None:
-        """Wait until a request may be refused that `turn` has let in, or did not see."""
+        """Wait until a request may be refused that was let in."""
         await self._wait(self._refused)
 
-    def arrived(self) -> None:
-        """An admitted request has been queued, or will not be."""
-        self.arriving -= 1
-        if self._waiting:
-            self._let_in()
+    def arrived(self, arrival: int) -> None:
+        """A request that was let in is queued in this turn of the loop, or will not be."""
+        if arrival in self._arriving:
+            self._arriving[arrival] -= 1
+        if self._waiting or self._refused:
+            asyncio.get_running_loop().call_soon(self._look)
 
-    async def _wait(self, line: deque[asyncio.Future[bool]]) -> bool:
-        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    def _free(self) -> int:
+        """Places in the queue that nobody has or is about to take."""
+        room = self._room()
+        if room <= 0 or not self._arriving:
+            return room
+        now = int(time.monotonic() / _ARRIVING_S)
+        return room - self._arriving.get(now, 0) - self._arriving.get(now - 1, 0)
+
+    def _let_in(self) -> int:
+        now = int(time.monotonic() / _ARRIVING_S)
+        if now not in self._arriving:
+            self._arriving = {now: 0, now - 1: self._arriving.get(now - 1, 0)}
+        self._arriving[now] += 1
+        return now
+
+    async def _wait(self, line: deque[asyncio.Future[int | None]]) -> int | None:
+        turn: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         line.append(turn)
         self._look()
         try:
@@ -76,25 +90,22 @@ class AdmissionGate:
                     line.remove(turn)
 
     def _look(self) -> None:
-        self._let_in()
+        free = self._free()
+        while free > 0 and (self._waiting or self._refused):
+            free -= 1
+            if self._waiting:
+                _end(self._waiting.popleft(), self._let_in())
+            else:
+                # Whoever is refused now comes again, and finds room.
+                _end(self._refused.popleft(), None)
         while (line := self._refused or self._waiting) and self._take_token():
-            _end(line.popleft(), refused=True)
+            _end(line.popleft(), None)
         if line and self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
     def _look_again(self) -> None:
         self._looking = None
         self._look()
-
-    def _let_in(self) -> None:
-        now_s = time.monotonic()
-        room = self._engine.room
-        free = min(room, _MOST_ARRIVING) - self.arriving
-        if free <= 0 < room and now_s - self._let_in_s > _SLOW_S:
-            free = 1
-        for _ in range(min(free, len(self._waiting))):
-            self._let_in_s = now_s
-            _end(self._waiting.popleft(), refused=False)
 
     def _take_token(self) -> bool:
         now_s = time.monotonic()
@@ -107,6 +118,6 @@ class AdmissionGate:
         return True
 
 
-def _end(turn: asyncio.Future[bool], *, refused: bool) -> None:
+def _end(turn: asyncio.Future[int | None], arrival: int | None) -> None:
     if not turn.done():  # cancelled, that is
-        turn.set_result(refused)
+        turn.set_result(arrival)

@@ -51,6 +51,8 @@ T = TypeVar("T")
 Parts = Mapping[str, RegionPart]
 
 _MAX_PREPARED = 256
+# For requests that are all refused: the server is about to end, and nobody is to wait for that.
+_AMPLE_ROOM = 1000
 
 
 class Pipeline:
@@ -61,7 +63,7 @@ class Pipeline:
         self.stored = TensorStoreClient(engine.stored)
         self.limits = limits
         self.draining = False
-        self.gate = AdmissionGate(engine)
+        self.gate = AdmissionGate(lambda: engine.room if not self.draining else _AMPLE_ROOM)
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._codecs = ThreadPoolExecutor(codec_threads, thread_name_prefix="codec")
 
@@ -97,19 +99,19 @@ class Pipeline:
         ClientGone
             Nobody waits for the answer any more.
         """
-        may_be_refused = False
+        arrival = self.gate.enter()
+        if arrival is None:
+            arrival = await self._wait_in_line(request, transport)
         try:
-            if not self.gate.is_open:
-                may_be_refused = await self._wait_in_line(request, transport)
-            await self._run(request, transport)
+            await self._run(request, transport, arrival)
         except Overloaded:
-            if not may_be_refused:
+            if arrival is not None:
                 await self.gate.refusal()
             raise
         except MemoryError:
             raise out_of_memory() from None
 
-    async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> bool:
+    async def _wait_in_line(self, request: ComputeRequest, transport: Transport) -> int | None:
         """See `AdmissionGate.turn`."""
         with CancelScope(request.deadline) as scope:
             transport.watch(lambda: scope.cancel(ClientGone()))
@@ -118,14 +120,14 @@ class Pipeline:
             finally:
                 transport.watch(None)
 
-    async def _run(self, request: ComputeRequest, transport: Transport) -> None:
-        self.admit()
+    async def _run(
+        self, request: ComputeRequest, transport: Transport, arrival: int | None
+    ) -> None:
         ticket = None
-        if request.caller.limits != NO_LIMITS:
-            ticket = await self.engine.enter(request.caller)
-        is_arriving = True
-        self.gate.arriving += 1
         try:
+            self.admit()
+            if request.caller.limits != NO_LIMITS:
+                ticket = await self.engine.enter(request.caller)
             with CancelScope() as scope:
                 if request.counts_receiving and not transport.keeps_deadline:
                     scope.move(request.deadline)
@@ -147,8 +149,9 @@ class Pipeline:
                         request.deadline = Deadline.after(request.deadline.allowed_s)
                         scope.move(request.deadline)
                     transport.watch(lambda: scope.cancel(ClientGone()))
-                    is_arriving = False
-                    self.gate.arrived()
+                    if arrival is not None:
+                        self.gate.arrived(arrival)
+                        arrival = None
                     try:
                         result = await execution.compute(streamed=transport.streams)
                     finally:
@@ -161,8 +164,8 @@ class Pipeline:
                 finally:
                     await execution.end()
         finally:
-            if is_arriving:
-                self.gate.arrived()
+            if arrival is not None:
+                self.gate.arrived(arrival)
             if ticket is not None:
                 ticket.leave()
 

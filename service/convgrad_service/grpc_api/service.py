@@ -30,8 +30,10 @@ Method = Callable[[Any, str], Awaitable[Any]]
 class DescribingMethods:
     """Every method but those that compute: from a parsed request to a message that answers it."""
 
-    def __init__(self, pipeline: Pipeline, shared_memory: SharedMemory) -> None:
-        self._pipeline = pipeline
+    def __init__(
+        self, pipeline: Pipeline, shared_memory: SharedMemory, service_name: str | None = None
+    ) -> None:
+        self._pipeline, self._service_name = pipeline, service_name
         self._memory = shared_memory
         self.methods: Mapping[str, Method] = {
             "ServerLive": self._server_live,
@@ -69,7 +71,8 @@ class DescribingMethods:
     async def _model_ready(self, request: Any, __: str) -> Any:
         # Of a model that is not there the protocol says that it is not ready, and no more.
         try:
-            operation_named(request.name, request.version)
+            if request.name != self._service_name:
+                operation_named(request.name, request.version)
         except NotFound:
             return message("ModelReadyResponse")(ready=False)
         return message("ModelReadyResponse")(ready=self._not_ready() is None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ByteSize, Field
+from pydantic import BaseModel, ByteSize, Field, model_validator
 
 __all__ = ["Options"]
 
@@ -45,3 +45,15 @@ class Options(BaseModel, extra="forbid"):
     settings: dict[str, Any] = Field(
         default_factory=dict, description="The server's settings by name, such as threads."
     )
+    anonymous: bool = Field(
+        default=False, description="Let whoever reaches the proxies use it, without an API key."
+    )
+
+    @model_validator(mode="after")
+    def _needs_keys(self) -> Self:
+        if not self.anonymous and not self.settings.get("api_keys"):
+            raise ValueError(
+                "a cluster's proxies listen beyond loopback: expected settings with api_keys, a "
+                "file of keys that is on every node, or anonymous: true"
+            )
+        return self

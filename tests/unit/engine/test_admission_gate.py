@@ -23,18 +23,26 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 20))
 
 
+async def all_that_may_be_refused_at_once(gate: AdmissionGate) -> None:
+    await asyncio.gather(*(gate.turn() for _ in range(16)))
+
+
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_it_is_open_while_there_is_room_and_nobody_waits() -> None:
+def test_whoever_comes_goes_on_while_there_is_room_and_nobody_waits() -> None:
     async def scenario() -> None:
         queue = Queue()
-        gate = AdmissionGate(queue)
-        assert not gate.is_open
-        queue.room = 1
-        assert gate.is_open
+        gate = AdmissionGate(lambda: queue.room)
+        assert gate.enter() is None
+        queue.room = 2
+        arrivals = [gate.enter() for _ in range(3)]
+        assert arrivals[2] is None  # two are on their way to the two places
+        assert arrivals[0] is not None
+        gate.arrived(arrivals[0])
+        assert gate.enter() is not None
 
     run(scenario())
 
@@ -45,12 +53,12 @@ def test_a_few_are_refused_at_once_and_the_others_as_time_passes(
     monkeypatch.setattr(admission_gate, "_FEWEST_REFUSED_PER_S", 100.0)
 
     async def scenario() -> None:
-        gate = AdmissionGate(Queue())
+        gate = AdmissionGate(lambda: 0)
         began_s = time.monotonic()
         turns = [asyncio.ensure_future(gate.turn()) for _ in range(26)]
         await settle()
         assert [turn.done() for turn in turns] == [True] * 16 + [False] * 10
-        assert all(await asyncio.gather(*turns))
+        assert await asyncio.gather(*turns) == [None] * 26
         assert time.monotonic() - began_s > 0.09
 
     run(scenario())
@@ -59,34 +67,33 @@ def test_a_few_are_refused_at_once_and_the_others_as_time_passes(
 def test_whoever_waits_is_let_in_as_there_is_room_and_no_more_than_can_be_queued() -> None:
     async def scenario() -> None:
         queue = Queue()
-        gate = AdmissionGate(queue)
-        await asyncio.gather(*(gate.turn() for _ in range(16)))  # no more can be refused at once
+        gate = AdmissionGate(lambda: queue.room)
+        await all_that_may_be_refused_at_once(gate)
         turns = [asyncio.ensure_future(gate.turn()) for _ in range(3)]
         await settle()
         queue.room = 1
-        assert not gate.is_open  # who comes now stands behind them
-        assert await turns[0] is False
-        gate.arriving += 1
+        assert gate.enter() is None  # who comes now stands behind them
+        arrival = await turns[0]
+        assert arrival is not None
         await settle()
         assert not turns[1].done()  # there is room for one, which is on its way
         queue.room = 2
-        gate.arrived()
-        assert [await turn for turn in turns[1:]] == [False, False]
-        assert gate.is_open
+        gate.arrived(arrival)
+        assert None not in [await turn for turn in turns[1:]]
 
     run(scenario())
 
 
-def test_slow_arrivals_do_not_keep_others_out_for_ever() -> None:
+def test_slow_arrivals_do_not_keep_others_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_gate, "_FEWEST_REFUSED_PER_S", 0.1)
+
     async def scenario() -> None:
         queue = Queue()
-        gate = AdmissionGate(queue)
-        await asyncio.gather(*(gate.turn() for _ in range(16)))
-        gate.arriving = 50
-        turn = asyncio.ensure_future(gate.turn())
-        await settle()
-        queue.room = 1
-        assert await turn is False
+        gate = AdmissionGate(lambda: queue.room)
+        await all_that_may_be_refused_at_once(gate)
+        queue.room = 8
+        assert None not in [gate.enter() for _ in range(8)]
+        assert await gate.turn() is not None
 
     run(scenario())
 
@@ -94,28 +101,35 @@ def test_slow_arrivals_do_not_keep_others_out_for_ever() -> None:
 def test_whoever_leaves_the_line_is_not_waited_for() -> None:
     async def scenario() -> None:
         queue = Queue()
-        gate = AdmissionGate(queue)
-        await asyncio.gather(*(gate.turn() for _ in range(16)))
+        gate = AdmissionGate(lambda: queue.room)
+        await all_that_may_be_refused_at_once(gate)
         leaving, staying = (asyncio.ensure_future(gate.turn()) for _ in range(2))
         await settle()
-        queue.room = 1
+        queue.room = 2
         leaving.cancel()
-        gate.arriving += 1
-        gate.arrived()  # before it knows that it is cancelled
-        assert await staying is False
-        assert gate.is_open
+        gate.arrived(0)  # before it knows that it is cancelled
+        assert await staying is not None
 
     run(scenario())
 
 
-def test_what_was_admitted_and_is_refused_all_the_same_waits_before_others_are() -> None:
+def test_what_was_let_in_and_is_refused_all_the_same_waits_before_others_are() -> None:
     async def scenario() -> None:
-        gate = AdmissionGate(Queue())
-        await asyncio.gather(*(gate.turn() for _ in range(16)))
+        queue = Queue()
+        gate = AdmissionGate(lambda: queue.room)
+        await all_that_may_be_refused_at_once(gate)
         turn = asyncio.ensure_future(gate.turn())
         await settle()
         await gate.refusal()
         assert not turn.done()
-        assert await turn is True
+        assert await turn is None
+        # Where there is room again, nobody waits to be refused.
+        await all_that_may_be_refused_at_once(gate)
+        refusals = [asyncio.ensure_future(gate.refusal()) for _ in range(50)]
+        await settle()
+        queue.room = 1000
+        gate.arrived(0)
+        await settle()
+        assert all(refusal.done() for refusal in refusals)
 
     run(scenario())

@@ -14,12 +14,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{- define "convgrad.probe" -}}
-{{- if .root.Values.tls.clientCa -}}
-tcpSocket: {port: http}
-{{- else -}}
-httpGet: {path: {{ .path }}, port: http, scheme: {{ ternary "HTTPS" "HTTP" (ne .root.Values.tls.secret "") }}}
+{{- define "convgrad.image" -}}
+{{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
 {{- end -}}
+
+{{- /* What is spoken on the HTTP port and on gRPC's, for meshes and gateways. */ -}}
+{{- define "convgrad.httpProtocol" -}}
+{{ ternary "http" "https" (eq .Values.tls.secret "") }}
+{{- end -}}
+{{- define "convgrad.grpcProtocol" -}}
+{{ ternary "kubernetes.io/h2c" "https" (eq .Values.tls.secret "") }}
 {{- end -}}
 
 {{- define "convgrad.serviceAccount" -}}

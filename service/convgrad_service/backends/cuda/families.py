@@ -25,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.conv.implicit_gemm import ImplicitGe
 from convgrad_service.backends.cuda.kernels.conv.patch_products import PatchProducts
 from convgrad_service.backends.cuda.kernels.conv.patches import Patches
 from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChannels
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm import PointwiseGemm
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise import Depthwise
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_mma import DepthwiseMma
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_pairs import DepthwisePairs
@@ -36,14 +37,10 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_mma impor
 from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_strips import (
     HopperDepthwiseStrips,
 )
-from convgrad_service.backends.cuda.kernels.depthwise.hopper_depthwise_weight import (
-    HopperDepthwiseWeight,
-)
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.backends.cuda.kernels.fallback.gather_tile import GatherTile
 from convgrad_service.backends.cuda.kernels.fallback.weight_direct import WeightDirect
 from convgrad_service.backends.cuda.kernels.fallback.weight_tile import WeightTile
-from convgrad_service.backends.cuda.kernels.fused.fused_separable import FusedSeparable
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable import HopperSeparable
 from convgrad_service.backends.cuda.kernels.grouped.grouped_gather import GroupedGather
 from convgrad_service.backends.cuda.kernels.grouped.grouped_weight import GroupedWeight
@@ -86,7 +83,6 @@ DEPTHWISE = (
 DEPTHWISE_WEIGHT = (
     HopperDepthwiseStrips(),
     DepthwiseWeightDirect(),
-    HopperDepthwiseWeight(),
     DepthwiseWeight(),
     DepthwiseWeightMma(),
     ConvThroughChannelsLast(DepthwiseWeight(), COPIES),
@@ -124,6 +120,7 @@ LARGE_WEIGHT = (
 # and these err by 12 to 20 %.
 OVERHEADS = {
     "implicit_gemm": Overhead(0.0, 1.0, 4e-6),
+    "pointwise_gemm": Overhead(0.0),
     "hopper_gather": Overhead(5.9e-6, 1.09),
     "hopper_halo": Overhead(6.6e-6, 1.12),
     "hopper_weight": Overhead(1.8e-6, 1.05),
@@ -132,8 +129,16 @@ OVERHEADS = {
 }
 # In TF32 its times have not been measured.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
-DENSE = (LeastExpected(LARGE, (IMPLICIT_GEMM,), OVERHEADS),)
-DENSE_WEIGHT = (LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), OVERHEADS),)
+# Plain products, short ones without a look at the others, which were never faster at those.
+SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(),)
+DENSE = (
+    SHORT_PRODUCTS,
+    LeastExpected(LARGE, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
+)
+DENSE_WEIGHT = (
+    SHORT_PRODUCTS,
+    LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
+)
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (
@@ -157,8 +162,6 @@ FIRST_WEIGHT = (
 FUSED = (
     HopperSeparable(),
     FusedThroughChannelsLast(HopperSeparable(), COPIES),
-    FusedSeparable(),
-    FusedThroughChannelsLast(FusedSeparable(), COPIES),
 )
 
 FAMILIES = Families(

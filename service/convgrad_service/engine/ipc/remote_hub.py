@@ -48,7 +48,7 @@ __all__ = ["RemoteHub"]
 # What was observed may be told as late as this.
 _OBSERVE_S = 0.05
 # What is known of the hub's line is whether it is full.
-_SOME_ROOM = 4
+_SOME_ROOM = 16
 # Of a pocket, what one request may take, so that some sixty fit.
 _SMALL_BYTES = 64 * 1024
 

@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(Gemm::kThreads, BLOCKS)
 #pragma unroll
         for (int e = 0; e < kRun; ++e) own[e] = half == 0 ? found[0][first + e] : found[1][first + e];
         finish_run<T, kRun>(args, result_row<kOperation>(args, phases, at) + columns.at,
-                            columns.count, columns.channel, own);
+                            args.result_stride[2], columns.count, columns.channel, own);
       }
     }
   });

@@ -2,8 +2,7 @@
 #pragma once
 
 #include "conv/implicit_gemm_loaders.cuh"
-#include "core/epilogue.cuh"
-#include "core/vectors.cuh"
+#include "core/result_run.cuh"
 
 namespace convgrad {
 
@@ -44,79 +43,6 @@ __device__ __forceinline__ i64 result_row(const ImplicitGemmArgs& args, const Ph
          (phases.d->y0 + at.d * args.axis[0].y_step) * args.result_stride[3] +
          (phases.h->y0 + at.h * args.axis[1].y_step) * args.result_stride[4] +
          (phases.w->y0 + at.w * args.axis[2].y_step) * args.result_stride[5];
-}
-
-// A result, or what accumulates into it, of type T or (`wide`) float32.
-template <class T>
-struct ResultMemory {
-  char* at;
-  bool wide;
-
-  __device__ __forceinline__ float load(i64 index) const {
-    return wide ? reinterpret_cast<const float*>(at)[index]
-                : widen(reinterpret_cast<const T*>(at)[index]);
-  }
-  __device__ __forceinline__ void store(i64 index, float value) const {
-    if (wide) {
-      reinterpret_cast<float*>(at)[index] = value;
-    } else {
-      reinterpret_cast<T*>(at)[index] = narrow<T>(value);
-    }
-  }
-  // kCount neighbours, aligned to all of their bytes, or to 16 of them.
-  template <int kCount>
-  __device__ __forceinline__ void store_vector(i64 index, const float (&values)[kCount]) const {
-    if (wide) {
-      auto* const to = reinterpret_cast<float4*>(reinterpret_cast<float*>(at) + index);
-#pragma unroll
-      for (int e = 0; e < kCount; e += 4) {
-        to[e / 4] = {values[e], values[e + 1], values[e + 2], values[e + 3]};
-      }
-    } else {
-      Vector<T, kCount> vector;
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) vector.at[e] = narrow<T>(values[e]);
-      vector.store(reinterpret_cast<T*>(at) + index);
-    }
-  }
-};
-
-// activation(alpha * sum + beta * accumulate + bias), rounded and stored: `count` of the sums at most.
-template <class T, int kRun>
-__device__ __forceinline__ void finish_run(const ImplicitGemmArgs& args, i64 at, int count,
-                                           int channel, float (&sums)[kRun]) {
-  const ResultMemory<T> result{static_cast<char*>(args.result), args.wide_result != 0};
-  const i64 step = args.result_stride[2];
-  if (!args.plain) {
-#pragma unroll
-    for (int e = 0; e < kRun; ++e) sums[e] *= args.alpha;
-    if (args.accumulate != nullptr) {
-      // Only read.
-      char* const from = static_cast<char*>(const_cast<void*>(args.accumulate));
-      const ResultMemory<T> before{from, result.wide};
-#pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        if (e < count) sums[e] += args.beta * before.load(at + e * step);
-      }
-    }
-    if (args.bias != nullptr) {
-      const T* const bias = static_cast<const T*>(args.bias) + channel;
-#pragma unroll
-      for (int e = 0; e < kRun; ++e) {
-        if (e < count) sums[e] += widen(bias[e]);
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < kRun; ++e) sums[e] = activate(sums[e], args.activation);
-  }
-  if (args.result_in_vectors && count >= kRun) {
-    result.store_vector(at, sums);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      if (e < count) result.store(at + e * step, sums[e]);
-    }
-  }
 }
 
 }  // namespace convgrad

@@ -60,12 +60,13 @@ struct Fragments {
       load_matrices_transposed(to, (from ^ (index & 3) * 32) + index / 4 * 128 +
                                        k * kDepth * Tile::kRowBytes);
     } else {
-      // ldmatrix does not transpose 32-bit elements.
+      // ldmatrix does not transpose 32-bit elements. Four rows on, other chunks are swizzled.
+      constexpr int kFourRows = 4 / Tile::kLineRows & Tile::kMask;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int beyond = kOfA ? i & 1 : i / 2, deeper = kOfA ? i / 2 : i & 1;
         const int chunks = index * 4 + beyond * 2;
-        to[i] = load_word((from ^ ((chunks & 7) ^ deeper * 4) * 16) + chunks / 8 * 128 +
+        to[i] = load_word((from ^ ((chunks & 7) ^ deeper * kFourRows) * 16) + chunks / 8 * 128 +
                           (k * kDepth + deeper * 4) * Tile::kRowBytes);
       }
     }

@@ -1,0 +1,235 @@
+"""`verify`, `time` and `plan` of the clients: requests about an operation, answered in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from convgrad._body import WIRES
+from convgrad._call import Call, Stored, as_tensor
+from convgrad._exchange import Target
+from convgrad._reply import Reply, read_json
+from convgrad.errors import InvalidAnswer, MalformedRequest
+
+if TYPE_CHECKING:  # pydantic is imported with the first call, not with the package
+    from pydantic import BaseModel
+
+    from convgrad.contract.timing import PlanExplained, TimedPlan
+    from convgrad.contract.verification import Verification
+
+__all__ = ["AsyncExaminations", "Examinations", "plan_target", "time_target", "verify_target"]
+
+R = TypeVar("R")
+
+
+class Examinations:
+    """A part of `Client`."""
+
+    _complete: Callable[[Target[Any]], Any]
+
+    def verify(
+        self,
+        operation: str,
+        result: Any,
+        *,
+        second: Any = None,
+        doubled: Any = None,
+        **fields: Any,
+    ) -> Verification:
+        """Hold a result of your own against float64, on the server.
+
+        Parameters
+        ----------
+        operation
+            Its name, such as ``conv_bwd_data``.
+        result
+            The output, or outputs by name.
+        second, doubled
+            The same from a second run, whose bits must be equal, and from one with the operation's
+            first tensor doubled, which must double.
+        **fields
+            The operation's tensors and parameters. Tensors may be left out where ``layer`` says
+            their shapes, in anybody's words: the server draws them from ``seed`` by
+            ``distribution``, as `convgrad.check.draw` does. ``dtype``, ``batch``, ``shapes``,
+            ``factors`` and ``sums`` as in docs/reference/verify.md.
+
+        Raises
+        ------
+        ProblemTooLarge
+            The reference would take longer than the server allows.
+        ConvgradError
+            As `Client.conv_bwd_data`.
+
+        Examples
+        --------
+        >>> found = client.verify("conv_bwd_data", mine, layer="ck_headline", seed=7)
+        >>> found.passed, [each.sentence for each in found.findings]
+        """
+        target = verify_target(operation, result, second=second, doubled=doubled, fields=fields)
+        found: Verification = self._complete(target)
+        return found
+
+    def time(self, operation: str, **fields: Any) -> TimedPlan:
+        """Have the server time an operation, alone on its device, on tensors that it draws.
+
+        Parameters
+        ----------
+        operation
+            Its name.
+        **fields
+            ``layer`` in anybody's words, or ``shapes`` and the operation's parameters; ``dtype``,
+            ``layout``, ``batch``, ``standard_error``, ``budget_s``, ``peers``, ``candidates`` as in
+            docs/reference/verify.md.
+
+        Raises
+        ------
+        Overloaded
+            As many timings wait or run as may.
+        ConvgradError
+            As `Client.conv_bwd_data`.
+
+        Examples
+        --------
+        >>> timed = client.time("conv_bwd_data", layer="ck_headline", dtype="bfloat16")
+        >>> timed.timings["cold"].median_s, timed.timings["cold"].reference_share
+        """
+        found: TimedPlan = self._complete(time_target(operation, fields))
+        return found
+
+    def plan(self, operation: str, **fields: Any) -> PlanExplained:
+        """Have the server say which kernel would run and why no other; nothing is computed.
+
+        Parameters
+        ----------
+        operation
+            Its name.
+        **fields
+            As for `time`, but for how it is timed.
+
+        Raises
+        ------
+        ConvgradError
+            As `Client.conv_bwd_data`.
+
+        Examples
+        --------
+        >>> client.plan("conv_bwd_data", layer="ck_headline", dtype="bfloat16").plan.kernel
+        """
+        found: PlanExplained = self._complete(plan_target(operation, fields))
+        return found
+
+
+class AsyncExaminations:
+    """A part of `AsyncClient`."""
+
+    _complete: Callable[[Target[Any]], Awaitable[Any]]
+
+    async def verify(
+        self,
+        operation: str,
+        result: Any,
+        *,
+        second: Any = None,
+        doubled: Any = None,
+        **fields: Any,
+    ) -> Verification:
+        """Hold a result of your own against float64; see `Client.verify`."""
+        target = verify_target(operation, result, second=second, doubled=doubled, fields=fields)
+        found: Verification = await self._complete(target)
+        return found
+
+    async def time(self, operation: str, **fields: Any) -> TimedPlan:
+        """Have the server time an operation; see `Client.time`."""
+        found: TimedPlan = await self._complete(time_target(operation, fields))
+        return found
+
+    async def plan(self, operation: str, **fields: Any) -> PlanExplained:
+        """Have the server explain its plan; see `Client.plan`."""
+        found: PlanExplained = await self._complete(plan_target(operation, fields))
+        return found
+
+
+def verify_target(
+    operation: str, result: Any, *, second: Any, doubled: Any, fields: Mapping[str, Any]
+) -> Target[Verification]:
+    """The request of a verification; raises MalformedRequest as the server would."""
+    from convgrad.contract.examinations import VERIFICATIONS
+    from convgrad.contract.verification import Verification
+
+    arguments = dict(fields)
+    outputs = _operation(operation).outputs
+    for role, given in (("result", result), ("second", second), ("doubled", doubled)):
+        if given is None:
+            continue
+        named = given if isinstance(given, Mapping) else {outputs[0]: given}
+        arguments.update({f"{role}_{name}": array for name, array in named.items()})
+    return _post(VERIFICATIONS[operation].request, arguments, Verification)
+
+
+def time_target(operation: str, fields: Mapping[str, Any]) -> Target[TimedPlan]:
+    """The request of a timing."""
+    from convgrad.contract.examinations import TIMINGS
+    from convgrad.contract.timing import TimedPlan
+
+    _operation(operation)
+    return _post(TIMINGS[operation].request, fields, TimedPlan)
+
+
+def plan_target(operation: str, fields: Mapping[str, Any]) -> Target[PlanExplained]:
+    """The request of a plan."""
+    from convgrad.contract import validate
+    from convgrad.contract.examinations import PLANS
+    from convgrad.contract.timing import PlanExplained
+
+    _operation(operation)
+    model = PLANS[operation].request
+    given = {name: value for name, value in fields.items() if value is not None}
+    asked = validate(model, given).parameters()
+    query = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in asked.items()
+    }
+    path = f"{model.operation}?{urlencode(query)}"
+    return Target("GET", path, None, _reader(PlanExplained))
+
+
+def _operation(name: str) -> Any:
+    from convgrad.contract import OPERATIONS
+
+    if name not in OPERATIONS:
+        raise MalformedRequest(
+            f"there is no operation {name[:64]!r}; expected one of {', '.join(OPERATIONS)}"
+        )
+    return OPERATIONS[name]
+
+
+def _post(model: Any, fields: Mapping[str, Any], answer: type[BaseModel]) -> Target[Any]:
+    from convgrad.contract import validate
+
+    names = frozenset(model.tensor_fields())
+    given = {name: value for name, value in fields.items() if value is not None}
+    stored = {}
+    for name in names & given.keys():
+        if isinstance(given[name], Stored):
+            stored[name], given[name] = given[name].name, given[name].blank()
+        else:
+            given[name] = as_tensor(name, given[name])
+    request = validate(model, given)
+    tensors = {name: array for name, array in request.tensors().items() if name not in stored}
+    parameters = request.parameters() | ({"stored": stored} if stored else {})
+    wire = "safetensors" if names else "json"
+    call: Call[Any] = Call(model.operation, tensors, parameters, dict)
+    headers = {"accept": "application/json"}
+    return Target("POST", model.operation, WIRES[wire].body(call), _reader(answer), headers)
+
+
+def _reader(answer: type[BaseModel]) -> Callable[[Reply, int], Any]:
+    def read(reply: Reply, attempts: int) -> Any:
+        try:
+            return answer.model_validate(read_json(reply))
+        except ValueError as refused:
+            raise InvalidAnswer(f"the answer is no {answer.__name__}: {refused}") from refused
+
+    return read

@@ -1,0 +1,98 @@
+"""The options that state a problem to verify, time or explain."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import convgrad
+from convgrad.cli._failures import UsageError
+from convgrad.cli._files import read_tensor
+from convgrad.cli._request import known_tensor, named_values
+from convgrad.contract import OPERATIONS
+
+__all__ = ["add_problem_options", "problem_fields", "tensors_of"]
+
+_FIELDS = ("layer", "batch", "dtype", "layout", "seed", "distribution", "factors", "sums")
+
+
+def add_problem_options(parser: argparse.ArgumentParser) -> None:
+    """Add the operation, --layer, --dtype, --layout, --seed, --param, --input and --json."""
+    parser.add_argument("operation", choices=tuple(OPERATIONS), metavar="OPERATION")
+    group = parser.add_argument_group("problem")
+    group.add_argument(
+        "--layer",
+        help="a suite's name, a benchdnn problem, a MIOpenDriver line, a PyTorch module or an ONNX "
+        "node",
+    )
+    group.add_argument("--batch", type=int, help="samples, in place of the layer's")
+    group.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"))
+    group.add_argument("--layout", help="such as NHWC (default: channels first)")
+    group.add_argument("--seed", type=int, help="what tensors are drawn from (default: 0)")
+    group.add_argument("--distribution", choices=("normal", "uniform", "integers"))
+    group.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=FILE[:KEY]",
+        help="a tensor of the operation; those not given are drawn",
+    )
+    group.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the operation, as JSON or bare text",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def problem_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """The request's fields that the options say."""
+    fields = {
+        name: value for name in _FIELDS if (value := getattr(options, name, None)) is not None
+    }
+    for name, text in named_values("--param", options.param):
+        _set(fields, name, _value(text))
+    for name, source in named_values("--input", options.input):
+        known_tensor("--input", options.operation, name)
+        _set(fields, name, read_tensor(name, source))
+    return fields
+
+
+def tensors_of(operation: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The operation's tensors and parameters, drawn where they are not given, as a server would."""
+    given = dict(fields)
+    words, batch = given.pop("layer", None), given.pop("batch", None)
+    dtype, seed = given.pop("dtype", None), given.pop("seed", 0)
+    distribution = given.pop("distribution", "normal")
+    shapes: dict[str, Any] = given.pop("shapes", {})
+    parameters: dict[str, Any] = {}
+    if words is not None:
+        layer = convgrad.layers.parse(words)
+        layer = layer if batch is None else layer.with_batch(batch)
+        dtype = dtype or layer.dtype
+        own, parameters = convgrad.layers.arguments(operation, layer, given.get("layout"))
+        shapes = {**own, **shapes}
+    drawn = {
+        name: convgrad.check.draw(name, shape, dtype or "float32", seed, distribution)
+        for name, shape in shapes.items()
+        if name not in given
+    }
+    return {**parameters, **drawn, **given}
+
+
+def _set(fields: dict[str, Any], name: str, value: Any) -> None:
+    if name in fields:
+        raise UsageError(f"{name} is given twice")
+    fields[name] = value
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON (2, [1, 1], true), else the text itself (NHWC)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

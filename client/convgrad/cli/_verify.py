@@ -1,0 +1,169 @@
+"""``convgrad verify``: results in files, or a kernel of one's own, held against float64.
+
+Exit status: 0 everything passed; 1 something is wrong, or the server refused; 2 the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import convgrad
+from convgrad.cli._connection import add_connection_options, connect
+from convgrad.cli._examined import add_problem_options, problem_fields, tensors_of
+from convgrad.cli._failures import UsageError
+from convgrad.cli._files import read_tensor
+from convgrad.contract import OPERATIONS
+from convgrad.contract.verification import Verification
+
+__all__ = ["run"]
+
+_DESCRIPTION = """\
+Hold results against float64, element by element. The tensors that they were computed from are
+files, or drawn from a seed as convgrad.check.draw draws them:
+
+  convgrad verify conv_bwd_data --layer mb2ic64ih56oc64oh56kh3ph1 --seed 7 --mine out.npy
+  convgrad verify conv_bwd_data --layer ck_headline --kernel mykernels:bwd_data --local
+  convgrad verify conv_bwd_data --suite resnet50 --batch 1 --kernel mykernels:bwd_data
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run ``convgrad verify`` with these arguments."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if (options.mine is None) == (options.kernel is None):
+        raise UsageError("expected either --mine FILE or --kernel MODULE:FUNCTION")
+    if options.suite is not None and (options.layer is not None or options.mine is not None):
+        raise UsageError("--suite is for --kernel, and stands in the place of --layer")
+    if options.local:
+        return _verified(options, None)
+    with connect(options) as client:
+        return _verified(options, client)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convgrad verify",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_problem_options(parser)
+    parser.add_argument("--suite", help="the suite or network on whose layers to run a --kernel")
+    parser.add_argument(
+        "--mine",
+        action="append",
+        metavar="[OUTPUT=]FILE[:KEY]",
+        help="your result, .npy, .npz or .safetensors; may be repeated for several outputs",
+    )
+    for name, text in (
+        ("--second", "the result of a second run, whose bits must be equal"),
+        ("--doubled", "the result with the operation's first tensor doubled"),
+    ):
+        parser.add_argument(
+            name, action="append", default=[], metavar="[OUTPUT=]FILE[:KEY]", help=text
+        )
+    parser.add_argument(
+        "--kernel",
+        metavar="MODULE:FUNCTION",
+        help="a function of yours, run in this process on tensors that are drawn: on integers and "
+        "on normal numbers, twice, and with a tensor doubled",
+    )
+    parser.add_argument("--local", action="store_true", help="judge in this process, ask no server")
+    parser.add_argument("--factors", help="how factors are rounded: exact, tf32, bfloat16 …")
+    parser.add_argument("--sums", help="how sums are rounded: float32 or tensor_core")
+    add_connection_options(parser)
+    return parser
+
+
+def _verified(options: argparse.Namespace, client: convgrad.Client | None) -> int:
+    found = _of_kernel(options, client) if options.kernel else _of_files(options, client)
+    passed = True
+    answers = []
+    for name, verification in found:
+        passed = passed and verification.passed
+        if options.json:
+            answers.append({"name": name, **verification.model_dump(mode="json")})
+        else:
+            print(f"{name}\n{convgrad.check.report(verification)}", flush=True)
+    if options.json:
+        print(json.dumps(answers if options.suite or options.kernel else answers[0], indent=2))
+    return 0 if passed else 1
+
+
+def _of_files(
+    options: argparse.Namespace, client: convgrad.Client | None
+) -> Iterator[tuple[str, Verification]]:
+    fields = problem_fields(options)
+    judged = {
+        role: _results(options.operation, given)
+        for role, given in (
+            ("result", options.mine),
+            ("second", options.second),
+            ("doubled", options.doubled),
+        )
+    }
+    result = judged.pop("result")
+    more: dict[str, Any] = {role: arrays for role, arrays in judged.items() if arrays}
+    if client is not None:
+        yield options.operation, client.verify(options.operation, result, **more, **fields)
+        return
+    how = {name: fields.pop(name) for name in ("factors", "sums") if name in fields}
+    arguments = tensors_of(options.operation, fields)
+    yield (
+        options.operation,
+        convgrad.check.bounded(options.operation, result, **more, **how, **arguments),
+    )
+
+
+def _results(operation: str, given: Sequence[str]) -> dict[str, Any]:
+    known = OPERATIONS[operation].outputs
+    found = {}
+    for text in given:
+        name, equals, source = text.partition("=")
+        if not equals:
+            name, source = known[0], text
+        if name not in known:
+            raise UsageError(f"--mine: {operation} gives {', '.join(known)}; it has no {name!r}")
+        found[name] = read_tensor(name, source)
+    return found
+
+
+def _of_kernel(
+    options: argparse.Namespace, client: convgrad.Client | None
+) -> Iterator[tuple[str, Verification]]:
+    function = _function(options.kernel)
+    fields = problem_fields(options)
+    words = [fields.pop("layer", None)]
+    if options.suite is not None:
+        words = [each.layer.name for each in convgrad.layers.suite(options.suite)]
+    known = ("dtype", "layout", "batch", "seed", "factors", "sums")
+    more = {name: fields.pop(name) for name in known if name in fields}
+    if fields:
+        raise UsageError(f"--kernel takes no {', '.join(fields)}: its tensors are the layer's")
+    for layer in words:
+        if layer is None:
+            raise UsageError("--kernel needs --layer or --suite")
+        verify = None if client is None else client.verify
+        found = convgrad.check.kernel(function, options.operation, layer, verify=verify, **more)
+        for gate, verification in found.gates.items():
+            yield f"{layer}, {gate} inputs", verification
+
+
+def _function(text: str) -> Callable[..., Any]:
+    module, colon, name = text.partition(":")
+    if not colon:
+        raise UsageError(f"--kernel: expected MODULE:FUNCTION, got {text!r}")
+    # As `python -m` has it: what lies beside is found.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as refused:
+        raise UsageError(f"--kernel: {refused}") from refused
+    return found

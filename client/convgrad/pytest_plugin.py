@@ -1,0 +1,80 @@
+"""pytest's plugin for those who write kernels: the fixture ``convgrad_verify``, and layers for it.
+
+::
+
+    def test_my_kernel(convgrad_verify):
+        convgrad_verify(my_kernel, "mb32ic64ih56oc64oh56kh3ph1", operation="conv_bwd_data")
+
+    def test_on_many_layers(convgrad_verify, convgrad_layer):  # pytest --convgrad-suite resnet50
+        convgrad_verify(my_kernel, convgrad_layer, operation="conv_bwd_data", batch=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from convgrad.check import KernelCheck
+
+__all__ = ["convgrad_verify"]
+
+# A few of each kind, where no suite was asked for.
+_FEW = ("mb2ic16ih14oc32oh14kh3ph1", "mb1ic8ih9oc12oh5kh3sh2ph1", "g8mb2ic8ih10oc8oh10kh5ph2")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--convgrad-url`` and ``--convgrad-suite``."""
+    group = parser.getgroup("convgrad", "verifying kernels by convgrad")
+    group.addoption(
+        "--convgrad-url",
+        help="a convgrad server that judges; without one this process does",
+    )
+    group.addoption(
+        "--convgrad-suite",
+        help="the suite or network whose layers `convgrad_layer` takes on, e.g. networks, resnet50",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test for each layer, of those that ask for ``convgrad_layer``."""
+    if "convgrad_layer" not in metafunc.fixturenames:
+        return
+    name = metafunc.config.getoption("--convgrad-suite")
+    if name is None:
+        metafunc.parametrize("convgrad_layer", _FEW)
+        return
+    from convgrad import layers
+
+    words = [each.layer.name or layers.text(each.layer) for each in layers.suite(name)]
+    metafunc.parametrize("convgrad_layer", words)
+
+
+@pytest.fixture
+def convgrad_verify(request: pytest.FixtureRequest) -> Iterator[Callable[..., KernelCheck]]:
+    """A function that fails the test unless a kernel is right; see `convgrad.check.kernel`, whose
+    arguments it takes, the layer before the operation."""
+    import convgrad
+
+    url = request.config.getoption("--convgrad-url")
+    client = None if url is None else convgrad.Client(url)
+
+    def verify(
+        run: Callable[..., Any], layer: str, operation: str = "conv_bwd_data", **options: Any
+    ) -> KernelCheck:
+        __tracebackhide__ = True
+        if client is not None:
+            options.setdefault("verify", client.verify)
+        found = convgrad.check.kernel(run, operation, layer, **options)
+        if not found.passed:
+            lines = "\n  ".join(found.sentences)
+            pytest.fail(f"{operation} of {found.layer} is wrong:\n  {lines}", pytrace=False)
+        return found
+
+    try:
+        yield verify
+    finally:
+        if client is not None:
+            client.close()

@@ -1,0 +1,303 @@
+"""1x1 convolutions of stride 1, channels last, as plain matrix products on Hopper."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from math import prod
+
+from convgrad.dtypes import DType
+from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_args import result_of
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_model import chosen, every_config
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import (
+    ITEM_BYTES,
+    SLAB_ROWS,
+    Config,
+    Matrix,
+    Product,
+)
+from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
+from convgrad_service.plans.cuda.program import (
+    ZEROS,
+    ZEROS_BYTES,
+    Fragment,
+    Instance,
+    Launch,
+    Workspace,
+)
+from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
+
+__all__ = ["PointwiseGemm", "products_of"]
+
+DTYPES = (DType.FLOAT16, DType.BFLOAT16)
+CHUNK = 16 // ITEM_BYTES
+COUNTERS = ZEROS_BYTES // 4
+MOST_ROWS = 2**31 - 2**16
+
+
+class PointwiseGemmArgs(ctypes.Structure):
+    """See ``pointwise_gemm.cuh``."""
+
+    _fields_ = (
+        *((name, MapField) for name in ("a_map", "b_map", "d_map")),
+        *((name, ctypes.c_uint64) for name in ("result", "accumulate", "bias")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "column_stride")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "rows",
+                "columns",
+                "plain",
+                "result_in_vectors",
+                "row_tiles",
+                "steps",
+                "stages",
+            )
+        ),
+        *((name, ctypes.c_uint64) for name in ("partials", "counters", "b")),
+        ("b_pitch", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("alpha", "beta")),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "wide_result",
+                "activation",
+                "cluster",
+                "parts",
+                "steps_each",
+                "owned",
+                "depth",
+                "a_whole",
+                "b_whole",
+            )
+        ),
+    )
+
+
+class PointwiseGemm:
+    """fwd, bwd_data and bwd_weight of one tap and stride 1 in 16 bits, channels side by side."""
+
+    name = "pointwise_gemm"
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        swapped: bool = False,
+        most_s: float = math.inf,
+    ) -> None:
+        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``. What is
+        expected to take longer than ``most_s`` is left to others."""
+        self._config, self._swapped, self._most_s = config, swapped, most_s
+
+    def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
+        """See `Family.why_not`."""
+        if device.architecture not in HOPPER:
+            return f"{device.name} has no copy engine and products of warpgroups"
+        if work.dtype not in DTYPES:
+            return f"{work.dtype.value}: products are of 16 bits"
+        if work.groups != 1:
+            return f"{work.groups} groups"
+        if work.taps > 1 or max(work.stride) > 1 or any(work.pad) or work.input != work.output:
+            return "taps, strides or padding"
+        if work.accumulate is not None and work.accumulate.strides != result_of(work).strides:
+            return "accumulate does not lie as the result does"
+        if work.split_k is not None and work.split_k > 1:
+            return "a number of splits was asked for"
+        if max(work.pixels, work.in_channels, work.out_channels) > MOST_ROWS:
+            return f"more than {MOST_ROWS} pixels or channels"
+        products = products_of(work)
+        if not products:
+            return "rows that do not lie evenly, in whole chunks of 16 bytes"
+        if self._config is not None:
+            return None
+        found = chosen(products, device, COUNTERS)
+        if found is None:
+            return "no tile fits"
+        if found[0] > self._most_s:
+            return f"expected to take {found[0] * 1e6:.1f} us"
+        return None
+
+    def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:
+        """See `Family.launches`."""
+        products = products_of(work)
+        if self._config is not None:
+            product, config = products[self._swapped and len(products) > 1], self._config
+            expected_s = None
+        else:
+            found = chosen(products, device, COUNTERS)
+            if found is None:
+                raise ValueError("work that why_not refuses")
+            expected_s, product, config = found
+        rows, columns = config.tiles(product)
+        partials = f"{work.prefix}pointwise_partials" if config.parts > 1 else None
+        workspace: tuple[Workspace, ...] = ()
+        if partials is not None:
+            size = rows * columns * config.parts * config.m * config.n * 4
+            workspace = (Workspace(partials, size),)
+        result = result_of(work)
+        a, b = (work.x, work.y) if product.swapped else _operands(work)
+        a_map = a, _map(work.dtype, product, config, product.a, config.m)
+        b_map = b, _map(work.dtype, product, config, product.b, config.n)
+        d_map = result, _result_map(work.dtype, product, config)
+        stages = config.stages(product, device)
+        launch = Launch(
+            _instance(work.dtype, config, product),
+            config.grid(product, device),
+            (config.threads, 1, 1),
+            pack_maps(
+                _arguments(work, product, config, stages),
+                # Only what the copy engine stores has a map, and not every result can have one.
+                {"a_map": a_map, "b_map": b_map, "d_map": a_map if config.cluster else d_map},
+                b=b,
+                result=result,
+                accumulate=work.accumulate,
+                bias=work.bias,
+                partials=partials,
+                counters=ZEROS if partials else None,
+            ),
+            config.shared_bytes(product, stages),
+            overlaps=work.follows,
+            cluster=max(config.cluster, 1),
+        )
+        return Fragment(
+            f"{self.name}_{work.direction}_{config}" + "_swapped" * product.swapped,
+            (launch,),
+            workspace,
+            expected_s=expected_s,
+            order=f"{config.cluster}x{config.parts}" if config.splits > 1 else "",
+        )
+
+    def instances(self) -> Iterable[Instance]:
+        """See `Family.instances`."""
+        # Which operands lie along the reduction: fwd, bwd_data, bwd_weight.
+        majors = (False, False), (False, True), (True, True)
+        found = {
+            _instance(dtype, config, product): None
+            for dtype in DTYPES
+            for a, b in majors
+            for product in (Product(Matrix(1, 1, a), Matrix(1, 1, b), 1, 1, 1, stores=True),)
+            for config in every_config(wgrad=a)
+        }
+        return list(found)
+
+
+def _arguments(work: ConvWork, product: Product, config: Config, stages: int) -> PointwiseGemmArgs:
+    """All but the addresses and maps."""
+    args = PointwiseGemmArgs()
+    args.rows, args.columns, args.depth = product.rows, product.columns, product.depth
+    args.row_stride, args.column_stride = product.row_stride, product.column_stride
+    args.alpha, args.beta = work.alpha, work.beta
+    args.activation = ACTIVATIONS[work.activation]
+    args.plain, args.wide_result = work.epilogue_free, work.result_dtype is DType.FLOAT32
+    args.result_in_vectors = (
+        product.column_stride == 1
+        and not product.row_stride % CHUNK
+        and not product.columns % CHUNK
+    )
+    args.cluster, args.parts, args.owned = max(config.cluster, 1), config.parts, config.owned
+    args.steps, args.steps_each = config.steps(product), config.steps_each(product)
+    args.stages, args.row_tiles = stages, config.tiles(product)[0]
+    args.b_pitch = product.b.pitch
+    args.a_whole = config.is_whole(product.a, config.m)
+    args.b_whole = config.is_whole(product.b, config.n)
+    return args
+
+
+def _instance(dtype: DType, config: Config, product: Product) -> Instance:
+    return Instance(
+        "conv/pointwise_gemm.cu",
+        "pointwise_gemm",
+        tuple((name, str(value)) for name, value in config.defines(dtype, product).items()),
+        HOPPER,
+    )
+
+
+def _operands(work: ConvWork) -> tuple[Operand, Operand]:
+    """a and b."""
+    if work.direction == "fwd":
+        return work.x, work.w
+    return work.y, work.w if work.direction == "bwd_data" else work.x
+
+
+def products_of(work: ConvWork) -> tuple[Product, ...]:
+    """The ways to see the work as a product of matrices that lie in whole chunks: none, one, or for
+    bwd_weight two."""
+    x, y = _pitch(work.x, work.batch, work.input), _pitch(work.y, work.batch, work.output)
+    _, k, c, *_ = work.w.strides
+    inputs, outputs, pixels = work.in_channels, work.out_channels, work.pixels
+    if x is None or y is None or (c != 1 and inputs > 1):
+        return ()
+    if work.direction == "bwd_weight":
+        if x % CHUNK or y % CHUNK:
+            return ()
+        row, column = Matrix(outputs, y, mn=True), Matrix(inputs, x, mn=True)
+        return (
+            Product(row, column, pixels, k, 1, _stores(work, k)),
+            Product(column, row, pixels, 1, k, stores=False, swapped=True),
+        )
+    backward = work.direction == "bwd_data"
+    read, written, depth = (y, x, outputs) if backward else (x, y, inputs)
+    if read % CHUNK or k % CHUNK:
+        return ()
+    a = Matrix(pixels, read, mn=False)
+    b = Matrix(inputs if backward else outputs, k, mn=backward)
+    return (Product(a, b, depth, written, 1, _stores(work, written)),)
+
+
+def _stores(work: ConvWork, pitch: int) -> bool:
+    """See `Product`."""
+    return (
+        work.accumulate is None
+        and work.activation == "none"
+        and work.result_dtype is work.dtype
+        and pitch % CHUNK == 0
+    )
+
+
+def _pitch(operand: Operand, batch: int, size: Size3) -> int | None:
+    """From one pixel to the next, where that is the same for all, channels side by side."""
+    n, _, channel, *spatial = operand.strides
+    if channel != 1:
+        return None
+    found, count = None, 1
+    for stride, extent in zip((*reversed(spatial), n), (*reversed(size), batch), strict=True):
+        if extent == 1:
+            continue
+        if found is None:
+            found = stride // count
+        if stride != found * count:
+            return None
+        count *= extent
+    return found or prod((spatial[2] or n,))
+
+
+def _map(dtype: DType, product: Product, config: Config, matrix: Matrix, extent: int) -> TileMap:
+    """Of an operand: `GemmSide` copies by it."""
+    row_bytes = config.row_bytes(matrix, extent)
+    wide, pitch = row_bytes // ITEM_BYTES, matrix.pitch * ITEM_BYTES
+    if not matrix.mn:
+        sizes, box = (product.depth, matrix.rows), (wide, extent)
+        return TileMap(dtype, sizes, (pitch,), swizzle=row_bytes, box=box)
+    whole = config.is_whole(matrix, extent)
+    return TileMap(
+        dtype,
+        (wide, product.depth, matrix.rows // wide) if whole else (matrix.rows, product.depth, 1),
+        (pitch, row_bytes if whole else pitch),
+        swizzle=row_bytes,
+        box=(wide, config.depth, extent // wide if whole else 1),
+    )
+
+
+def _result_map(dtype: DType, product: Product, config: Config) -> TileMap:
+    """Of the result: 16 rows of a block of columns."""
+    return TileMap(
+        dtype,
+        (product.columns, product.rows),
+        (product.row_stride * ITEM_BYTES,),
+        swizzle=config.d_bytes,
+        box=(config.d_bytes // ITEM_BYTES or config.n, SLAB_ROWS),
+    )

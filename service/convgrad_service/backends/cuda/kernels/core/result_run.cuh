@@ -1,0 +1,82 @@
+// Runs of neighbouring results: activation(alpha * sum + beta * accumulate + bias), rounded once.
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "core/vectors.cuh"
+
+namespace convgrad {
+
+// A result, or what accumulates into it, of type T or (`wide`) float32.
+template <class T>
+struct ResultMemory {
+  char* at;
+  bool wide;
+
+  __device__ __forceinline__ float load(i64 index) const {
+    return wide ? reinterpret_cast<const float*>(at)[index]
+                : widen(reinterpret_cast<const T*>(at)[index]);
+  }
+  __device__ __forceinline__ void store(i64 index, float value) const {
+    if (wide) {
+      reinterpret_cast<float*>(at)[index] = value;
+    } else {
+      reinterpret_cast<T*>(at)[index] = narrow<T>(value);
+    }
+  }
+  // kCount neighbours, aligned to all of their bytes, or to 16 of them.
+  template <int kCount>
+  __device__ __forceinline__ void store_vector(i64 index, const float (&values)[kCount]) const {
+    if (wide) {
+      auto* const to = reinterpret_cast<float4*>(reinterpret_cast<float*>(at) + index);
+#pragma unroll
+      for (int e = 0; e < kCount; e += 4) {
+        to[e / 4] = {values[e], values[e + 1], values[e + 2], values[e + 3]};
+      }
+    } else {
+      Vector<T, kCount> vector;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) vector.at[e] = narrow<T>(values[e]);
+      vector.store(reinterpret_cast<T*>(at) + index);
+    }
+  }
+};
+
+// `count` of the sums at most, from element `at` of the result on, `step` elements apart; `channel` is
+// that of the first sum's bias. What is done to them: see ResultArgs of the kernel's argument.
+template <class T, int kRun, class Args>
+__device__ __forceinline__ void finish_run(const Args& args, i64 at, i64 step, int count,
+                                           int channel, float (&sums)[kRun]) {
+  const ResultMemory<T> result{static_cast<char*>(args.result), args.wide_result != 0};
+  if (!args.plain) {
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) sums[e] *= args.alpha;
+    if (args.accumulate != nullptr) {
+      // Only read.
+      char* const from = static_cast<char*>(const_cast<void*>(args.accumulate));
+      const ResultMemory<T> before{from, result.wide};
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        if (e < count) sums[e] += args.beta * before.load(at + e * step);
+      }
+    }
+    if (args.bias != nullptr) {
+      const T* const bias = static_cast<const T*>(args.bias) + channel;
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        if (e < count) sums[e] += widen(bias[e]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) sums[e] = activate(sums[e], args.activation);
+  }
+  if (args.result_in_vectors && count >= kRun) {
+    result.store_vector(at, sums);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      if (e < count) result.store(at + e * step, sums[e]);
+    }
+  }
+}
+
+}  // namespace convgrad

@@ -1,0 +1,182 @@
+"""Attacks on the gRPC port, frame by frame: unfinished messages, unread answers, floods."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import hyperframe.frame
+import pytest
+
+from tests.attack.served import MIB, Served, attacked, processes
+from tests.support.h2_client import (
+    CHECK,
+    INFER,
+    WATCH,
+    H2Client,
+    connected,
+    grpc_message,
+    large_answer,
+)
+from tests.support.tree_server import until
+
+LARGEST_WINDOW = 2**31 - 1
+RESOURCE_EXHAUSTED = "8"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    limits = {
+        "grpc_max_message_bytes": "64MiB",
+        "grpc_message_permits": "2",
+        "max_timeout_s": "20",
+        "grpc_max_unread_bytes": "256MiB",
+        "max_inflight_bytes": "512MiB",
+        "max_memory_wait_s": "1",
+        "answer_idle_timeout_s": "2",
+        "min_body_bytes_per_s": "64MiB",
+    }
+    with processes(tmp_path_factory.mktemp("grpc"), **limits) as serving:
+        yield serving
+
+
+@pytest.mark.parametrize("path", [INFER, CHECK])
+@pytest.mark.parametrize("each", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_unfinished_messages_hold_what_the_permits_say(
+    server: Served, path: str, each: int
+) -> None:
+    """Of 12 or 48 messages of 63 MiB all but the last byte is sent, and little of it is taken."""
+    size_bytes = 63 * MIB
+    most_bytes, base_bytes = 0, server.memory_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most_bytes
+        while not done.wait(0.02):
+            most_bytes = max(most_bytes, server.memory_bytes())
+
+    def attack() -> None:
+        with connected(server.grpc) as client:
+            for _ in range(each):
+                stream = client.open(path, b"\0" + size_bytes.to_bytes(4, "big"))
+                client.data(stream, bytes(size_bytes - 1))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with attacked(server, more_bytes=200 * MIB):
+        attacking = [threading.Thread(target=attack) for _ in range(4)]
+        for thread in attacking:
+            thread.start()
+        for thread in attacking:
+            thread.join()
+    done.set()
+    watching.join()
+    # Two of them, and what the loopback brings in a tenth of a second.
+    assert most_bytes - base_bytes < 600 * MIB
+
+
+def test_a_huge_health_check_is_refused_before_it_comes(server: Served) -> None:
+    with attacked(server), connected(server.grpc) as client:
+        base_bytes = server.memory_bytes("VmHWM")
+        stream = client.open(CHECK, b"\0" + (1000 * MIB).to_bytes(4, "big"))
+        client.data(stream, bytes(1000 * MIB))
+        assert client.answer(stream).status == RESOURCE_EXHAUSTED
+        assert server.memory_bytes("VmHWM") - base_bytes < 50 * MIB
+
+
+def test_answers_that_nobody_reads_are_counted_and_cut_off(server: Served) -> None:
+    base_bytes = server.memory_bytes("RssAnon")
+    with attacked(server, more_bytes=200 * MIB) as others:
+        with connected(server.grpc, INITIAL_WINDOW_SIZE=LARGEST_WINDOW) as client:
+            client.h2.increment_flow_control_window(LARGEST_WINDOW - 65535)
+            client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            for _ in range(60):
+                client.open(INFER, grpc_message(large_answer()), last=True)
+            most_bytes = 0
+            until_s = time.monotonic() + 60
+            port = client.socket.getsockname()[1]
+            # Its own end does not see that: what was sent to it stands before the end.
+            while server.serves(port):
+                most_bytes = max(most_bytes, server.memory_bytes("RssAnon"))
+                assert time.monotonic() < until_s, "it may hold its answers as long as it likes"
+                time.sleep(0.02)
+        # A quarter of 256 MiB for one connection, and as much again where grpcio copies.
+        assert most_bytes - base_bytes < 300 * MIB
+        assert not others.failed
+    until(lambda: server.metric("convgrad_inflight_bytes") == 0)
+
+
+def floods() -> dict[str, Callable[[H2Client], bytes]]:
+    ping = hyperframe.frame.PingFrame(opaque_data=bytes(8)).serialize()
+    settings = [
+        hyperframe.frame.SettingsFrame(settings={4: size}).serialize() for size in (0, 2**30)
+    ]
+
+    def resets(client: H2Client) -> bytes:
+        """Rapid reset: calls that are cancelled as soon as they are begun."""
+        frames = []
+        for stream in range(client.open(WATCH) + 2, 40_000, 2):
+            headers = client.h2.encoder.encode(
+                [
+                    (":method", "POST"),
+                    (":scheme", "http"),
+                    (":path", INFER),
+                    (":authority", "x"),
+                    ("content-type", "application/grpc"),
+                    ("te", "trailers"),
+                ]
+            )
+            frames.append(
+                hyperframe.frame.HeadersFrame(stream, headers, flags=["END_HEADERS"]).serialize()
+            )
+            frames.append(hyperframe.frame.RstStreamFrame(stream, error_code=8).serialize())
+        return b"".join(frames)
+
+    def continuations(client: H2Client) -> bytes:
+        """A head without an end."""
+        begin = hyperframe.frame.HeadersFrame(client.open(WATCH) + 2, b"\0\1a\1b").serialize()
+        stream = int.from_bytes(begin[5:9], "big")
+        more = hyperframe.frame.ContinuationFrame(stream, b"\0\1a\1b" * 2000).serialize()
+        return begin + more * 500
+
+    def header_bomb(client: H2Client) -> bytes:
+        """One large field in the table of names, told of by a byte many thousand times."""
+        stream = client.open(WATCH) + 2
+        large = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000
+        heads = [hyperframe.frame.HeadersFrame(stream, large).serialize()]
+        heads += [hyperframe.frame.ContinuationFrame(stream, b"\xbe" * 16_000).serialize()] * 50
+        return b"".join(heads)
+
+    return {
+        "settings": lambda _: b"".join(settings) * 50_000,
+        "pings": lambda _: ping * 100_000,
+        "unknown frames": lambda _: b"\0\0\3\x77\0\0\0\0\1abc" * 100_000,
+        "empty data": lambda client: (
+            hyperframe.frame.DataFrame(client.open(INFER)).serialize() * 100_000
+        ),
+        "rapid reset": resets,
+        "continuations": continuations,
+        "header bomb": header_bomb,
+    }
+
+
+@pytest.mark.parametrize("name", floods())
+def test_a_flood_keeps_nobody_waiting(server: Served, name: str) -> None:
+    with attacked(server, p99_s=5.0, more_bytes=200 * MIB), connected(server.grpc) as client:
+        for _ in range(200):
+            client.open(WATCH, grpc_message(b""), last=True)
+        flood = floods()[name](client)
+        sending = threading.Thread(target=_send, args=(client.socket, flood))
+        sending.start()
+        sending.join(2)
+        with suppress(OSError):
+            client.socket.shutdown(socket.SHUT_RDWR)
+        sending.join()
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # the server may close, and so does the test
+        connection.sendall(data)

@@ -1,0 +1,224 @@
+"""``/time``, ``/plan`` and ``/layers`` on a real server, as their callers use them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from convgrad.contract import OPERATIONS
+from convgrad.contract.examinations import PLANS, TIMINGS
+from convgrad.contract.timing import PlanExplained, TimedPlan
+from convgrad_service.backends.cpu import CpuBackend
+from tests.support.http_server import LiveServer, serving
+
+LAYER = "mb2ic8ih9oc8oh9kh3ph1"
+SMALL = {"budget_s": 0.05, "peers": "none", "standard_error": 0.5}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with serving(CpuBackend(threads=1), log_level="error", max_timings=2) as live:
+        yield live
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_explains_its_plan(http: httpx.Client, operation: str) -> None:
+    fields = PLANS[operation].example
+    answer = http.get(f"/plan/{operation}", params={**fields, "dtype": "bfloat16"})
+    assert answer.status_code == 200, answer.text
+    found = PlanExplained.model_validate(answer.json())
+    assert found.plan.kernel
+    assert found.flops >= found.valid_flops >= 0
+    assert found.reference.seconds > 0
+    assert {spec.dtype for spec in found.inputs.values()} == {"bfloat16"}
+    assert set(found.outputs) <= set(OPERATIONS[operation].outputs)
+
+
+def test_a_plan_takes_lists_as_json(http: httpx.Client) -> None:
+    query = {
+        "shapes": '{"grad_output": [1, 4, 5], "weight": [4, 2, 3]}',
+        "padding": "[[1, 0]]",
+        "groups": "2",
+    }
+    found = http.get("/plan/conv_bwd_data", params=query).json()
+    assert found["outputs"]["grad_input"]["shape"] == [1, 4, 6]
+    for query, sentence in (
+        ({"stride": "[1", "layer": LAYER}, "stride"),
+        ({"result_grad_input": "1"}, "unknown field"),
+    ):
+        answer = http.get("/plan/conv_bwd_data", params=query)
+        assert answer.status_code == 400
+        assert sentence in answer.json()["detail"]
+    twice = http.get("/plan/conv_bwd_data?batch=1&batch=2")
+    assert "twice" in twice.json()["detail"]
+
+
+def test_layers_are_said_in_every_dialect(http: httpx.Client) -> None:
+    found = http.get("/layers", params={"layer": "ck_headline"}).json()
+    assert found["output_size"] == [36, 36]
+    for words in found["spellings"].values():
+        other = http.get("/layers", params={"layer": words}).json()
+        assert other["output_size"] == [36, 36]
+    assert "networks" in http.get("/layers").json()["suites"]
+    assert len(http.get("/layers", params={"suite": "resnet50"}).json()["layers"]) > 10
+    assert http.get("/layers", params={"layer": "x"}).status_code == 400
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_is_timed(http: httpx.Client, operation: str) -> None:
+    answer = http.post(f"/time/{operation}", json={**TIMINGS[operation].example, **SMALL})
+    assert answer.status_code == 200, answer.text
+    found = TimedPlan.model_validate(answer.json())
+    assert set(found.timings) == {"cold", "warm", "back_to_back"}
+    for timed in found.timings.values():
+        assert timed.samples >= 3
+        assert 0 < timed.min_s <= timed.p25_s <= timed.median_s <= timed.p75_s <= timed.max_s
+        assert timed.reference_share == pytest.approx(found.reference.seconds / timed.median_s)
+    assert found.candidates[0].chosen
+    assert found.again is not None
+    assert found.again.path == f"/time/{operation}"
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    name = ""
+    for line in response.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_a_timing_tells_how_it_goes(http: httpx.Client) -> None:
+    headers = {"accept": "text/event-stream"}
+    body = {"layer": LAYER, **SMALL}
+    with http.stream("POST", "/time/conv_bwd_data", json=body, headers=headers) as response:
+        assert response.status_code == 202
+        assert response.headers["content-type"] == "text/event-stream"
+        told = list(events(response))
+    assert told[-1][0] == "result"
+    TimedPlan.model_validate(told[-1][1])
+    assert {name for name, _ in told[:-1]} <= {"queued", "running"}
+
+
+class Waiting(threading.Thread):
+    """A timing by a client of its own, with the events that it was told."""
+
+    def __init__(self, server: LiveServer, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self.told: list[tuple[str, Any]] = []
+        self._server, self._fields = server, fields
+        self.start()
+
+    def run(self) -> None:
+        headers = {"accept": "text/event-stream"}
+        body = {"layer": LAYER, "peers": "none", "standard_error": 1e-9, **self._fields}
+        try:
+            with (
+                httpx.Client(base_url=self._server.url, timeout=60) as client,
+                client.stream("POST", "/time/conv_bwd_data", json=body, headers=headers) as answer,
+            ):
+                self._socket = answer.extensions["network_stream"].get_extra_info("socket")
+                for event in events(answer):
+                    self.told.append(event)
+        except httpx.HTTPError:
+            self.told.append(("closed", None))
+
+    def until(self, name: str) -> Any:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for event, data in self.told:
+                if event == name:
+                    return data
+            time.sleep(0.01)
+        raise AssertionError(f"no {name} in {self.told}")
+
+    def close(self) -> None:
+        """Leave while the server is still at it."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self.join(30)
+
+
+def test_two_clients_time_one_after_the_other(server: LiveServer, http: httpx.Client) -> None:
+    first = Waiting(server, budget_s=2.0)
+    first.until("running")
+    second = Waiting(server, budget_s=0.05)
+    assert second.until("queued") == {"position": 0}
+    # A third is one too many, and is told so before its body is read.
+    refused = http.post("/time/conv_bwd_data", json={"layer": LAYER, **SMALL})
+    assert refused.status_code == 429
+    assert "2 timings wait or run already" in refused.json()["detail"]
+    assert "retry-after" in refused.headers
+    # Nothing else computes meanwhile either, and all of it does afterwards.
+    body = OPERATIONS["conv_bwd_data"].example
+    assert http.post("/conv_bwd_data", json=body).status_code == 200
+    assert any(name == "result" for name, _ in first.told)
+    second.until("result")
+    first.join(30)
+    second.join(30)
+    names = [name for name, _ in second.told]
+    assert names[-2:] == ["running", "result"]
+    server.wait_until_idle()
+
+
+def test_who_leaves_cancels_a_timing(server: LiveServer, http: httpx.Client) -> None:
+    running = Waiting(server, budget_s=5.0)
+    running.until("running")
+    waiting = Waiting(server, budget_s=5.0)
+    waiting.until("queued")
+    began_s = time.monotonic()
+    waiting.close()
+    running.close()
+    server.wait_until_idle()
+    assert time.monotonic() - began_s < 4
+    assert http.post("/time/conv_bwd_data", json={"layer": LAYER, **SMALL}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "sentence"),
+    [
+        ({"budget_s": 1e3}, 400, "times for at most 5 s"),
+        ({"budget_s": 0}, 400, "budget_s"),
+        ({"standard_error": 0}, 400, "standard_error"),
+        ({"grad_output": {"values": [1], "dtype": "float32"}}, 400, "unknown field"),
+        ({"layer": "mb1000ic512ih512oc512kh3ph1"}, 413, "at most"),
+        ({"layer": "mb1ic2048ih2048oc2048kh3ph1"}, 413, "at most"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    http: httpx.Client, fields: dict[str, Any], status: int, sentence: str
+) -> None:
+    answer = http.post("/time/conv_bwd_data", json={"layer": LAYER, **fields})
+    assert answer.status_code == status, answer.text
+    assert sentence in answer.json()["detail"]
+
+
+def test_what_fails_after_the_events_began_is_an_event(http: httpx.Client) -> None:
+    headers = {"accept": "text/event-stream", "x-request-timeout": "0.3"}
+    body = {"layer": "mb8ic64ih56oc64kh5ph2", "budget_s": 5, "standard_error": 1e-9}
+    with http.stream("POST", "/time/conv_bwd_data", json=body, headers=headers) as response:
+        assert response.status_code == 202
+        told = list(events(response))
+    assert told[-1][0] == "error"
+    assert told[-1][1]["code"] == "deadline-exceeded"
+
+
+def test_openapi_describes_all_of_it(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    for operation in OPERATIONS:
+        assert "post" in document["paths"][f"/verify/{operation}"]
+        assert "202" in document["paths"][f"/time/{operation}"]["post"]["responses"]
+        assert "get" in document["paths"][f"/plan/{operation}"]
+    assert "Verification" in document["components"]["schemas"]

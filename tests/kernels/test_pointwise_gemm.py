@@ -1,0 +1,101 @@
+"""pointwise_gemm, run on the CPU: every operation, each way to share and to finish a tile."""
+
+from __future__ import annotations
+
+import pytest
+
+from convgrad_service.backends.cuda.kernels.conv.pointwise_gemm_tiles import Config
+from tests.cases import Case, conv_bwd_data, conv_fwd, grouped_conv_bwd_weight
+from tests.emulator.backend import EmulatedBackend, works_here
+from tests.geometries import Conv
+from tests.kernels.cuda_backends import pointwise_gemm
+from tests.kernels.harness import answers, check, drawn
+from tests.kernels.nonfinite import check_rule
+
+pytestmark = pytest.mark.skipif(not works_here(), reason="the emulator is written for x86-64")
+
+# Rows and columns beyond the last whole tile and box, reductions beyond the last whole step.
+USUAL = Conv(2, 72, 136, (9, 11), (1, 1))
+SHALLOW = Conv(3, 40, 24, (5, 9, 4), (1, 1, 1))
+FWD, DATA, WEIGHT = (
+    [make(name, conv) for name, conv in (("usual", USUAL), ("shallow", SHALLOW))]
+    for make in (conv_fwd, conv_bwd_data, grouped_conv_bwd_weight)
+)
+# Blocks that store, alone and with several tiles; with b resident; splits over clusters that are no
+# power of two, of which some have no step; through a workspace too.
+GATHER = (
+    (FWD[0], Config(64, 96)),
+    (FWD[0], Config(128, 40, 128)),
+    (FWD[0], Config(64, 144, resident=True)),
+    (FWD[1], Config(128, 24, 64, resident=True)),
+    (DATA[0], Config(256, 64)),
+    (DATA[0], Config(64, 80, 128)),
+    (DATA[0], Config(128, 64, cluster=3)),
+    (DATA[0], Config(64, 24, cluster=8)),
+    (DATA[1], Config(128, 48, 32, resident=True)),
+    (DATA[1], Config(64, 16, 32)),
+)
+SUMMED = (
+    (WEIGHT[0], Config(64, 80, 128), False),
+    (WEIGHT[0], Config(128, 64, 64, cluster=2, parts=2), False),
+    (WEIGHT[0], Config(64, 64, 128, cluster=1), True),
+    (WEIGHT[1], Config(64, 40, 128, cluster=2, parts=2), False),
+    (WEIGHT[1], Config(64, 16, 128, cluster=3, parts=1), True),
+)
+
+
+def name_of(value: object) -> str | None:
+    return value.id if isinstance(value, Case) else str(value)
+
+
+@pytest.mark.parametrize(("case", "config"), GATHER, ids=name_of)
+def test_gather(seed: int, case: Case, config: Config) -> None:
+    for dtype, gate in (("bfloat16", "exact"), ("bfloat16", "bounded")):
+        tensors, wanted = drawn(seed, case, dtype, gate)
+        backend = EmulatedBackend(pointwise_gemm(config))
+        found = answers(backend, case, tensors, _last(case))
+        check(found, wanted, gate, f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(("case", "config", "swapped"), SUMMED, ids=name_of)
+def test_weight(seed: int, case: Case, config: Config, swapped: bool) -> None:
+    backend = EmulatedBackend(pointwise_gemm(config, swapped=swapped))
+    for wide in (False, True):
+        # The copy engine stores what is as wide as what is read alone.
+        if wide and not config.cluster:
+            continue
+        posed = case.with_params("wide", weight_dtype="float32") if wide else case
+        tensors, wanted = drawn(seed, posed, "bfloat16", "exact")
+        found = answers(backend, posed, tensors, _last(case))
+        check(found, wanted, "exact", f"seed {seed}, {posed.id} {config}")
+
+
+def test_float16(seed: int) -> None:
+    for case, config in ((DATA[0], Config(64, 80)), (WEIGHT[0], Config(64, 80, 128, cluster=2))):
+        tensors, wanted = drawn(seed, case, "float16", "bounded")
+        found = answers(EmulatedBackend(pointwise_gemm(config)), case, tensors, _last(case))
+        check(found, wanted, "bounded", f"seed {seed}, {case.id} {config}")
+
+
+def test_epilogues(seed: int) -> None:
+    shape = USUAL.input_shape
+    posed = DATA[0].with_tensor("accumulate", shape).with_params("both", alpha=2.0, beta=-0.25)
+    scaled = DATA[0].with_params("alpha", alpha=-0.5)
+    for case, config in ((posed, Config(64, 48, cluster=2)), (scaled, Config(64, 96))):
+        tensors, wanted = drawn(seed, case, "bfloat16", "exact")
+        found = answers(EmulatedBackend(pointwise_gemm(config)), case, tensors, _last(case))
+        check(found, wanted, "exact", f"seed {seed}, {case.id} {config}")
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [(DATA[0], Config(64, 80)), (WEIGHT[0], Config(64, 80, 128, cluster=2))],
+    ids=name_of,
+)
+def test_nonfinite(seed: int, case: Case, config: Config) -> None:
+    backend = EmulatedBackend(pointwise_gemm(config))
+    check_rule(backend, seed, case, "bfloat16", _last(case))
+
+
+def _last(case: Case) -> str:
+    return "NDHWC" if case.ndim == 3 else "NHWC"
