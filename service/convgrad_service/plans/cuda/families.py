@@ -145,8 +145,8 @@ COPY_BYTES_S = 3e12
 
 
 class LeastExpected(Generic[V]):
-    """Of several sequences of families, each in order of preference, the one whose first family that
-    applies is expected to take the least time.
+    """Of several sequences of families, each in order of preference, the one whose first family
+    that applies is expected to take the least time.
 
     Only work that the first sequence computes is considered.
     """
@@ -160,12 +160,11 @@ class LeastExpected(Generic[V]):
 
     def without(self, names: Collection[str]) -> tuple[Family[V], ...]:
         """What is left of it but for the families of these names."""
-        first, second = (
-            tuple(one for one in side if one.name not in names) for side in self._sides
-        )
-        if not first or not second:
-            return (*first, *second)
-        return (LeastExpected(first, second, self._overheads),)
+        sides = [tuple(one for one in side if one.name not in names) for side in self._sides]
+        left = [side for side in sides if side]
+        if len(left) < 2 or not sides[0]:
+            return tuple(family for side in left for family in side)
+        return (LeastExpected(*left, overheads=self._overheads),)
 
     def choice(self, work: V, device: CudaDevice) -> tuple[Chosen | None, list[tuple[str, str]]]:
         """What is chosen, unless nothing applies, and why not each of the others."""
