@@ -140,8 +140,9 @@ FIRST_DATA = (
     PatchProducts(DENSE),
     HopperFirstData(),
     FirstGroups(),
-    PhaseChannels(DENSE, COPIES),
+    PhaseChannels(DENSE, COPIES, few_terms=True),
     FirstData(),
+    PhaseChannels(DENSE, COPIES),
 )
 FIRST_WEIGHT = (
     Patches((DenseWeight(),)),
