@@ -60,7 +60,7 @@ _INFER_EXAMPLE: dict[str, Any] = {
 }
 
 # What any operation can be refused with; the codes come from the one table of errors.
-_ERROR_STATUSES = (400, 406, 408, 413, 415, 422, 429, 500, 503, 504)
+_ERROR_STATUSES = (400, 401, 404, 406, 408, 413, 415, 422, 429, 500, 503, 504)
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -96,6 +96,14 @@ def _document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     paths["/v2/models/{model}/infer"] = _infer_path(settings)
     paths.update(examination_paths(_PARAMETERS, _ANSWER_HEADERS, _error_response))
     paths.update(stored_tensor_paths(_error_response))
+    for methods in document["paths"].values():
+        for described in methods.values():
+            if "422" in described["responses"]:
+                # Of a route with parameters FastAPI believes that it refuses them as it would.
+                own = {str(status): _error_response(status) for status in _ERROR_STATUSES}
+                described["responses"] = {**own, "200": described["responses"]["200"]}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     document["paths"] = {**paths, **document["paths"]}
     return document
 
@@ -180,7 +188,7 @@ def _infer_path(settings: Settings) -> dict[str, Any]:
             },
             "responses": {
                 "200": answer,
-                **{str(status): _error_response(status) for status in (404, *_ERROR_STATUSES)},
+                **{str(status): _error_response(status) for status in _ERROR_STATUSES},
             },
         }
     }
