@@ -286,12 +286,9 @@ class Settings(BaseSettings):
     )
     timing_budget_s: _Seconds = Field(
         default=5.0,
-        description="Longest time that one POST /time may take samples, during which its device "
-        "computes nothing else.",
+        description="Longest time that one POST /time takes samples; its device does nothing else.",
     )
-    max_timings: _Count = Field(
-        default=8, description="Timings that may wait or run at the same time."
-    )
+    max_timings: _Count = Field(default=8, description="Timings that may wait or run at a time.")
     key_max_timings: _Count = Field(default=2, description="The same of one API key.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,
