@@ -176,9 +176,10 @@ class _TimeTransport(_BodyTransport):
     async def _enter(self) -> None:
         """Count this timing: of all that wait or run, and of its key's."""
         settings = self._settings
-        quotas = [("timings", settings.max_timings, "")]
+        # No key's name holds a slash, so that these are told from what keys use else.
+        quotas = [("/timings", settings.max_timings, "")]
         if self.owner:
-            quotas.append((f"timings of {self.owner}", settings.key_max_timings, " of this key's"))
+            quotas.append((f"{self.owner}/timings", settings.key_max_timings, " of this key's"))
         for name, most, whose in quotas:
             try:
                 ticket = await self.pipeline.engine.enter(Caller(name, KeyLimits(inflight=most)))
