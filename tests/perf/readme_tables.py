@@ -46,6 +46,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "network_classes": network_tables.network_classes_table,
         "training": network_tables.training_table,
         "gpu": speed_tables.gpu_table,
+        "poolings": speed_tables.poolings_table,
         "cpu_means": speed_tables.cpu_means_table,
         "cpu": speed_tables.cpu_table,
         "serve_short": speed_tables.serve_short_table,

@@ -19,7 +19,8 @@ __all__ = [
     "wire_table",
 ]
 
-SUITES = [Path(__file__).parent / "suite" / f"{name}.json" for name in ("layers", "transposed")]
+NAMES = ("layers", "transposed", "poolings")
+SUITES = [Path(__file__).parent / "suite" / f"{name}.json" for name in NAMES]
 
 
 def wire_table() -> str:
@@ -114,7 +115,16 @@ def _ratio(rows: list[Record]) -> str:
 
 def gpu_table() -> str:
     """The GPU kernels beside PyTorch's and the reference time: geometric means by class."""
-    rows = records("gpu")
+    return _gpu_table("gpu", "make bench-gpu")
+
+
+def poolings_table() -> str:
+    """The same of average, adaptive and un-pooling."""
+    return _gpu_table("poolings", "python -m tests.perf.bench_gpu --suite poolings")
+
+
+def _gpu_table(bench: str, command: str) -> str:
+    rows = records(bench)
     if not rows:
         return ""
     lines = [
@@ -125,7 +135,7 @@ def gpu_table() -> str:
     for names, some in sorted(_gpu_groups(rows).items()):
         over = statistics.geometric_mean(row["ours_ms"] / row["reference_ms"] for row in some)
         lines.append(f"| {' | '.join(names)} | {len(some)} | {_ratio(some)} | {over:.2f}x |")
-    return "\n".join([*lines, "", source_line(rows, "make bench-gpu")])
+    return "\n".join([*lines, "", source_line(rows, command)])
 
 
 def _gpu_groups(rows: list[Record]) -> dict[tuple[str, str, str, str], list[Record]]:
