@@ -1,11 +1,11 @@
 // Max unpooling where indices may lie outside the windows of their pooling, and its gradient. The
 // host's side is max_unpool.py.
 //
-// max_unpool_scatter: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last wins. It
+// SCATTER 1: y = 0, then y[indices[i]] = x[i] in the order of i, so that the last wins. It
 // returns at once where bad[1] is 0: then window_routes.cu has done it by windows. Channels first: a
 // warp has a plane, 32 elements at a time, of which the last of each index writes. Channels last
 // (INNER): a thread has a plane. Sets bad[0] to 1 where an index is outside its plane, and skips it.
-// max_unpool_gather: y[i] = x[indices[i]], or 0 and bad[0] = 1 where that is outside the plane; four
+// SCATTER 0: y[i] = x[indices[i]], or 0 and bad[0] = 1 where that is outside the plane; four
 // elements a thread, 256 apart.
 // Block: 128 threads (scatter), 256 (gather); shared memory: none. Deterministic: one thread, or
 // warp, writes a plane, in order. Relies on its launcher for the grid.
@@ -35,8 +35,9 @@ struct UnpoolArgs {
 
 }  // namespace
 
+#if SCATTER
 extern "C" __global__ void __launch_bounds__(128)
-    max_unpool_scatter(const __grid_constant__ UnpoolArgs args) {
+    max_unpool(const __grid_constant__ UnpoolArgs args) {
   if (args.bad[1] == 0) return;
   constexpr int kLanes = INNER ? 1 : 32;
   const i64 own = (static_cast<i64>(blockIdx.x) * 128 + threadIdx.x) / kLanes;
@@ -79,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 
+#else
 extern "C" __global__ void __launch_bounds__(256)
-    max_unpool_gather(const __grid_constant__ UnpoolArgs args) {
+    max_unpool(const __grid_constant__ UnpoolArgs args) {
   const i64 chunk = static_cast<i64>(blockIdx.y) * args.chunk;
   const i64 lead = chunk * args.size * args.inner;
   const INDEX* const indices = static_cast<const INDEX*>(args.indices) + lead;
@@ -109,3 +111,4 @@ extern "C" __global__ void __launch_bounds__(256)
     y[element] = value;
   }
 }
+#endif

@@ -144,9 +144,12 @@ def _launch(
 
 
 def _instance(kind: str, dtype: DType, index: DType, last: bool) -> Instance:
-    defines = (
-        ("ELEMENT", CUDA_TYPES[dtype]),
-        ("INDEX", CUDA_TYPES[index]),
-        ("INNER", str(int(last))),
+    return Instance.of(
+        "pool/max_unpool.cu",
+        {
+            "ELEMENT": CUDA_TYPES[dtype],
+            "INDEX": CUDA_TYPES[index],
+            "INNER": int(last),
+            "SCATTER": int(kind == "scatter"),
+        },
     )
-    return Instance("pool/max_unpool.cu", f"max_unpool_{kind}", defines)

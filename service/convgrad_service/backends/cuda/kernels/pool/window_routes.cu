@@ -1,10 +1,10 @@
 // What goes where indices say, by windows of any kind: the gradient of max pooling from the indices of
 // the maxima, and max unpooling. The host's side is window_routes.py.
 //
-// window_routes: y[i] = sum of x[o] over the windows o that hold i and whose index is i, or with MOVE
+// CHECK 0: y[i] = sum of x[o] over the windows o that hold i and whose index is i, or with MOVE
 // the last of them, bit by bit: a gather, so without atomics, in the order of the windows.
 // Deterministic. Memory-safe whatever an index says: indices are compared, not followed.
-// window_check: holds the index of each window, one a thread, against the window (`counted`); sets
+// CHECK 1: holds the index of each window, one a thread, against the window (`counted`); sets
 // bad[0] to 1 where one lies outside, but with MOVE bad[1] where it is a position of the plane.
 // A thread has WIDTH neighbouring elements of `inner` at one position, in PLANES planes. Where a
 // position has at most ROWS by COLUMNS windows, their indices are loaded side by side. Block: 128
@@ -85,6 +85,7 @@ struct Route {
 
 }  // namespace
 
+#if !CHECK
 extern "C" __global__ void __launch_bounds__(128, 4)
     window_routes(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
@@ -166,8 +167,9 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   }
 }
 
+#else
 extern "C" __global__ void __launch_bounds__(128)
-    window_check(const __grid_constant__ WindowArgs args) {
+    window_routes(const __grid_constant__ WindowArgs args) {
   const int thread = static_cast<int>(blockIdx.x) * 128 + static_cast<int>(threadIdx.x);
   if (thread >= args.threads) return;
   const WindowItem item = item_of(args, thread, args.x_size, args.inner);
@@ -190,3 +192,4 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   if (!good) args.bad[MOVE && exists] = 1;  // every thread that writes writes the same
 }
+#endif

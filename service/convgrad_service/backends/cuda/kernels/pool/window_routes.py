@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import prod
 
 from convgrad.dtypes import FLOATING, INDEX, DType
@@ -62,9 +61,8 @@ def check(work: WindowWork, bad: str, *, moves: bool = False) -> Launch:
     """The launch that holds indices against their windows."""
     form = WindowForm.of(work)
     args = window_args(form, 1, form.x_size)
-    instance = _instance(work.dtype, work.index_dtype, 1, 1, ONE_BY_ONE, moves)
     return Launch(
-        replace(instance, entry="window_check"),
+        _instance(work.dtype, work.index_dtype, 1, 1, ONE_BY_ONE, moves, check=True),
         window_grid(args, 1, BLOCK),
         (BLOCK, 1, 1),
         pack(args, indices=work.indices, bad=bad),
@@ -96,7 +94,7 @@ def routes(work: WindowWork, *, moves: bool = False) -> Launch:
 def routes_instances(*, moves: bool) -> list[Instance]:
     """Every instance that `routes` and `check` can name."""
     checks = [
-        replace(_instance(dtype, index, 1, 1, ONE_BY_ONE, moves), entry="window_check")
+        _instance(dtype, index, 1, 1, ONE_BY_ONE, moves, check=True)
         for dtype in FLOATING
         for index in INDEX
     ]
@@ -110,7 +108,14 @@ def routes_instances(*, moves: bool) -> list[Instance]:
 
 
 def _instance(
-    dtype: DType, index: DType, width: int, planes: int, near: tuple[int, int], moves: bool
+    dtype: DType,
+    index: DType,
+    width: int,
+    planes: int,
+    near: tuple[int, int],
+    moves: bool,
+    *,
+    check: bool = False,
 ) -> Instance:
     return Instance.of(
         "pool/window_routes.cu",
@@ -122,5 +127,6 @@ def _instance(
             "ROWS": near[0],
             "COLUMNS": near[1],
             "MOVE": int(moves),
+            "CHECK": int(check),
         },
     )
