@@ -13,6 +13,9 @@ import convgrad
 c, a = convgrad.Client(), np.ones(1)
 reveal_type(c.conv_backward(a, a, a).grad_bias)
 reveal_type(c.conv_backward(a, a, a, outputs=["grad_input"]).grad_bias)
+reveal_type(c.conv_transpose_backward(a, a, a).grad_weight)
+reveal_type(c.conv_double_backward(a, a, a, grad_grad_bias=a).grad_grad_output)
+reveal_type(c.conv_double_backward(a, a, a, outputs=["grad_input"]).grad_weight)
 reveal_type(c.grouped_conv_bwd_weight(input=a, grad_output=a).grad_weight)
 reveal_type(c.grouped_conv_bwd_weight(input=a, grad_output=a).grad_bias)
 both = c.grouped_conv_bwd_weight(input=a, grad_output=a, outputs=("grad_weight", "grad_bias"))
@@ -26,7 +29,7 @@ c.conv_fwd(a, a, layout="NHCW")  # E: layout
 c.with_options(retry=3)  # E: option
 c.grouped_conv_bwd_weight(a, a)  # E: position
 """
-IS_NONE_TOO = [False, True, False, True, False, True, False, False, False]
+IS_NONE_TOO = [False, True, False, False, True, False, True, False, True, False, False, False]
 
 
 def test_results_that_cannot_be_none_are_not(tmp_path: Path) -> None:

@@ -119,6 +119,17 @@ class TestEmulated:
     def test_tensor_cores(self, seed: int, case: Case) -> None:
         self._check(EmulatedBackend(dense()), seed, case, "exact")
 
+    @pytest.mark.parametrize("case", DOUBLE, ids=lambda case: case.id)
+    def test_a_bias_alone(self, seed: int, case: Case) -> None:
+        """One element of the source is for all of a plane, or for every pixel."""
+        shapes = {
+            name: shape
+            for name, shape in case.shapes.items()
+            if name not in ("grad_grad_input", "grad_grad_weight")
+        }
+        alone = replace(case, name=f"{case.name}-bias", shapes=shapes)
+        self._check(EmulatedBackend(FAMILIES), seed, alone, "bounded")
+
     @pytest.mark.parametrize("case", DOUBLE[::2], ids=lambda case: case.id)
     def test_nonfinite(self, seed: int, case: Case) -> None:
         check_rule(EmulatedBackend(FAMILIES), seed, case, "bfloat16", None)

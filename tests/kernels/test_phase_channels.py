@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from convgrad_service.backends.cuda.kernels.conv.phase_channels import PhaseChan
 from convgrad_service.backends.cuda.kernels.fallback.gather_direct import GatherDirect
 from convgrad_service.plans.cuda.device import H200
 from convgrad_service.plans.cuda.planner import plan_for
+from convgrad_service.plans.cuda.program import CudaPlan
 from tests.cases import Case, conv_bwd_data, conv_transpose_fwd
 from tests.emulator.backend import EmulatedBackend, works_here
 from tests.geometries import Conv
@@ -54,12 +56,21 @@ def test_nonfinite(emulated: EmulatedBackend, seed: int, case: Case) -> None:
     check_rule(emulated, seed, case, "bfloat16", None)
 
 
-def test_it_takes_strided_first_layers_that_no_kernel_of_their_own_does() -> None:
-    dcgan = conv_bwd_data("dcgan", Conv(128, 3, 128, (64, 64), (4, 4), 2, 1))
+def planned(conv: Conv, dtype: str, **params: Any) -> CudaPlan:
+    case = conv_bwd_data("planned", conv).with_params("", precision="high", **params)
+    return plan_for(
+        problem_of(case, dtype, with_layouts(conv.ndim, grouped=False)[2]), H200, FAMILIES
+    )
+
+
+def test_it_takes_what_it_was_faster_at() -> None:
+    dcgan = Conv(128, 3, 128, (64, 64), (4, 4), 2, 1)
+    r3d = Conv(8, 3, 64, (16, 112, 112), (3, 7, 7), (1, 2, 2), (1, 3, 3))
+    one_row = Conv(4, 1, 512, (160000,), (10,), 5)
+    assert planned(dcgan, "float32").kernel.startswith("phase_channels")
+    assert planned(dcgan, "bfloat16").kernel == "first_data"
     for dtype in ("bfloat16", "float32"):
-        high = dcgan.with_params("high", precision="high")
-        plan = plan_for(problem_of(high, dtype, "NHWC"), H200, FAMILIES)
-        assert plan.kernel.startswith("phase_channels"), plan.kernel
-    alpha = dcgan.with_params("alpha", alpha=0.5)
-    plan = plan_for(problem_of(alpha, "bfloat16", "NHWC"), H200, FAMILIES)
-    assert "an epilogue" in dict(plan.passed_over)["phase_channels"]
+        assert planned(r3d, dtype).kernel == "first_data"
+        assert planned(one_row, dtype).kernel.startswith("phase_channels")
+    with_epilogue = planned(one_row, "bfloat16", alpha=0.5)
+    assert "an epilogue" in dict(with_epilogue.passed_over)["phase_channels"]

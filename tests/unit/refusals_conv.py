@@ -29,6 +29,8 @@ PACKED = {
 }
 TRANSPOSE = {"input": DY3, "weight": W3}
 BACKWARD = {"grad_output": DY, "input": X, "weight": W, "padding": 1}
+UP = {"input": ones(2, 6, 5, 5), "weight": ones(6, 2, 3, 3), "stride": 2, "padding": 1}
+UP_BACKWARD = UP | {"grad_output": ones(2, 2, 10, 10)}
 
 CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -339,5 +341,45 @@ CONV_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         BACKWARD | {"input": ones(8, 32, 31, 30)},
         "grad_output has shape (8, 64, 30, 30); expected (8, 64, 31, 30) from input_size (31, "
         "30), kernel 3x3, stride 1, padding 1",
+    ),
+    (
+        "conv_transpose_fwd",
+        UP | {"output_padding": 2},
+        "output_padding is 2 in spatial dimension 0; expected less than 2, the larger of stride 2 "
+        "and dilation 1",
+    ),
+    (
+        "conv_transpose_fwd",
+        UP | {"padding": 6},
+        "the output of an input of size (5, 5) has size (-1, -1) with kernel 3x3, padding 6; "
+        "expected at least 1 in every dimension",
+    ),
+    (
+        "conv_transpose_backward",
+        UP_BACKWARD,
+        "grad_output has shape (2, 2, 10, 10); expected (2, 2, 9, 9) from input's shape (2, 6, 5, "
+        "5), kernel 3x3, stride 2, padding 1 and output_padding 0; output_padding 1 would yield "
+        "its size",
+    ),
+    (
+        "conv_transpose_backward",
+        UP_BACKWARD | {"grad_output": ones(2, 3, 9, 9)},
+        "grad_output has shape (2, 3, 9, 9); expected (2, 2, 9, 9) from input's shape (2, 6, 5, "
+        "5), kernel 3x3, stride 2, padding 1 and output_padding 0",
+    ),
+    (
+        "conv_double_backward",
+        BACKWARD,
+        "there is none of grad_grad_input, grad_grad_weight, grad_grad_bias; expected at least one",
+    ),
+    (
+        "conv_double_backward",
+        BACKWARD | {"grad_grad_weight": ones(64, 32, 3, 2)},
+        "grad_grad_weight has shape (64, 32, 3, 2); expected (64, 32, 3, 3) (the shape of weight)",
+    ),
+    (
+        "conv_transpose_double_backward",
+        UP_BACKWARD | {"output_padding": 1, "grad_grad_bias": ones(6)},
+        "grad_grad_bias has shape (6,); expected (2,) (one value for each output channel)",
     ),
 ]

@@ -177,7 +177,8 @@ def transposed_gradients_shape(layout: Layout, request: _BackwardRequest) -> Con
         for found, size, rows in zip(grad.size, conv.input_size, extra, strict=True)
     ]
     limits = map(max, conv.stride, conv.dilation)
-    fits = all(0 <= rows < limit for rows, limit in zip(more, limits, strict=True))
+    other = tuple(more) != extra
+    fits = other and all(0 <= rows < limit for rows, limit in zip(more, limits, strict=True))
     hint = f"; output_padding {one_or_by(more)} would yield its size" if fits else ""
     raise InvalidProblem(
         f"grad_output has shape {tuple_text(grad.shape)}; expected {tuple_text(shape)} from "

@@ -179,6 +179,8 @@ class RowCopy:
             return "the sides do not have the same axis side by side"
         if box.padded not in (None, inner):
             return "an axis is padded that does not run side by side"
+        if box.axes[inner].source == 0 and (box.padded is None or box.limit > 1):
+            return "one element of the source is for all of a row"
         chunk = CHUNK_BYTES // work.dtype.itemsize
         row = box.axes[inner]
         targets = (axis.target for axis in box.axes if axis is not row)
