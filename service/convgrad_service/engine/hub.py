@@ -111,6 +111,11 @@ class Engine(Protocol):
         """Say that nobody waits for a job any more."""
         ...
 
+    @property
+    def timing(self) -> bool:
+        """See `Status.timing`."""
+        ...
+
     async def position(self, running: JobHandle) -> int | None:
         """How many jobs stand before one in the line; None once it runs."""
         ...
@@ -220,6 +225,7 @@ class Hub:
             overload=None if overload is None else (overload.detail, overload.retry_after_s),
             missing=tuple(sorted(self.children.missing)),
             dead=self.dead,
+            timing=self.schedule.timing,
         )
 
     @property
@@ -247,6 +253,7 @@ class Hub:
             self.fault(),
             tuple(self.children.missing),
             self.dead,
+            self.schedule.timing,
         )
         if concern != self._published:
             self._published = concern
@@ -331,6 +338,11 @@ class Hub:
     def cancel(self, running: JobHandle) -> None:
         """See `Engine.cancel`."""
         self.schedule.cancel(running)  # type: ignore[arg-type]
+
+    @property
+    def timing(self) -> bool:
+        """See `Status.timing`."""
+        return self.schedule.timing
 
     async def position(self, running: JobHandle) -> int | None:
         """See `Engine.position`."""

@@ -22,6 +22,8 @@ class Status(NamedTuple):
     """Front ends that do not serve at the moment."""
     dead: str | None = None
     """Why nothing is going to work again unless the whole server is started anew."""
+    timing: bool = False
+    """Whether something is timed, beside which nothing is to be computed."""
 
     def require_live(self) -> None:
         """Raise DeviceUnavailable once the server had better be started anew."""

@@ -170,6 +170,9 @@ class _TimeTransport(_BodyTransport):
         super().__init__(*arguments)
         self._tickets: list[Ticket] = []
         self._telling: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+        # In the line, as the client was last told; None where it runs.
+        self._place: int | None = -1
         if self._streams_events:
             self.request.submitted = self._submitted
 
@@ -218,29 +221,31 @@ class _TimeTransport(_BodyTransport):
 
     async def _tell(self, job: JobHandle) -> None:
         """Begin the answer, and say where the job stands whenever that changes."""
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": 202,
-                "headers": [
-                    (b"content-type", EVENT_STREAM.encode()),
-                    (b"cache-control", b"no-store"),
-                    (b"vary", b"accept"),
-                    (b"x-accel-buffering", b"no"),
-                ],
-            }
-        )
+        try:
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 202,
+                    "headers": [
+                        (b"content-type", EVENT_STREAM.encode()),
+                        (b"cache-control", b"no-store"),
+                        (b"vary", b"accept"),
+                        (b"x-accel-buffering", b"no"),
+                    ],
+                }
+            )
+        finally:
+            self._begun.set()
         loop = asyncio.get_running_loop()
-        last: int | None = -1
         silent_since_s = loop.time()
         while True:
             position = await self.pipeline.engine.position(job)
-            if position != last:
+            if position != self._place:
                 if position is None:
                     await self._event("running", {})
                 else:
                     await self._event("queued", {"position": position})
-                last, silent_since_s = position, loop.time()
+                self._place, silent_since_s = position, loop.time()
             elif loop.time() - silent_since_s > _KEEP_ALIVE_S:
                 await self._more(b": waiting\n\n")
                 silent_since_s = loop.time()
@@ -254,6 +259,7 @@ class _TimeTransport(_BodyTransport):
 
     async def _stop_telling(self) -> None:
         if self._telling is not None:
+            await self._begun.wait()  # what follows needs a status before it
             self._telling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._telling
@@ -264,6 +270,8 @@ class _TimeTransport(_BodyTransport):
             await super().send(execution, result)
             return
         await self._stop_telling()
+        if self._place is not None:  # it began and ended since that was last looked at
+            await self._event("running", {})
         await self._event("result", json.loads(result.finished.words)["answer"])
         await self._more(b"", more=False)
 

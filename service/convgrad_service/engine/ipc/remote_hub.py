@@ -216,6 +216,11 @@ class RemoteHub:
         assert isinstance(running, _RemoteRunning)  # noqa: S101
         self.tell(Cancel(running.number))
 
+    @property
+    def timing(self) -> bool:
+        """See `Status.timing`."""
+        return self.status.timing
+
     async def position(self, running: JobHandle) -> int | None:
         """See `Engine.position`."""
         assert isinstance(running, _RemoteRunning)  # noqa: S101

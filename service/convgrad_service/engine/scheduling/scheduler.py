@@ -151,6 +151,11 @@ class Scheduler:
         return left if left > 0 else self.max_waiting - self.waiting
 
     @property
+    def timing(self) -> bool:
+        """Whether something runs that nothing may run beside."""
+        return any(task.lane is Lane.ALONE for held in self._running.values() for task in held)
+
+    @property
     def full(self) -> bool:
         """Whether as many jobs wait as may."""
         return self.room <= 0
@@ -190,7 +195,9 @@ class Scheduler:
         if job.tasks == 1:
             task = Task(job, deadline_s, large=large)
             if not self._waiting and self._started(task):
-                return task  # without having waited, which nobody else need know of
+                if task.lane is Lane.ALONE:
+                    self.changed()
+                return task  # else without having waited, which nobody else need know of
             self._waiting.append(task)
             self._dispatch()
             return task
@@ -243,7 +250,7 @@ class Scheduler:
             if task.lane is Lane.BY_SIZE:
                 self.pace.learn(task.cost, time.monotonic() - task.started_s)
             task.done.set_result(result)
-        if self._waiting:
+        if self._waiting or task.lane is Lane.ALONE:
             self._dispatch()
 
     def compiling(self, task: Task) -> None:

@@ -97,6 +97,8 @@ class InlineExecutor:
         """A worker has computed this, in so many seconds."""
         if compute_s > _LONGEST_S or layout in self._tried:
             return
+        if layout.problem.computes != (layout.problem,):
+            return  # a problem about another, which takes longer than it says
         inside = tensor_layout_of(layout.problem)
         if inside.size_bytes > _LARGEST_BYTES or names_elements(layout.sizes):
             return
@@ -115,6 +117,8 @@ class InlineExecutor:
         tried = self._tried.get(layout)
         if tried is None or tried.is_too_long or self._engine.backend != self._beside.name:
             return None
+        if self._engine.timing:
+            return None  # it waits for a worker: beside a timing nothing is computed
         if not regions:
             finished = self._run(self._engine.arena, layout, base)
         elif self._region_file is not None:

@@ -15,15 +15,19 @@ import numpy as np
 import pytest
 
 from convgrad.contract import OPERATIONS, validate
+from convgrad.contract.examinations import PLANS
 from convgrad.errors import InvalidProblem
 from convgrad_service.backends.base import Outcome
 from convgrad_service.engine.embedded import embedded_hub
 from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.memory.tensor_layout import TensorLayout, tensor_layout_of
 from convgrad_service.engine.options import EngineOptions
+from convgrad_service.engine.scheduling.scheduler import Task
 from convgrad_service.engine.shm.registry import InRegion
+from convgrad_service.engine.workers.execute import Job
 from convgrad_service.engine.workers.inline_executor import InlineBackend, InlineExecutor
 from convgrad_service.problems import problem_from
+from convgrad_service.problems.base import Lane
 from tests.support.fake_backends import Failing, Sums, Zeros
 
 ARRAY = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
@@ -212,3 +216,32 @@ def test_a_result_for_which_there_is_no_room_is_an_error_of_its_request(
         run(test)
     finally:
         os.close(full)
+
+
+def test_what_examines_another_problem_is_for_workers() -> None:
+    def test() -> None:
+        with inline_executor() as (_, here):
+            plan = PLANS["conv_fwd"]
+            request = validate(plan.request, plan.example)
+            layout = tensor_layout_of(problem_from(plan.name, request))
+            here.learn(layout, 1e-6)
+            assert here.computed(layout, 0) is None
+
+    run(test)
+
+
+def test_nothing_is_computed_here_beside_a_timing() -> None:
+    def test() -> None:
+        with inline_executor() as (hub, here):
+            layout = arranged("maxpool2d_fwd", POOL)
+            here.learn(layout, 1e-6)
+            assert here.computed(layout, 0) is not None
+            (worker,) = hub.schedule._running
+            timing = Task(Job.of(layout, 0, ())._replace(lane=Lane.ALONE), 0.0, large=True)
+            hub.schedule._running[worker].append(timing)
+            assert hub.status.timing
+            assert here.computed(layout, 0) is None
+            hub.schedule._running[worker].remove(timing)
+            assert here.computed(layout, 0) is not None
+
+    run(test)
