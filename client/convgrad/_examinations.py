@@ -135,18 +135,33 @@ class AsyncExaminations:
         doubled: Any = None,
         **fields: Any,
     ) -> Verification:
-        """Hold a result of your own against float64; see `Client.verify`."""
+        """Hold a result of your own against float64; see `Client.verify`.
+
+        Examples
+        --------
+        >>> verdict = await client.verify("conv_fwd", y, input=x, weight=weight)
+        """
         target = verify_target(operation, result, second=second, doubled=doubled, fields=fields)
         found: Verification = await self._complete(target)
         return found
 
     async def time(self, operation: str, **fields: Any) -> TimedPlan:
-        """Have the server time an operation; see `Client.time`."""
+        """Have the server time an operation; see `Client.time`.
+
+        Examples
+        --------
+        >>> timed = await client.time("conv_fwd", layer="ck_headline")
+        """
         found: TimedPlan = await self._complete(time_target(operation, fields))
         return found
 
     async def plan(self, operation: str, **fields: Any) -> PlanExplained:
-        """Have the server explain its plan; see `Client.plan`."""
+        """Have the server explain its plan; see `Client.plan`.
+
+        Examples
+        --------
+        >>> plan = await client.plan("conv_fwd", layer="ck_headline")
+        """
         found: PlanExplained = await self._complete(plan_target(operation, fields))
         return found
 

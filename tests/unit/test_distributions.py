@@ -54,7 +54,9 @@ def test_the_server_brings_the_client_of_its_version() -> None:
     whole, service = project("."), completed("service")
     packages = whole["optional-dependencies"]
     assert service["dependencies"] == [f"convgrad=={VERSION}", *packages["service"]]
-    assert service["entry-points"] == whole["entry-points"]
+    client = project("client")
+    assert {**client["entry-points"], **service["entry-points"]} == whole["entry-points"]
+    assert not client["entry-points"].keys() & service["entry-points"].keys()
     for extra, listed in service["optional-dependencies"].items():
         assert {*listed, "convgrad[service]"} >= set(packages[extra])
         assert "convgrad[service]" not in listed

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convgrad.check import layouts
+import convgrad.check.layouts as layouts
 from convgrad.check.bounds import Float, Reference, U, rounded
 from convgrad.check.convolve import Convolver, wide
 from convgrad.check.double_backward import double_backward
