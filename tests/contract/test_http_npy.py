@@ -16,6 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from convgrad import Client
+from convgrad.contract import OPERATIONS
+from convgrad.wire.json_tensors import decode_tensor, encode_tensor
 from convgrad_service.backends.cpu import CpuBackend
 from tests.support.http_server import LiveServer, serving
 
@@ -95,6 +97,24 @@ def test_a_form_may_be_answered_in_json_and_json_in_npz(live: LiveServer) -> Non
     back = httpx.post(f"{live.url}/conv_bwd_data", json=body, headers=headers, timeout=60)
     values = answer.json()["grad_input"]["values"]
     np.testing.assert_array_equal(load(back.content)["grad_input"], np.float32(values))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_takes_its_example_as_a_form(live: LiveServer, operation: str) -> None:
+    fields = dict(OPERATIONS[operation].example)
+    answer = httpx.post(f"{live.url}/{operation}", json=fields, timeout=60).json()
+    files: dict[str, Any] = {
+        name: npy(decode_tensor(value, name=name))
+        if name in OPERATIONS[operation].tensors
+        else json.dumps(value).encode()
+        for name, value in fields.items()
+    }
+    left_out = dict.fromkeys(OPERATIONS[operation].request.model_fields, b"")
+    archive = load(post(live, operation, {**left_out, **files}).content)
+    assert set(archive.files) == answer.keys() - {"report"}
+    for name in archive.files:
+        expected = decode_tensor(answer[name], name=name)
+        np.testing.assert_array_equal(archive[name], expected, strict=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -223,8 +243,6 @@ def test_what_is_no_npy_is_not_stored(live: LiveServer, body: bytes, said: str) 
 
 @pytest.mark.parametrize("form", ["npy", "data", "values"])
 def test_a_json_answer_has_the_form_of_its_request(live: LiveServer, form: str) -> None:
-    from convgrad.wire.json_tensors import decode_tensor, encode_tensor
-
     weight, grad_output = (encode_tensor(array, form) for array in (WEIGHT, GRAD_OUTPUT))  # type: ignore[arg-type]
     body = {"weight": weight, "grad_output": grad_output}
     answer = httpx.post(f"{live.url}/conv_bwd_data", json=body, timeout=60).json()

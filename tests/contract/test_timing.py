@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from convgrad.contract import OPERATIONS
 from convgrad.contract.examinations import PLANS, TIMINGS
 from convgrad.contract.timing import PlanExplained, TimedPlan
 from convgrad_service.backends.cpu import CpuBackend
+from convgrad_service.security.keys import hash_of, new_key
 from tests.support.http_server import LiveServer, serving
 
 LAYER = "mb2ic8ih9oc8oh9kh3ph1"
@@ -116,14 +118,16 @@ def test_a_timing_tells_how_it_goes(http: httpx.Client) -> None:
 class Waiting(threading.Thread):
     """A timing by a client of its own, with the events that it was told."""
 
-    def __init__(self, server: LiveServer, **fields: Any) -> None:
+    def __init__(self, server: LiveServer, key: str = "", **fields: Any) -> None:
         super().__init__(daemon=True)
         self.told: list[tuple[str, Any]] = []
-        self._server, self._fields = server, fields
+        self._server, self._fields, self._key = server, fields, key
         self.start()
 
     def run(self) -> None:
         headers = {"accept": "text/event-stream"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
         body = {"layer": LAYER, "peers": "none", "standard_error": 1e-9, **self._fields}
         try:
             with (
@@ -213,6 +217,36 @@ def test_what_fails_after_the_events_began_is_an_event(http: httpx.Client) -> No
         told = list(events(response))
     assert told[-1][0] == "error"
     assert told[-1][1]["code"] == "deadline-exceeded"
+
+
+def test_a_key_has_a_quota_of_its_own(tmp_path: Path) -> None:
+    keys = {name: new_key() for name in ("ada", "bob")}
+    file = tmp_path / "keys"
+    file.write_text("\n".join(f"{name}:{hash_of(key)}" for name, key in keys.items()))
+    with serving(
+        CpuBackend(threads=1), log_level="error", api_keys=file, key_max_timings=1
+    ) as server:
+        first = Waiting(server, keys["ada"], budget_s=1.0)
+        first.until("running")
+
+        def timed(name: str) -> httpx.Response:
+            return httpx.post(
+                f"{server.url}/time/conv_bwd_data",
+                json={"layer": LAYER, **SMALL},
+                headers={"authorization": f"Bearer {keys[name]}"},
+                timeout=60,
+            )
+
+        refused = timed("ada")
+        assert refused.status_code == 429
+        assert "1 of this key's timings wait or run already" in refused.json()["detail"]
+        assert timed("bob").status_code == 200
+        first.join(30)
+        assert timed("ada").status_code == 200
+        assert httpx.post(f"{server.url}/time/conv_bwd_data", json={}).status_code == 401
+        headers = {"authorization": f"Bearer {keys['ada']}"}
+        metrics = httpx.get(f"{server.url}/metrics", headers=headers).text
+        assert "/timings" not in metrics
 
 
 def test_openapi_describes_all_of_it(http: httpx.Client) -> None:

@@ -241,6 +241,19 @@ def test_a_reference_over_the_budget_is_refused_with_what_would_fit() -> None:
         assert server.held_bytes == 0
 
 
+def test_a_sample_whose_reference_takes_too_much_memory_is_refused() -> None:
+    with (
+        serving(CpuBackend(threads=1), log_level="error", max_inflight_bytes=8 * 2**20) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        words = "mb1ic8ih96oc8oh96kh3ph1"
+        result = {"result_grad_input": np.zeros((1, 8, 96, 96), np.float32)}
+        answer = verify(http, "conv_bwd_data", result, layer=words)
+        assert answer.status_code == 413
+        assert "the float64 reference of one sample takes some 9,437,184" in answer.text
+        assert "convgrad.check.bounded" in answer.text
+
+
 def test_a_deadline_ends_a_verification(http: httpx.Client, server: LiveServer) -> None:
     words = "mb8ic64ih56oc64kh5ph2"
     shape = layers.arguments("conv_fwd", layers.parse(words)).shapes["input"]

@@ -28,7 +28,7 @@ Parameters = Mapping[str, Any]
 Span = tuple[int, int]
 
 # Float64 elements of a part's largest array.
-PART_ELEMENTS = 2**21
+PART_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from convgrad.check._verify import Judged, OwnResult, judge
 from convgrad.check.philox import fill
+from convgrad.check.references import PART_ELEMENTS
 from convgrad.contract.again import again
 from convgrad.contract.examinations import RESULT_ROLES
 from convgrad.contract.verification import Inputs
@@ -77,7 +78,10 @@ def verify(
             drawn=problem.drawn,
             digest=digest,
         ),
-        threads=min(usable_cores(), _MOST_THREADS),
+        # A sample that is a part by itself is large: several at a time would take too much memory.
+        threads=min(usable_cores(), _MOST_THREADS)
+        if problem.sample_elements <= PART_ELEMENTS
+        else 1,
         check=check,
     )
     found = found.model_copy(

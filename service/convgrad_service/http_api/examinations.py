@@ -36,6 +36,8 @@ EVENT_STREAM = "text/event-stream"
 _TELL_S = 0.2
 # And how often it gets something, so that nothing between the two closes the connection.
 _KEEP_ALIVE_S = 10.0
+# For each element of a sample: values, magnitudes, what they are made of, and what is compared.
+_REFERENCE_BYTES = 128
 _JSON_HEADERS = [(b"content-type", b"application/json"), (b"vary", b"accept")]
 
 
@@ -102,6 +104,13 @@ class _BodyTransport(HttpTransport):
 class _VerifyTransport(_BodyTransport):
     def _refuse(self, request: Request, problem: Problem) -> None:
         assert isinstance(problem, Verify)  # noqa: S101
+        needed = _REFERENCE_BYTES * problem.sample_elements
+        if needed > self.pipeline.engine.limit_bytes:
+            raise ProblemTooLarge(
+                f"the float64 reference of one sample takes some {needed:,} bytes, and this server "
+                f"has {self.pipeline.engine.limit_bytes:,}; `convgrad.check.bounded` verifies on "
+                "your own machine"
+            )
         most, flops = self._settings.max_verify_flops, problem.flops
         if flops > most:
             raise ProblemTooLarge(
@@ -130,9 +139,8 @@ class _VerifyTransport(_BodyTransport):
 
 def _smaller(problem: Verify, share: float) -> str:
     """What would fit: fewer samples, where there are several."""
-    batch = getattr(getattr(problem.subject, "conv", None), "batch", 1)
-    fits = int(batch * share)
-    return f"; a batch of {fits} instead of {batch} would fit" if fits >= 1 else ""
+    fits = int(problem.batch * share)
+    return f"; a batch of {fits} instead of {problem.batch} would fit" if fits >= 1 else ""
 
 
 class TimeEndpoint:
@@ -176,9 +184,10 @@ class _TimeTransport(_BodyTransport):
     async def _enter(self) -> None:
         """Count this timing: of all that wait or run, and of its key's."""
         settings = self._settings
-        quotas = [("timings", settings.max_timings, "")]
+        # No key's name holds a slash, so that these are told from what keys use else.
+        quotas = [("/timings", settings.max_timings, "")]
         if self.owner:
-            quotas.append((f"timings of {self.owner}", settings.key_max_timings, " of this key's"))
+            quotas.append((f"{self.owner}/timings", settings.key_max_timings, " of this key's"))
         for name, most, whose in quotas:
             try:
                 ticket = await self.pipeline.engine.enter(Caller(name, KeyLimits(inflight=most)))

@@ -98,6 +98,8 @@ class MultipartReader:
         fields: dict[str, Any] = {}
         for name, part in found.items():
             data = self._text.data[part.begin : part.begin + part.size_bytes]
+            if not data:
+                continue  # a browser sends every field of a form, with nothing in what was left out
             if name in operation.tensors:
                 content_type = _text(part.headers.get(b"content-type", b""))
                 file = _File(data, name)

@@ -102,6 +102,18 @@ class Verify(Examination):
     lane = Lane.LONG
 
     @property
+    def batch(self) -> int:
+        """Samples, one after another of which the reference can be computed."""
+        shapes = (getattr(self.subject, name, None) for name in ("conv", "conv0", "pool"))
+        return next((int(shape.batch) for shape in shapes if shape is not None), 1)
+
+    @property
+    def sample_elements(self) -> int:
+        """Of one sample, those of the largest tensor."""
+        specs = (*self.subject.inputs.values(), *self.subject.outputs.values())
+        return max(spec.elements for spec in specs) // self.batch
+
+    @property
     def inputs(self) -> Mapping[str, TensorSpec]:
         own = {name: self.subject.inputs[name] for name in self.given}
         return {**own, **dict(self.judged)}

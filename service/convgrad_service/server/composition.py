@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import partial
 
 from convgrad_service.backends.base import ServingBackend
@@ -13,6 +14,7 @@ from convgrad_service.engine.hub import Engine, Hub
 from convgrad_service.engine.limits import Limits
 from convgrad_service.engine.options import EngineOptions
 from convgrad_service.engine.pipeline import Pipeline
+from convgrad_service.engine.scheduling.quotas import Usage
 from convgrad_service.engine.telemetry.metrics import Labelled, Metrics
 from convgrad_service.engine.telemetry.triton_metrics import TritonMetrics
 from convgrad_service.engine.workers.inline_executor import InlineBackend
@@ -170,27 +172,30 @@ def count_in(hub: Hub) -> Metrics:
 
 def _count_keys(metrics: Metrics, hub: Hub) -> None:
     """What keys that have limits use of them. Names are those of the file of keys, no others."""
-    used, by_key = hub.quotas.used, ("key",)
+    by_key = ("key",)
+
+    def keys() -> Iterable[tuple[str, Usage]]:
+        """Without the counts of timings, whose names are no key's."""
+        return ((name, usage) for name, usage in hub.quotas.used.items() if "/" not in name)
+
     metrics.gauges(
         "convgrad_key_inflight_requests",
         "Requests in flight of an API key that has limits.",
         by_key,
-        lambda: {(name,): usage.requests for name, usage in used.items()},
+        lambda: {(name,): usage.requests for name, usage in keys()},
     )
     metrics.gauges(
         "convgrad_key_inflight_bytes",
         "Memory that the tensors of such a key's requests in flight hold.",
         by_key,
-        lambda: {(name,): usage.size_bytes for name, usage in used.items()},
+        lambda: {(name,): usage.size_bytes for name, usage in keys()},
     )
     metrics.totals(
         "convgrad_key_refused",
         "Requests refused because of an API key's limit, by the limit.",
         ("key", "limit"),
         lambda: {
-            (name, limit): count
-            for name, usage in used.items()
-            for limit, count in usage.refused.items()
+            (name, limit): count for name, usage in keys() for limit, count in usage.refused.items()
         },
     )
 

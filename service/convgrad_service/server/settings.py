@@ -34,6 +34,7 @@ _KiB, _MiB, _GiB = 2**10, 2**20, 2**30
 # mistyped unit is better refused at the start than found out from the answers.
 _Bytes = Annotated[ByteSize, Field(gt=0, json_schema_extra={"unit": "bytes"})]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "s"})]
+_Flops = Annotated[float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})]
 _Count = Annotated[int, Field(gt=0, json_schema_extra={"unit": "count"})]
 
 
@@ -272,24 +273,19 @@ class Settings(BaseSettings):
         default=ByteSize(16 * _GiB),
         description="Most memory one problem's inputs and outputs may take.",
     )
-    max_problem_flops: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
-    ] = Field(default=1e14, description="Most floating-point operations one problem may need.")
-    max_verify_flops: Annotated[
-        float, Field(gt=0, allow_inf_nan=False, json_schema_extra={"unit": "FLOP"})
-    ] = Field(
+    max_problem_flops: _Flops = Field(
+        default=1e14, description="Most floating-point operations one problem may need."
+    )
+    max_verify_flops: _Flops = Field(
         default=2e12,
         description="Most floating-point operations that the float64 reference of one POST /verify "
         "may take: four times the operation's own.",
     )
     timing_budget_s: _Seconds = Field(
         default=5.0,
-        description="Longest time that one POST /time may take samples, during which its device "
-        "computes nothing else.",
+        description="Longest time that one POST /time takes samples; its device does nothing else.",
     )
-    max_timings: _Count = Field(
-        default=8, description="Timings that may wait or run at the same time."
-    )
+    max_timings: _Count = Field(default=8, description="Timings that may wait or run at a time.")
     key_max_timings: _Count = Field(default=2, description="The same of one API key.")
     max_output_ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1024.0,

@@ -129,16 +129,10 @@ OVERHEADS = {
 }
 # In TF32 its times have not been measured.
 IMPLICIT_GEMM = ImplicitGemm(dtypes=(DType.FLOAT16, DType.BFLOAT16))
-# Plain products, short ones without a look at the others, which were never faster at those.
-SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(),)
-DENSE = (
-    SHORT_PRODUCTS,
-    LeastExpected(LARGE, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
-)
-DENSE_WEIGHT = (
-    SHORT_PRODUCTS,
-    LeastExpected(LARGE_WEIGHT, (IMPLICIT_GEMM,), PRODUCTS, overheads=OVERHEADS),
-)
+# Plain products: short ones without a look at the others, which were never faster at those.
+SHORT_PRODUCTS, PRODUCTS = PointwiseGemm(most_s=25e-6), (PointwiseGemm(), IMPLICIT_GEMM)
+DENSE = (SHORT_PRODUCTS, LeastExpected(LARGE, PRODUCTS, overheads=OVERHEADS))
+DENSE_WEIGHT = (SHORT_PRODUCTS, LeastExpected(LARGE_WEIGHT, PRODUCTS, overheads=OVERHEADS))
 # First layers: few channels of the input.
 FIRST_FORWARD = (Patches(DENSE), PatchProducts(DENSE), FirstForward())
 FIRST_DATA = (

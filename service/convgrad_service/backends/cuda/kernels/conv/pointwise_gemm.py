@@ -89,8 +89,8 @@ class PointwiseGemm:
         swapped: bool = False,
         most_s: float = math.inf,
     ) -> None:
-        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``. What is
-        expected to take longer than ``most_s`` is left to others."""
+        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``.
+        What is expected to take longer than ``most_s`` is left to others."""
         self._config, self._swapped, self._most_s = config, swapped, most_s
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:

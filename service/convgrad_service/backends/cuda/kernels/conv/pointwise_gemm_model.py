@@ -30,13 +30,13 @@ ROWS, COLUMNS = (64, 128, 256), (16, 24, 32, 40, 48, 64, 80, 96, 128, 144, 160, 
 SHALLOW, USUAL, DEEP = (16, 32), 64, 128
 """Of a step along the reduction: where that is no longer, and where a stage has room for more."""
 MULTIPROCESSORS = 132
-# Sums of a warpgroup's thread. Results of a small tile, of one with deep steps, of one whose reduction is
-# split, which other blocks send. What else was never the fastest is left out (`_Ways`).
+# Sums of a warpgroup's thread. Results of a small tile, of one with deep steps, of one whose
+# reduction is split, which other blocks send. What was never the fastest is left out (`_Ways`).
 MOST_SUMS, SMALL, MOST_DEEP, MOST_SPLIT = 128, 64 * 64, 64 * 128, 128 * 192
 MOST_RESIDENT_COLUMNS, MOST_RESIDENT_BYTES, MOST_COLUMN_TILES = 160, 100_000, 4
 LEAST_TALL_COLUMNS = 64
 LEAST_STAGES, LEAST_DEEP_STAGES, MANY_STAGES = 3, 4, 4
-# Columns of tiles beyond the result's, and tiles of 256 rows, fewer of which leave multiprocessors idle.
+# Columns of tiles beyond the result's; tiles of 256 rows, fewer of which leave some idle.
 MOST_SPARE, LEAST_TALL = 1.4, 60
 # A clock of the tensor cores, in microseconds, and the fewest that a product takes.
 CLOCK, LEAST_CLOCKS = 1 / 1755, 16
@@ -50,13 +50,14 @@ class Rates:
     its bytes (``bandwidth``) and rows (``line``) on their way to a multiprocessor, its products
     (``products`` times what the tensor cores need, and ``issue``), all multiprocessors' bytes from
     the L2 cache (``l2``, megabytes), and ``step``; ``few_stages`` more where little is under way.
-    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for several:
-    ``near`` of its bytes count, and with splits ``near_split_a`` of a's and ``near_split_b`` of b's.
+    Neighbouring blocks read the same b at the same time, which the L2 cache answers once for
+    several: ``near`` of its bytes count, with splits ``near_split_a`` of a's and ``near_split_b``
+    of b's.
     ``tile`` and ``tile_size`` are a tile's results. ``memory`` is a bandwidth, in megabytes, and
     ``beside`` how much of the shorter of memory's and multiprocessors' time is not hidden.
-    ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a cluster's
-    reduction, of what is sent and of what a thread finishes; ``meet`` and ``left`` the one through
-    a workspace.
+    ``resident`` and ``resident_size``: b, copied once. ``join``, ``sent`` and ``finish``: a
+    cluster's reduction, of what is sent and of what a thread finishes; ``meet`` and ``left`` the
+    one through a workspace.
     """
 
     start: float
@@ -85,54 +86,54 @@ class Rates:
 
 
 GATHER = Rates(
-    start=4.6,
+    start=4.8611,
     start_split=4.8821,
-    bandwidth=0.1201,
-    line=0.9808,
-    products=0.5664,
-    issue=0.0298,
-    l2=7.1262,
-    near=0.569,
-    near_split_a=0.7109,
-    near_split_b=0.796,
-    step=0.0986,
-    few_stages=0.044,
-    tile=0.2544,
-    tile_size=0.0084,
-    memory=8.0172,
-    beside=1.0048,
-    resident=0.2121,
-    resident_size=0.0047,
-    join=0.2324,
-    sent=0.051,
-    finish=0.1607,
-    meet=1.895,
-    left=0.0159,
+    bandwidth=0.1099,
+    line=0.4759,
+    products=0.95,
+    issue=0.0228,
+    l2=7.2549,
+    near=0.5702,
+    near_split_a=1.0257,
+    near_split_b=0.543,
+    step=0.1197,
+    few_stages=0.0661,
+    tile=0.2708,
+    tile_size=0.0099,
+    memory=9.8592,
+    beside=0.9236,
+    resident=0.0539,
+    resident_size=0.0048,
+    join=0.3719,
+    sent=0.0523,
+    finish=0.1534,
+    meet=3.1574,
+    left=0.0357,
 )
 WGRAD = Rates(
-    start=4.613,
+    start=5.1502,
     start_split=5.2941,
-    bandwidth=0.1312,
-    line=0.7885,
-    products=0.728,
-    issue=0.0031,
-    l2=8.9294,
-    near=0.4009,
-    near_split_a=0.8863,
-    near_split_b=0.9286,
-    step=0.1316,
-    few_stages=0.0129,
-    tile=0.2789,
-    tile_size=0.0074,
-    memory=5.4742,
-    beside=0.9178,
-    resident=0.4175,
-    resident_size=0.0027,
-    join=0.1169,
-    sent=0.0384,
-    finish=0.2964,
-    meet=2.0129,
-    left=0.0117,
+    bandwidth=0.1387,
+    line=0.579,
+    products=1.0,
+    issue=0.0006,
+    l2=7.8286,
+    near=0.3133,
+    near_split_a=0.931,
+    near_split_b=0.8204,
+    step=0.0956,
+    few_stages=0.0167,
+    tile=0.1544,
+    tile_size=0.0045,
+    memory=8.0715,
+    beside=0.8937,
+    resident=0.5314,
+    resident_size=0.0011,
+    join=0.3891,
+    sent=0.0619,
+    finish=0.1336,
+    meet=2.9103,
+    left=0.0096,
 )
 
 
@@ -176,33 +177,34 @@ def every_config(*, wgrad: bool) -> Iterator[Config]:
 
 
 class _Table:
-    """All configurations for products whose operands lie so, with what of their times does not depend
-    on sizes: arrays, so that a plan, which is made in a request's time, is a few sums of them. Those with
-    fewer columns come first."""
+    """All configurations for products whose operands lie so, with what of their times does not
+    depend on sizes: arrays, so that a plan, which is made in a request's time, is a few sums of
+    them. Those with fewer columns come first."""
 
     def __init__(self, device: CudaDevice, *, wgrad: bool, b_mn: bool) -> None:
         self._device, self._wgrad = device, wgrad
         self._rates = rates = WGRAD if wgrad else GATHER
-        splits = [1, 2, 3] if wgrad else [1]
-        self.configs = sorted(
+        # How many kinds of parts each configuration has: see `times`.
+        kinds = 3 if wgrad else 1
+        alone = sorted(
             (
-                replace(config, cluster=cluster, parts=parts)
+                replace(config, cluster=cluster) if cluster > 1 else config
                 for config in every_config(wgrad=wgrad)
                 for cluster in (CLUSTERS if config.cluster else (0,))
-                for parts in (splits if config.cluster else (1,))
             ),
             key=lambda config: config.n,
         )
+        self.configs = [config for config in alone for _ in range(kinds)]
+        self.kind = np.tile(np.arange(1.0, kinds + 1), len(alone))
         like = Product(Matrix(1, 1, wgrad), Matrix(1, 1, b_mn), 1, 1, 1, stores=True)
 
         def column(of: Callable[[Config], float]) -> NDArray[np.float64]:
-            return np.array([of(config) for config in self.configs], np.float64)
+            return np.repeat(np.array([of(config) for config in alone], np.float64), kinds)
 
         self.m, self.n = column(lambda one: one.m), column(lambda one: one.n)
         self.depth = column(lambda one: one.depth)
         self.cluster = column(lambda one: one.cluster)
         self.resident = column(lambda one: one.resident) > 0
-        self.parts = column(lambda one: one.parts)
         self.deep = self.depth == DEEP
         self.could_stay = (self.n <= MOST_RESIDENT_COLUMNS) & (not wgrad)
         self.together = column(lambda one: CLUSTERS[max(one.cluster, 1)])
@@ -264,10 +266,10 @@ class _Table:
         stored = np.where(
             resident, stays & (tiles > many), ~(self.could_stay[:end] & stays & (tiles > 2 * many))
         )
-        stored &= product.stores & (across <= many)
-        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and 6
-        # were not measured so.
-        kind = self.parts[:end]
+        stored &= product.stores & (across <= many) & (self.kind[:end] == 1)
+        # The second and third kind of parts fill all clusters, and half of them; clusters of 3 and
+        # 6 were not measured so.
+        kind = self.kind[:end]
         parts = np.where(kind == 1, 1, together // (tiles * np.maximum(kind - 1, 1)))
         joined = (cluster * parts <= steps) & ((kind == 1) | (parts > 1))
         joined &= (tiles <= together) | ((cluster == 1) & (not product.stores))
@@ -307,7 +309,7 @@ def _table(device: CudaDevice, wgrad: bool, b_mn: bool) -> _Table:
 
 
 def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[float, Config]]:
-    """The configurations worth a thought with the seconds that each should take, the fastest first."""
+    """The configurations worth a thought with the seconds that each should take, fastest first."""
     table = _table(device, product.a.mn, product.b.mn)
     times, parts = table.times(product, counters)
     order = [int(i) for i in np.argsort(times, kind="stable") if np.isfinite(times[i])]
@@ -321,8 +323,8 @@ def timed(product: Product, device: CudaDevice, counters: int) -> list[tuple[flo
 def chosen(
     products: Sequence[Product], device: CudaDevice, counters: int
 ) -> tuple[float, Product, Config] | None:
-    """Of these ways to see the work, what should take the least time, and that time in seconds; None
-    where nothing fits. From sizes and the device model alone."""
+    """Of these ways to see the work, what should take the least time, and that time in seconds;
+    None where nothing fits. From sizes and the device model alone."""
     best = None
     for product in products:
         table = _table(device, product.a.mn, product.b.mn)

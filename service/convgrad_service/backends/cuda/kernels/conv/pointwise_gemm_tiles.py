@@ -33,8 +33,8 @@ BUFFERED = 64 * 128
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """An operand of a product: its ``rows`` along the result (M or N), and the elements from one line
-    in memory to the next. ``mn``: rows lie side by side, else the elements of a row."""
+    """An operand of a product: its ``rows`` along the result (M or N), and the elements from one
+    line in memory to the next. ``mn``: rows lie side by side, else the elements of a row."""
 
     rows: int
     pitch: int
@@ -77,9 +77,9 @@ class Product:
 class Config:
     """A tile of ``m`` x ``n`` in steps of ``depth``, and who does what.
 
-    With ``cluster`` 0 blocks take one row tile after another and the copy engine stores (REDUCE 0),
-    with ``resident`` b is copied once. Else a tile's reduction is split among the blocks of a cluster and
-    ``parts`` clusters.
+    With ``cluster`` 0 blocks take one row tile after another and the copy engine stores
+    (REDUCE 0), with ``resident`` b is copied once. Else a tile's reduction is split among the
+    blocks of a cluster and ``parts`` clusters.
     """
 
     m: int
