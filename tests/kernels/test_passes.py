@@ -111,7 +111,7 @@ class TestEmulated:
     def test_tiles(self, seed: int, case: Case, gate: str) -> None:
         self._check(EmulatedBackend(general(GatherTile(), WeightTile())), seed, case, gate)
 
-    @pytest.mark.parametrize("case", PASSES, ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", DOUBLE, ids=lambda case: case.id)
     def test_as_planned(self, seed: int, case: Case) -> None:
         self._check(EmulatedBackend(FAMILIES), seed, case, "exact")
 
