@@ -73,6 +73,21 @@ def test_two_launches(place: Place, seed: int, case: Case, tile: HopperTile, dty
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])
+@pytest.mark.parametrize("tile", [TILES[0], HopperTile(128, 160, pingpong=True)], ids=str)
+def test_bias_and_activation(place: Place, seed: int, tile: HopperTile, activation: str) -> None:
+    """Of the second one: rounded once, in a plain result's rows but for silu."""
+    first = Conv(3, 72, 72, (9, 11), (3, 3), 1, 1, 1, 72)
+    case = fused("finished", first, Conv(0, 0, 232, (), (1, 1)), ("none", activation), (True, True))
+    computed = backend(place, tile)
+    for gate in ("bounded",) if activation == "silu" else ("exact", "bounded"):
+        tensors, wanted = drawn(seed, case, "bfloat16", gate)
+        found = answers(computed, case, tensors, "NHWC")
+        check(found, wanted, gate, f"seed {seed}, {activation}, {tile}")
+    check_rule(computed, seed, case, "bfloat16", "NHWC")
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_float32(place: Place, seed: int) -> None:
     """In TF32, whose rows of shared memory are 32 channels."""
     for case in CASES[:2]:

@@ -53,6 +53,21 @@ def launch_of(work: ConvWork, schedule: Schedule | None = None) -> Launch:
     return launch
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6", "silu"])
+def test_a_bias_and_a_comparison_are_finished_in_rows(activation: str) -> None:
+    """However few products a sum has; other epilogues take longer to store than such sums."""
+    plain = work_of("fwd", channels=(64, 256), kernel=1, pad=0)
+    work = replace(plain, bias="bias", activation=activation)
+    reason = HopperGather().why_not(work, H200)
+    if activation == "silu":
+        assert reason is not None
+        assert "such results" in reason
+    else:
+        assert reason is None
+        assert dict(launch_of(work).instance.defines)["EPILOGUE"] == "1"
+    assert "EPILOGUE" not in dict(launch_of(plain).instance.defines)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_is_not_hoppers_goes_elsewhere(direction: Direction) -> None:
     family = HopperGather()

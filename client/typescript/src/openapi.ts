@@ -2047,8 +2047,6 @@ export interface components {
         StoredTensor: {
             stored: string;
         };
-        /** Tensor */
-        Tensor: components["schemas"]["NpyTensor"] | components["schemas"]["DataTensor"] | components["schemas"]["ValuesTensor"] | components["schemas"]["StoredTensor"];
         /**
          * NpyFloatTensor
          * @description The whole of a .npy file (numpy.save) in base64. NumPy has no bfloat16: such a file holds 2-byte items, and "dtype": "bfloat16" stands beside it.
@@ -2129,15 +2127,18 @@ export interface components {
         };
         /** IndexTensor */
         IndexTensor: components["schemas"]["NpyIndexTensor"] | components["schemas"]["DataIndexTensor"] | components["schemas"]["ValuesIndexTensor"] | components["schemas"]["StoredTensor"];
-        /** StoredTensorDescription */
-        StoredTensorDescription: {
-            name: string;
+        /**
+         * StoredOutput
+         * @description What is told of an output that was stored and is not sent.
+         */
+        StoredOutput: {
+            stored: string;
             /** @enum {string} */
             dtype: "float16" | "bfloat16" | "float32" | "float64" | "int32" | "int64";
             shape: number[];
-            bytes?: number;
-            expires_in_s?: number;
         };
+        /** OutputTensor */
+        OutputTensor: components["schemas"]["NpyTensor"] | components["schemas"]["DataTensor"] | components["schemas"]["ValuesTensor"] | components["schemas"]["StoredOutput"];
         /**
          * Problem
          * @description An error (RFC 9457).
@@ -2183,7 +2184,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2210,8 +2211,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_weight?: components["schemas"]["Tensor"];
-                        grad_bias?: components["schemas"]["Tensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2238,7 +2239,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2265,7 +2266,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2292,7 +2293,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input: components["schemas"]["Tensor"];
+                        grad_input: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2319,7 +2320,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2346,7 +2347,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2373,7 +2374,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2400,8 +2401,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
-                        indices?: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2428,8 +2429,8 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
-                        indices?: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
+                        indices?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2456,9 +2457,9 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input?: components["schemas"]["Tensor"];
-                        grad_weight?: components["schemas"]["Tensor"];
-                        grad_bias?: components["schemas"]["Tensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2485,7 +2486,7 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        output: components["schemas"]["Tensor"];
+                        output: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2512,9 +2513,9 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_input?: components["schemas"]["Tensor"];
-                        grad_weight?: components["schemas"]["Tensor"];
-                        grad_bias?: components["schemas"]["Tensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
+                        grad_bias?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2541,9 +2542,9 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_grad_output?: components["schemas"]["Tensor"];
-                        grad_input?: components["schemas"]["Tensor"];
-                        grad_weight?: components["schemas"]["Tensor"];
+                        grad_grad_output?: components["schemas"]["OutputTensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };
@@ -2570,9 +2571,9 @@ export interface operations {
                 };
                 content: {
                     "application/json": {
-                        grad_grad_output?: components["schemas"]["Tensor"];
-                        grad_input?: components["schemas"]["Tensor"];
-                        grad_weight?: components["schemas"]["Tensor"];
+                        grad_grad_output?: components["schemas"]["OutputTensor"];
+                        grad_input?: components["schemas"]["OutputTensor"];
+                        grad_weight?: components["schemas"]["OutputTensor"];
                         report: components["schemas"]["Report"];
                     };
                 };

@@ -18,7 +18,7 @@ from convgrad.errors import CODES
 from convgrad_service.http_api import problem_details
 from convgrad_service.http_api.codecs import BODY_FORMS, JSON, SAFETENSORS
 from convgrad_service.http_api.multipart_body import MEDIA_TYPE as MULTIPART
-from convgrad_service.http_api.npy_answer import NPY, NPZ
+from convgrad_service.http_api.npy_answer import NPY, NPZ, REPORT_HEADER
 from convgrad_service.http_api.openapi_examinations import EXAMINATION_MODELS, examination_paths
 from convgrad_service.http_api.openapi_tensors import REF as _REF
 from convgrad_service.http_api.openapi_tensors import (
@@ -137,7 +137,7 @@ def _path(operation: Operation, settings: Settings) -> dict[str, Any]:
             "responses": {
                 "200": {
                     "description": "The computed tensors, and how they were computed.",
-                    "headers": _ANSWER_HEADERS,
+                    "headers": _ANSWER_HEADERS | _REPORT_HEADER,
                     "content": {
                         JSON: {"schema": _answer_schema(operation)},
                         SAFETENSORS: {"schema": _BINARY},
@@ -211,7 +211,7 @@ def _form_schema(operation: Operation) -> dict[str, Any]:
 
 
 def _answer_schema(operation: Operation) -> dict[str, Any]:
-    properties = {name: {"$ref": _REF.format("Tensor")} for name in operation.outputs}
+    properties = {name: {"$ref": _REF.format("OutputTensor")} for name in operation.outputs}
     # Where outputs can be chosen, none is always there; elsewhere the first is.
     always = [] if "outputs" in operation.request.model_fields else [operation.outputs[0]]
     return {
@@ -264,6 +264,12 @@ _ANSWER_HEADERS: dict[str, Any] = {
     },
     "Server-Timing": {
         "description": "Milliseconds spent in each stage.",
+        "schema": {"type": "string"},
+    },
+}
+_REPORT_HEADER: dict[str, Any] = {
+    REPORT_HEADER: {
+        "description": "How an answer in .npy or .npz was computed, as JSON.",
         "schema": {"type": "string"},
     },
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -10,6 +9,7 @@ from math import prod
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -33,28 +33,7 @@ MOST_SPLITS = 256
 LEAST_UNITS_A_THREAD = 4
 
 
-class ChannelSumsArgs(ctypes.Structure):
-    """See ``channel_sums.cu``."""
-
-    _fields_ = (
-        ("y", ctypes.c_uint64),
-        ("partials", ctypes.c_uint64),
-        ("result", ctypes.c_uint64),
-        ("arrived", ctypes.c_uint64),
-        ("column_stride", ctypes.c_int64),
-        ("group_stride", ctypes.c_int64),
-        ("unit_stride", ctypes.c_int64),
-        ("span_stride", ctypes.c_int64),
-        ("span_units", ctypes.c_int64),
-        ("units", ctypes.c_int64),
-        ("split_units", ctypes.c_int64),
-        ("columns", ctypes.c_int32),
-        ("group_columns", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("column_tiles", ctypes.c_int32),
-        ("splits", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-    )
+ChannelSumsArgs = structure("conv/channel_sums.cu", "ChannelSumsArgs")
 
 
 @dataclass(frozen=True, slots=True)

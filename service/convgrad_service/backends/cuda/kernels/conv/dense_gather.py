@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from itertools import product
 from math import prod
@@ -29,6 +28,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_activation,
     prepare_weight,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -41,43 +41,10 @@ MAX_TAPS = 1024
 MAX_INDEX = 2**31 - 1
 
 
-class PhaseArgs(ctypes.Structure):
-    """See ``dense_gather.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count")),
-        ("factor", ctypes.c_uint32),
-        ("shift", ctypes.c_int32),
-    )
+PhaseArgs = structure("conv/dense_gather.cu", "Phase")
 
 
-class DenseGatherArgs(ctypes.Structure):
-    """See ``dense_gather.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "batch",
-                "in_channels",
-                "out_channels",
-                "activation",
-                "wide_stores",
-                "runs_of_pixels",
-                "plain",
-                "may_skip",
-            )
-        ),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "x_step", "x_tap", "y_step", "r_step", "phases")
-        ),
-        ("phase", (PhaseArgs * MAX_PHASES) * 3),
-    )
+DenseGatherArgs = structure("conv/dense_gather.cu", "DenseGatherArgs")
 
 
 class DenseGather:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -26,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     Prepared,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
     Fragment,
@@ -48,36 +48,10 @@ SPAN_BYTES = 32
 SUM_RESULTS, SUM_BLOCK, SUM_SLICES, MANY_SPLITS = 4, 256, 8, 16
 
 
-class DenseWeightArgs(ctypes.Structure):
-    """See ``dense_weight.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "w")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("batch", "groups", "in_channels", "out_channels")),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
-        ),
-        ("splits", ctypes.c_int32),
-        ("wide_result", ctypes.c_int32),
-        ("plain", ctypes.c_int32),
-    )
+DenseWeightArgs = structure("conv/dense_weight.cu", "DenseWeightArgs")
 
 
-class FlatSumArgs(ctypes.Structure):
-    """See ``core/flat_sum.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
-        ("results", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("splits", ctypes.c_int32),
-        ("slices", ctypes.c_int32),
-    )
+FlatSumArgs = structure("core/flat_sum.cu", "FlatSumArgs")
 
 
 class DenseWeight:

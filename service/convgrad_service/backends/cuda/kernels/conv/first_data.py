@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -39,33 +39,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 PRODUCTS_PER_CLOCK, ROW_CLOCKS = 0.7, 500
 
 
-class FirstDataArgs(ctypes.Structure):
-    """See ``first_data.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("y", "w", "x", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("y", "x", "w")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("activation", "plain", "channels", "y_chunks", "y_channels")
-        ),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "column_tiles",
-                "steps",
-                "positions",
-                "row_segments",
-                "segment_rows",
-                "segments",
-                "segment",
-                "channels_last",
-            )
-        ),
-    )
+FirstDataArgs = structure("conv/first_data.cu", "FirstDataArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     MOST_WARPS,
     STAGES,
     STATIC_BYTES,
-    WindowArgs,
     blocks_together,
     column_tiles,
     prepare_rows,
@@ -24,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -39,28 +38,7 @@ RESIDENT = (4, 11)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
-class FirstForwardArgs(ctypes.Structure):
-    """See ``first_forward.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "w")),
-        ("windows", WindowArgs),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "activation",
-                "plain",
-                "y_channels",
-                "channel_blocks",
-                "warp_channels",
-                "ranges",
-                "wide_stores",
-            )
-        ),
-    )
+FirstForwardArgs = structure("conv/first_forward.cu", "FirstForwardArgs")
 
 
 @dataclass(frozen=True, slots=True)

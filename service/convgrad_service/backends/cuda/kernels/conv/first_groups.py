@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
@@ -19,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, contiguous_strides
@@ -81,41 +82,7 @@ class Cut:
     row_segments: int
 
 
-class FirstGroupsArgs(ctypes.Structure):
-    """See ``first_groups.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("y", "w", "x", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("y", "x", "w")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "activation",
-                "plain",
-                "flat_weights",
-                "channels",
-                "y_chunks",
-                "y_channels",
-            )
-        ),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "group",
-                "hop",
-                "first_tap",
-                "taps",
-                "warp_groups",
-                "positions",
-                "row_segments",
-                "segment_rows",
-                "segments",
-            )
-        ),
-    )
+FirstGroupsArgs = structure("conv/first_groups.cu", "FirstGroupsArgs")
 
 
 class FirstGroups:
@@ -201,7 +168,7 @@ def why_not_groups(
     return None
 
 
-def groups_args(args: FirstGroupsArgs, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
+def groups_args(args: Any, work: ConvWork, y: Operand, group: int, cut: Cut) -> None:
     """What the work alone says, and its cut along H."""
     args.y_stride[:], args.x_stride[:] = y.strides, work.x.strides
     args.w_stride[:] = work.w.strides

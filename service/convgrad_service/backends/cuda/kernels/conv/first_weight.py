@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from convgrad_service.backends.cuda.kernels.conv.first_windows import (
     MOST_WARPS,
     STAGES,
     STATIC_BYTES,
-    WindowArgs,
     blocks_together,
     column_tiles,
     prepare_rows,
@@ -26,6 +24,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import (
     Fragment,
@@ -54,41 +53,10 @@ ROWS = (2, 4)
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
-class FirstWeightArgs(ctypes.Structure):
-    """See ``first_weight.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "w")),
-        ("windows", WindowArgs),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "y_channels",
-                "wide_result",
-                "row_groups",
-                "channel_blocks",
-                "warp_columns",
-                "splits",
-            )
-        ),
-    )
+FirstWeightArgs = structure("conv/first_weight.cu", "FirstWeightArgs")
 
 
-class FirstSumArgs(ctypes.Structure):
-    """See ``first_sum.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
-        ("stride", ctypes.c_int64 * 5),
-        ("extent", ctypes.c_int32 * 5),
-        ("results", ctypes.c_int32),
-        ("splits", ctypes.c_int32),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-    )
+FirstSumArgs = structure("conv/first_sum.cu", "FirstSumArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
@@ -13,6 +13,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     COPIES,
     Prepared,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, architectures_before
 from convgrad_service.plans.cuda.families import choose
 from convgrad_service.plans.cuda.program import Workspace, ceil_div
@@ -57,27 +58,7 @@ REGISTERS_OF_THREAD = 168
 MAX_INDEX = 2**31 - 1
 
 
-class WindowArgs(ctypes.Structure):
-    """See ``first_windows.cuh``."""
-
-    _fields_ = (
-        ("x_end", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "column_tiles",
-                "rows",
-                "unit_rows",
-                "segment",
-                "segments",
-                "row_units",
-                "units",
-                "row_words",
-            )
-        ),
-    )
+WindowArgs = structure("conv/first_windows.cuh", "WindowArgs")
 
 
 def why_not_first(work: ConvWork, device: CudaDevice, exact: bool = False) -> str | None:
@@ -114,7 +95,7 @@ def column_tiles(work: ConvWork) -> int:
     return ceil_div(work.kernel[2] * work.in_channels, 8)
 
 
-def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: int) -> WindowArgs:
+def window_args(work: ConvWork, x: Operand, rows: int, unit_rows: int, segment: int) -> Any:
     """The geometry, for blocks of so many kernel rows and units of ``unit_rows`` x ``segment``,
     of the input as `prepare_rows` has it."""
     args = WindowArgs()

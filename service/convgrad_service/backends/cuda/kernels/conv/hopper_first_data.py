@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -10,15 +9,12 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.first_groups import (
     Cut,
-    FirstGroupsArgs,
     groups_args,
     why_not_groups,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.limits import MAX_GRID_YZ
 from convgrad_service.backends.cuda.kernels.core.tensor_maps import (
-    MAP_ALIGNMENT,
-    MapField,
     TileMap,
     pack_maps,
 )
@@ -26,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     CHUNK_BYTES,
     prepare_activation,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, SHARED_BYTES, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -48,16 +45,7 @@ MAX_BYTES = 2**31 - 1
 ROW_CLOCKS, WAIT_CLOCKS, START_CLOCKS, SPLIT_CLOCKS = 300, 500, 6000, 1.5
 
 
-class HopperFirstDataArgs(FirstGroupsArgs):
-    """See ``hopper_first_data.cu``."""
-
-    _fields_ = (
-        ("_", ctypes.c_char * (-ctypes.sizeof(FirstGroupsArgs) % MAP_ALIGNMENT)),
-        ("y_map", MapField),
-        ("sub_bytes", ctypes.c_uint32),
-        ("row_step", ctypes.c_int32),
-        ("w_bytes", ctypes.c_uint32),
-    )
+HopperFirstDataArgs = structure("conv/hopper_first_data.cuh", "HopperFirstDataArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.first_weight import (
@@ -16,8 +16,9 @@ from convgrad_service.backends.cuda.kernels.conv.first_weight import (
 from convgrad_service.backends.cuda.kernels.conv.first_windows import MOST_CHANNELS
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.limits import why_not_reach
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -43,42 +44,7 @@ MAX_INDEX, MAX_GRID_Y = 2**31 - 1, 65535
 PARTIAL_BYTES = 256 * 2**20
 
 
-class HopperFirstTapsArgs(ctypes.Structure):
-    """See ``hopper_first_taps.cuh``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("y_map", MapField),
-        *((name, ctypes.c_uint64) for name in ("x", "y", "partials")),
-        ("x_stride", ctypes.c_int64 * 2),
-        ("y_stride", ctypes.c_int64 * 3),
-        *((name, ctypes.c_int32) for name in ("channels", "y_channels")),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "kernel", "stride", "pad")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "odd",
-                "window",
-                "tiles",
-                "groups",
-                "parts",
-                "segment",
-                "segments",
-                "lines",
-                "more",
-                "added",
-                "before",
-                "y_stages",
-                "x_stages",
-                "part",
-                "x_row",
-                "x_stage",
-                "y_stage",
-                "made_at",
-                "raws_at",
-            )
-        ),
-    )
+HopperFirstTapsArgs = structure("conv/hopper_first_taps.cuh", "HopperFirstTapsArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +302,7 @@ def _splits(work: ConvWork, lines: int, blocks: int, results: int, device: CudaD
     return max(1, min(lines, room, MAX_GRID_Y, device.multiprocessors // blocks))
 
 
-def _args(work: ConvWork, cut: Cut) -> HopperFirstTapsArgs:
+def _args(work: ConvWork, cut: Cut) -> Any:
     args = HopperFirstTapsArgs()
     args.x_stride[:] = work.x.strides[0], work.x.strides[4]
     args.y_stride[:] = work.y.strides[0], *work.y.strides[4:]

@@ -34,7 +34,7 @@ struct HopperGatherArgs {
   int in_channels;    // of the source
   int out_channels;   // of the result
   int activation;
-  int plain;          // results are sums, with wide stores
+  int plain;          // results are sums, with EPILOGUE finished ones, with wide stores
   int wide_stores;    // the result's channels are side by side in whole, aligned 16-byte chunks;
                       // with PLANES: pixels that are, in aligned chunks of so many
   int images_first;   // neighbouring pixels are those of neighbouring images

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 from convgrad.dtypes import DType
@@ -19,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_plan import (
     Schedule,
     choose_schedule,
     expected_s,
+    finishes_rows,
     is_plain,
     may_pingpong,
     may_split,
@@ -32,10 +31,11 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_gather_tiles import (
     tiles_of,
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import axis_of, divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TensorMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of, divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TensorMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -58,60 +58,7 @@ MAX_PIXELS = 2**31 - 2048
 UNBOUNDED = 2**31 - 1
 
 
-class AxisArgs(ctypes.Structure):
-    """See ``hopper_gather.cuh``."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count", "low"))
-
-
-class PhaseArgs(ctypes.Structure):
-    """See ``hopper_gather.cuh``."""
-
-    _fields_ = (
-        ("axis", AxisArgs * 3),
-        *((name, ctypes.c_int32) for name in ("pixels", "share", "tiles")),
-        ("extent", ctypes.c_int32 * 3),
-        ("factor", ctypes.c_uint32 * 3),
-        ("shift", ctypes.c_int32 * 3),
-    )
-
-
-@cache
-def _args_type(maps: int) -> type[ctypes.Structure]:
-    """``HopperGatherArgs`` of ``hopper_gather.cuh`` with so many maps."""
-
-    class HopperGatherArgs(ctypes.Structure):
-        _fields_ = (
-            ("weight", MapField),
-            *((f"source{i}", MapField) for i in range(maps)),
-            *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
-            ("y_stride", ctypes.c_int64 * 6),
-            ("alpha", ctypes.c_float),
-            ("beta", ctypes.c_float),
-            *(
-                (name, ctypes.c_int32)
-                for name in (
-                    "in_channels",
-                    "out_channels",
-                    "activation",
-                    "plain",
-                    "wide_stores",
-                    "images_first",
-                    "dims",
-                    "rounds",
-                    "slots",
-                    "channel_tiles",
-                    "phases",
-                )
-            ),
-            *(
-                (name, ctypes.c_int32 * 3)
-                for name in ("x_size", "x_step", "x_tap", "y_step", "r_step")
-            ),
-            ("phase", PhaseArgs * maps),
-        )
-
-    return HopperGatherArgs
+AxisArgs = structure("conv/hopper_gather.cuh", "GatherAxis")
 
 
 class HopperGather:
@@ -136,12 +83,12 @@ class HopperGather:
         read, written = _channels(work)
         if not self._everything and min(read, written) < _least_channels(work):
             return f"{read} to {written} channels would leave most of a tile"
-        least = _least_terms(work, written)
+        axes = [axis_of(work, dim) for dim in range(3)]
+        least = _least_terms(work, axes, written)
         if not self._everything and read * work.taps < least:
             return (
                 f"sums of {read * work.taps} products take less time than such results; not {least}"
             )
-        axes = [axis_of(work, dim) for dim in range(3)]
         phases = combined(axes)
         if len(phases) > MAPS[-1]:
             return f"{len(phases)} phases are more than {MAPS[-1]}"
@@ -171,21 +118,25 @@ class HopperGather:
             schedule = replace(schedule, images_first=False, tile=replace(schedule.tile, split=1))
         if schedule.tile.split > 1 and not may_split(work, axes, device, schedule.tile):
             schedule = replace(schedule, tile=replace(schedule.tile, split=1))
-        if schedule.tile.pingpong and not may_pingpong(work):
+        tile = schedule.tile
+        if tile.pingpong and not (
+            may_pingpong(work, axes) and (work.epilogue_free or tile.has_epilogue)
+        ):
             schedule = replace(schedule, tile=TILES[0])
         tile = schedule.tile
         stages = tile.stages(device)
         maps = next(each for each in MAPS if each >= len(phases))
         read, written = _channels(work)
         result = sides.result
-        args = _args_type(maps)()
+        args = structure("conv/hopper_gather.cuh", "HopperGatherArgs", MAPS=maps)()
         args.y_stride[:] = result.strides
         args.alpha, args.beta = work.alpha, work.beta
         args.in_channels, args.out_channels = read, written
         args.activation = ACTIVATIONS[work.activation]
         size = work.input if backward else work.output
         args.wide_stores = in_whole_chunks(result, (work.batch, 1, written, *size), 2)
-        args.plain = work.epilogue_free and args.wide_stores
+        finished = finishes_rows(work, axes) and tile.has_epilogue and not planes
+        args.plain = (work.epilogue_free or finished) and args.wide_stores
         if planes:
             args.wide_stores = pixels_beside(work)
         args.images_first = schedule.images_first
@@ -225,7 +176,7 @@ class HopperGather:
         args.slots = shares * args.channel_tiles
         blocks = min(tile.clusters(device), args.slots * args.rounds) * tile.cluster
         launch = Launch(
-            _instance(tile, work.dtype, sides.across, maps, stages, planes),
+            _instance(tile, work.dtype, sides.across, maps, stages, planes, finished),
             (blocks, 1, 1),
             (tile.threads, 1, 1),
             pack_maps(args, given, y=result, accumulate=work.accumulate, bias=work.bias),
@@ -243,12 +194,17 @@ class HopperGather:
     def instances(self) -> Iterable[Instance]:
         """See `Family.instances`."""
         return [
-            _instance(tile, dtype, across, maps, tile.stages(H200), planes)
+            _instance(tile, dtype, across, maps, tile.stages(H200), planes, finished)
             for dtype in DTYPES
             for tile in tiles_of(dtype)
             for across in ((False, True) if dtype.itemsize == 2 else (False,))
             for maps in (MAPS if across or dtype is DType.FLOAT32 else MAPS[:1])
             for planes in ((False, True) if tile.split == 1 and not tile.pingpong else (False,))
+            for finished in (
+                (False, True)
+                if tile.has_epilogue and maps == 1 and dtype.itemsize == 2 and not planes
+                else (False,)
+            )
         ]
 
 
@@ -257,7 +213,7 @@ def _least_channels(work: ConvWork) -> int:
     return LEAST_CHANNELS_TF32 if narrow else LEAST_CHANNELS
 
 
-def _least_terms(work: ConvWork, written: int) -> int:
+def _least_terms(work: ConvWork, axes: Sequence[Axis], written: int) -> int:
     """Products that a sum has at least, by how its result is stored."""
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
@@ -265,7 +221,9 @@ def _least_terms(work: ConvWork, written: int) -> int:
         return 0
     if not in_whole_chunks(result, (work.batch, 1, written, *size), 2):
         return LEAST_TERMS_APART
-    return 0 if work.epilogue_free else LEAST_TERMS_FINISHED
+    if work.epilogue_free or finishes_rows(work, axes):
+        return 0
+    return LEAST_TERMS_FINISHED
 
 
 def _channels(work: ConvWork) -> tuple[int, int]:
@@ -275,9 +233,17 @@ def _channels(work: ConvWork) -> tuple[int, int]:
 
 
 def _instance(
-    tile: HopperTile, dtype: DType, across: bool, maps: int, stages: int, planes: bool
+    tile: HopperTile,
+    dtype: DType,
+    across: bool,
+    maps: int,
+    stages: int,
+    planes: bool,
+    finished: bool,
 ) -> Instance:
     defines = tile.defines(dtype, across, maps, stages, planes)
+    if finished:
+        defines["EPILOGUE"] = 1
     return Instance(
         "conv/hopper_gather.cu",
         "hopper_gather",

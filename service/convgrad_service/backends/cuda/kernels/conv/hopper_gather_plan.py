@@ -7,7 +7,7 @@ the model counts the steps of the busiest one, each at the pace that its tile wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 
@@ -32,6 +32,7 @@ __all__ = [
     "candidates",
     "choose_schedule",
     "expected_s",
+    "finishes_rows",
     "is_plain",
     "kept_taps",
     "may_pingpong",
@@ -40,6 +41,8 @@ __all__ = [
     "stores_planes",
 ]
 
+# Activations that results in rows can have: comparisons, which leave the sums where they are.
+CLAMPING = ("none", "relu", "relu6")
 # Of the source, what is read by all phases of a round should stay in the L2 cache.
 ROUND_BYTES = 8 * 2**20
 # Turns of all multiprocessors that a round has at least.
@@ -114,14 +117,29 @@ def is_plain(work: ConvWork) -> bool:
     return work.epilogue_free and in_whole_chunks(result, (work.batch, 1, written, *size), 2)
 
 
-def may_pingpong(work: ConvWork) -> bool:
-    """Whether warpgroups can take turns: they have plain results, and count these in chunks."""
+def finishes_rows(work: ConvWork, axes: Sequence[Axis]) -> bool:
+    """Whether results take a plain one's way, after a bias or an activation that clamps: in whole,
+    aligned chunks of channels of 16 bits, in one phase."""
+    plain = replace(work, bias=None, activation="none")
+    return (
+        is_plain(plain)
+        and not work.epilogue_free
+        and work.activation in CLAMPING
+        and work.dtype.itemsize == work.result_dtype.itemsize == 2
+        and all(len(axis.phases) == 1 for axis in axes)
+    )
+
+
+def may_pingpong(work: ConvWork, axes: Sequence[Axis]) -> bool:
+    """Whether warpgroups can take turns: they have results that need no more than rows of sums, and
+    count these in chunks."""
     result = gather_sides(work)[1]
     size = work.input if work.direction == "bwd_data" else work.output
     extents = (work.batch, *size)
     strides = (result.strides[0], *result.strides[3:])
     reach = sum((count - 1) * stride for count, stride in zip(extents, strides, strict=True))
-    return is_plain(work) and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
+    rows = is_plain(work) or finishes_rows(work, axes)
+    return rows and reach * result.dtype.itemsize // 16 < MOST_CHUNKS
 
 
 def count_tiles(work: ConvWork, axes: Sequence[Axis], tile: HopperTile) -> int:
@@ -206,9 +224,9 @@ def candidates(work: ConvWork, axes: Sequence[Axis], device: CudaDevice) -> Iter
         for along in axis.phases
         for j in range(along.taps)
     )
-    pingpongs = may_pingpong(work)
+    pingpongs = may_pingpong(work, axes)
     for tile in tiles_of(work.dtype):
-        if tile.pingpong and not pingpongs:
+        if tile.pingpong and not (pingpongs and (work.epilogue_free or tile.has_epilogue)):
             continue
         if tile.n - written >= 64 and tile.n > 64:
             continue

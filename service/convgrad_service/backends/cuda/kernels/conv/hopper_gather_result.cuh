@@ -6,6 +6,11 @@
 #include "core/vectors.cuh"
 #include "ptx/warpgroup.cuh"
 
+// Whether plain results have a bias or an activation, which their instances alone have code for.
+#ifndef EPILOGUE
+#define EPILOGUE 0
+#endif
+
 namespace convgrad {
 
 // Of shared memory, for each warp: 16 rows of 128 bytes.
@@ -149,6 +154,31 @@ struct Results {
     }
   }
 
+  // This lane's two sums of a row, in the columns of a fragment, rounded; with EPILOGUE after a bias
+  // and an activation that clamps, as `finish` has them.
+  __device__ __forceinline__ u32 rounded(const float (&sum)[4], int half, u32 biases) const {
+    float first = sum[half * 2], second = sum[half * 2 + 1];
+    if constexpr (EPILOGUE) {
+      first = clamped(first + widen(T{static_cast<unsigned short>(biases)}));
+      second = clamped(second + widen(T{static_cast<unsigned short>(biases >> 16)}));
+    }
+    return narrow_two<T>(first, second);
+  }
+  // NaN passes, as it does through every activation.
+  __device__ __forceinline__ float clamped(float v) const {
+    v = args.activation != kNone && v < 0.0f ? 0.0f : v;
+    return args.activation == kRelu6 && v > 6.0f ? 6.0f : v;
+  }
+  // Of this lane's two columns of a fragment; zeros where there is none.
+  __device__ __forceinline__ u32 biases_of(int fragment) const {
+    if constexpr (!EPILOGUE) return 0;
+    const int channel = first_channel + fragment * 8 + lane % 4 * 2;
+    u32 both;
+    load_if(args.bias != nullptr && channel < args.out_channels,
+            static_cast<const T*>(args.bias) + channel, both);
+    return both;
+  }
+
   // A warp's 16 rows of 128 bytes, from fragment `first` on.
   __device__ __forceinline__ void write_rows(u32 patch, const float (&sum)[kFragments][4],
                                              int first) const {
@@ -157,10 +187,10 @@ struct Results {
 #pragma unroll
       for (int j = 0; j < 8 && first + j < kFragments; j += 2) {
         const u32 to = patch + row * 128 + ((j + chunk) ^ (row & 7)) * 16;
-        const u32 words[4] = {narrow_two<T>(sum[first + j][0], sum[first + j][1]),
-                              narrow_two<T>(sum[first + j][2], sum[first + j][3]),
-                              narrow_two<T>(sum[first + j + 1][0], sum[first + j + 1][1]),
-                              narrow_two<T>(sum[first + j + 1][2], sum[first + j + 1][3])};
+        const u32 here = biases_of(first + j), beside = biases_of(first + j + 1);
+        const u32 words[4] = {rounded(sum[first + j], 0, here), rounded(sum[first + j], 1, here),
+                              rounded(sum[first + j + 1], 0, beside),
+                              rounded(sum[first + j + 1], 1, beside)};
         stmatrix(to, words);
       }
     } else {

@@ -101,6 +101,12 @@ class HopperTile:
         return (self.warpgroups + 1) * WARPGROUP
 
     @property
+    def has_epilogue(self) -> bool:
+        """Whether a bias and an activation have registers beside the sums; others would spill."""
+        sums = self.m * self.n // (WARPGROUP * (1 if self.pingpong else self.warpgroups))
+        return self.split == 1 and sums <= (160 if self.pingpong else 128)
+
+    @property
     def stage_bytes(self) -> int:
         return (self.m + ceil_div(self.n, BOX_ROWS) * BOX_ROWS) * ROW_BYTES
 
@@ -166,7 +172,7 @@ TILES = (
         for m, n in ((192, 128), (128, 128), (128, 160), (256, 64), (128, 64), (256, 32))
     ),
 )
-"""Others lost everywhere: see HOPPER.md."""
+"""Others lost everywhere."""
 
 
 def tiles_of(dtype: DType) -> tuple[HopperTile, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -20,7 +19,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_halo_tiles import (
 )
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, axis_of
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
@@ -28,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     prepare_activation,
     prepare_weight,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -37,7 +37,7 @@ __all__ = ["HopperHalo"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_PASSES, MAX_SLICES, MAX_STEPS, MAX_TAPS = 8, 16, 64, 128
 LEAST_CHANNELS = 16
-# Where others are faster, measured on an H200 (HOPPER.md).
+# Where others are faster, measured on an H200.
 LEAST_TAPS, MOST_READ, MOST_WRITTEN = 9, 128, 96
 MAX_EXTENT, MAX_KERNEL, MAX_STEP, MAX_BOX = 2**28, 127, 8, 256
 MAX_INDEX = 2**31 - 1
@@ -45,113 +45,25 @@ THREADS = 384
 CLOCKS_A_SECOND = 1.7e9  # of an H200 under load
 
 
-class PassArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (
-        ("first_step", ctypes.c_int32),
-        ("steps", ctypes.c_int32),
-        ("y0", ctypes.c_int32 * 3),
-        ("count", ctypes.c_int32 * 3),
-    )
+PassArgs = structure("conv/hopper_halo_args.cuh", "HaloPass")
 
 
-class SliceArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (("at", ctypes.c_int32 * 3),)
+SliceArgs = structure("conv/hopper_halo_args.cuh", "HaloSlice")
 
 
-class StepArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint8) for name in ("slice", "taps", "loads", "last")),
-        ("first_tap", ctypes.c_uint16),
-        ("first_load", ctypes.c_uint16),
-    )
+StepArgs = structure("conv/hopper_halo_args.cuh", "HaloStep")
 
 
-class TapArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (("pixel", ctypes.c_uint16), ("weight", ctypes.c_uint16))
+TapArgs = structure("conv/hopper_halo_args.cuh", "HaloTap")
 
 
-class LoadArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (
-        ("to", ctypes.c_uint16),
-        *((name, ctypes.c_int8) for name in ("t", "r", "s")),
-        ("block", ctypes.c_uint8),
-    )
+LoadArgs = structure("conv/hopper_halo_args.cuh", "HaloLoad")
 
 
-class TablesArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (
-        ("pass", PassArgs * MAX_PASSES),
-        ("slice", SliceArgs * MAX_SLICES),
-        ("step", StepArgs * MAX_STEPS),
-        ("tap", TapArgs * MAX_TAPS),
-        ("load", LoadArgs * MAX_TAPS),
-    )
+TablesArgs = structure("conv/hopper_halo_args.cuh", "HaloTables")
 
 
-class HopperHaloArgs(ctypes.Structure):
-    """See ``hopper_halo_args.cuh``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("w_map", MapField),
-        *((name, ctypes.c_uint64) for name in ("y", "accumulate", "bias")),
-        ("y_stride", ctypes.c_int64 * 6),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "out_channels",
-                "activation",
-                "plain",
-                "wide_stores",
-                "planes",
-            )
-        ),
-        ("tile", ctypes.c_int32 * 3),
-        ("tiles", ctypes.c_int32 * 3),
-        ("channel_tiles", ctypes.c_int32),
-        ("all_tiles", ctypes.c_int32),
-        ("x_step", ctypes.c_int32 * 3),
-        ("y_step", ctypes.c_int32 * 3),
-        ("row_pixels", ctypes.c_int32),
-        ("row_factor", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "chunks",
-                "slices",
-                "stages",
-                "stage_bytes",
-                "box_bytes",
-                "slots",
-                "slot_bytes",
-                "load_bytes",
-                "all_loads",
-                "chunk_bytes",
-                "shared_weights",
-                "group_pixels",
-                "group_blocks",
-                "group_weights",
-                "row_channels",
-                "deeper_first",
-                "passes",
-            )
-        ),
-        ("tables", TablesArgs),
-    )
+HopperHaloArgs = structure("conv/hopper_halo_args.cuh", "HopperHaloArgs")
 
 
 class HopperHalo:
@@ -279,7 +191,7 @@ class HopperHalo:
 
 
 def _slower(work: ConvWork) -> str | None:
-    """Why another kernel is as fast or faster; judged by what HOPPER.md lists the times of."""
+    """Why another kernel is as fast or faster; as measured on an H200."""
     read, written = work.in_channels, work.out_channels
     if work.direction == "bwd_data":
         read, written = written, read

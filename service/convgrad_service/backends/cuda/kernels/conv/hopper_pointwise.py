@@ -3,14 +3,13 @@ one tap and stride 1, and the gradient of the input where no taps overlap."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
 from convgrad_service.backends.cuda.kernels.layout.planes import (
@@ -18,6 +17,7 @@ from convgrad_service.backends.cuda.kernels.layout.planes import (
     plane_map,
     plane_pixels,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import H200, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -37,19 +37,7 @@ MAX_TILES = 2**31 - 1
 FLOPS, L2_BYTES_S = 865e12, 12e12
 
 
-class HopperPointwiseArgs(ctypes.Structure):
-    """See ``hopper_pointwise.cu``."""
-
-    _fields_ = (
-        *((name, MapField) for name in ("x_map", "w_map", "y_map")),
-        ("y", ctypes.c_uint64),
-        ("y_stride", ctypes.c_int64 * 6),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("channels", "rows", "channel_tiles", "pixel_tiles", "tiles")
-        ),
-        *((name, ctypes.c_int32 * 3) for name in ("taps", "size")),
-    )
+HopperPointwiseArgs = structure("conv/hopper_pointwise.cu", "HopperPointwiseArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 from convgrad.dtypes import DType
@@ -12,7 +11,7 @@ from convgrad_service.backends.cuda.kernels.conv.hopper_weight_tiles import (
     plane_pixels,
 )
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -29,76 +28,12 @@ __all__ = [
 ]
 
 DIVIDERS = ("by_groups", "by_along", "by_kernel", "by_row", "by_parted")
-# WeightResult of hopper_weight.cuh; a multiple of 8 bytes, as that is.
-RESULT_FIELDS: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_uint64) for name in ("w", "accumulate", "partials")),
-    ("w_stride", ctypes.c_int64 * 6),
-    ("alpha", ctypes.c_float),
-    ("beta", ctypes.c_float),
-    ("in_channels", ctypes.c_int32),
-    ("out_channels", ctypes.c_int32),
-    ("kernel", ctypes.c_int32 * 3),
-    *(
-        (name, ctypes.c_int32)
-        for name in (
-            "shared_taps",
-            "along",
-            "boxes",
-            "row_tiles",
-            "column_tiles",
-            "rows_first",
-            "whole",
-            "shares",
-            "share_steps",
-            "warpgroups",
-            "rows",
-            "products",
-            "fragments",
-            "channels",
-            "spread",
-            "pairs",
-            "eights",
-            "wide",
-        )
-    ),
-    *((name, ctypes.c_uint32 * 2) for name in DIVIDERS),
+HopperWeightArgs = structure(
+    "conv/hopper_weight.cu", "HopperWeightArgs", anonymous=("result", "source")
 )
-
-
-# WeightSource of hopper_weight.cuh.
-SOURCE_FIELDS: tuple[tuple[str, Any], ...] = (
-    ("x", ctypes.c_uint64),
-    ("y", ctypes.c_uint64),
-    *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y")),
-    ("batch", ctypes.c_int32),
-    *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "stride", "dilation", "pad")),
-    ("doubt", ctypes.c_float),
-    ("ranges", ctypes.c_uint64),
+WeightSumArgs = structure(
+    "conv/hopper_weight_sum.cu", "WeightSumArgs", anonymous=("result", "source")
 )
-
-
-class HopperWeightArgs(ctypes.Structure):
-    """See ``hopper_weight.cu``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("y_map", MapField),
-        *RESULT_FIELDS,
-        *SOURCE_FIELDS,
-        *(
-            (name, ctypes.c_int32)
-            for name in ("dims", "halo", "box_bytes", "stages", "stage_bytes", "step_bytes")
-        ),
-        ("by_size", ctypes.c_uint32 * 2 * 3),
-        ("met", ctypes.c_uint64),
-        ("slices", ctypes.c_int32),
-    )
-
-
-class WeightSumArgs(ctypes.Structure):
-    """See ``hopper_weight_sum.cu``."""
-
-    _fields_ = (*RESULT_FIELDS, *SOURCE_FIELDS, ("slices", ctypes.c_int32))
 
 
 def dims_of(work: ConvWork) -> int:
@@ -120,7 +55,7 @@ def beside(work: ConvWork, count: int) -> bool:
     )
 
 
-def fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut) -> None:
+def fill_result(args: Any, work: ConvWork, cut: Cut) -> None:
     """Where tiles belong."""
     args.w_stride[:], args.kernel[:] = work.w.strides, work.kernel
     args.alpha, args.beta = work.alpha, work.beta
@@ -139,14 +74,12 @@ def fill_result(args: HopperWeightArgs | WeightSumArgs, work: ConvWork, cut: Cut
     parted = (cut.tiles if cut.sums else cut.parted) // cut.copying
     counts = groups, args.along, work.kernel[1], row, max(1, parted)
     for name, count in zip(DIVIDERS, counts, strict=True):
-        getattr(args, name)[:] = divider(count)
+        setattr(args, name, divider(count))
     args.eights = work.epilogue_free and beside(work, 8)
     args.pairs, args.wide = beside(work, 2), work.result_dtype is DType.FLOAT32
 
 
-def fill_source(
-    args: HopperWeightArgs | WeightSumArgs, work: ConvWork, x: Operand, y: Operand
-) -> None:
+def fill_source(args: Any, work: ConvWork, x: Operand, y: Operand) -> None:
     """What is summed, as it is defined."""
     args.x_stride[:], args.y_stride[:] = x.strides, y.strides
     args.batch = work.batch
@@ -172,7 +105,7 @@ def least_terms(work: ConvWork) -> int:
 
 def arguments(
     work: ConvWork, cut: Cut, x: Operand, y: Operand, device: CudaDevice, *, planes: bool
-) -> HopperWeightArgs:
+) -> Any:
     """Of hopper_weight.cu; ``x`` and ``y`` are what it was given, not scaled copies."""
     args = HopperWeightArgs()
     fill_result(args, work, cut)
@@ -183,6 +116,6 @@ def arguments(
     args.stages = cut.stages(device)
     args.stage_bytes, args.step_bytes = cut.stage_bytes, cut.arriving_bytes
     for dim, size in enumerate((*work.output[:2], work.output[2] + args.halo)):
-        args.by_size[dim][:] = divider(size)
+        args.by_size[dim] = divider(size)
     args.slices = cut.slices if cut.together else 1
     return args

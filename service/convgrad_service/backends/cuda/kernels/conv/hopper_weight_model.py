@@ -8,7 +8,7 @@ from convgrad_service.plans.cuda.program import ceil_div
 
 __all__ = ["expected_s"]
 
-# What an H200 takes, fitted to the cuts of tests/perf's dense layers (HOPPER.md): a launch; a cycle
+# What an H200 takes, fitted to the cuts of tests/perf's dense layers: a launch; a cycle
 # of its tensor cores; bytes to shared memory; a box, where four threads copy; one that blocks of a
 # cluster share; of products and copies the shorter one, so much beside the longer; what a unit
 # writes of partial sums; the second kernel, and its bytes; sums of a cluster, and the bytes that a

@@ -22,7 +22,7 @@ MOST_STAGES, LEAST_STAGES = 16, 3
 # The ring starts at a multiple of 1,024 bytes; barriers and where boxes come from lie beside it.
 ALIGNMENT, BESIDE_BYTES = 1024, 1152
 # Blocks of columns that share a box lie a row apart; compute-sanitizer takes each product to read
-# them one after another, of up to 256 columns and 16 pixels (HOPPER.md).
+# them one after another, of up to 256 columns and 16 pixels.
 BELIEVED_BYTES = 3 * 16 * 128
 # Partial sums take at most so much, unless the caller asks for more; more waves do not pay.
 PARTIAL_BYTES = 256 * 2**20

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.conv.implicit_gemm_tiles import Config, Gemm
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
 from convgrad_service.backends.cuda.kernels.core.gather_axes import Axis, Phase, divider
 from convgrad_service.backends.cuda.kernels.layout.channels_last import in_whole_chunks
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand, Size3
 
@@ -26,75 +27,13 @@ MAX_PHASES = 8
 CHUNK_BYTES = 16
 
 
-class DividerArgs(ctypes.Structure):
-    """See ``core/divider.cuh``."""
-
-    _fields_ = (("factor", ctypes.c_uint32), ("shift", ctypes.c_int32))
+PhaseArgs = structure("conv/implicit_gemm_args.cuh", "GatherPhase")
 
 
-class PhaseArgs(ctypes.Structure):
-    """See ``implicit_gemm_args.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count")),
-        ("by_taps", DividerArgs),
-        ("by_count", DividerArgs),
-    )
+AxisArgs = structure("conv/implicit_gemm_args.cuh", "GatherAxis")
 
 
-class AxisArgs(ctypes.Structure):
-    """See ``implicit_gemm_args.cuh``."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("size", "x_step", "x_tap", "y_step", "r_step", "phases")
-    )
-
-
-class ImplicitGemmArgs(ctypes.Structure):
-    """See ``implicit_gemm_args.cuh``."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "source",
-                "other",
-                "result",
-                "accumulate",
-                "bias",
-                "partials",
-                "counters",
-            )
-        ),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("source", "other", "result")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "rows",
-                "columns",
-                "source_channels",
-                "result_channels",
-                "tap_chunks",
-                "cluster_log",
-                "workspace",
-                "ring_bytes",
-                "linear_source",
-                "linear_other",
-                "linear_result",
-                "plain",
-                "result_in_vectors",
-                "pixels_fastest",
-                "wide_result",
-                "batch",
-                "activation",
-            )
-        ),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *((name, DividerArgs) for name in ("by_column_tiles", "by_tap_chunks", "by_splits")),
-        ("axis", AxisArgs * 3),
-        ("phase", (PhaseArgs * 3) * MAX_PHASES),
-    )
+ImplicitGemmArgs = structure("conv/implicit_gemm_args.cuh", "ImplicitGemmArgs")
 
 
 def arguments(
@@ -104,7 +43,7 @@ def arguments(
     axes: Sequence[Axis],
     gemm: Gemm,
     config: Config,
-) -> ImplicitGemmArgs:
+) -> Any:
     """All but the addresses. ``source`` and ``other`` are what is read, channels side by side."""
     source_channels, result_channels = channels_of(work)
     result = result_of(work)
@@ -146,9 +85,9 @@ def arguments(
     args.batch = work.batch
     args.activation = ACTIVATIONS[work.activation]
     args.alpha, args.beta = work.alpha, work.beta
-    args.by_column_tiles = DividerArgs(*divider(ceil_div(gemm.columns, config.tile.n)))
-    args.by_tap_chunks = DividerArgs(*divider(args.tap_chunks))
-    args.by_splits = DividerArgs(*divider(config.splits))
+    args.by_column_tiles = divider(ceil_div(gemm.columns, config.tile.n))
+    args.by_tap_chunks = divider(args.tap_chunks)
+    args.by_splits = divider(config.splits)
     for dim, axis in enumerate(axes):
         args.axis[dim] = AxisArgs(
             axis.x_size, axis.x_step, axis.x_tap, axis.y_step, axis.r_step, len(axis.phases)
@@ -160,8 +99,8 @@ def arguments(
                 phase.x0,
                 phase.y0,
                 phase.count,
-                DividerArgs(*divider(max(phase.taps, 1))),
-                DividerArgs(*divider(phase.count)),
+                divider(max(phase.taps, 1)),
+                divider(phase.count),
             )
     return args
 

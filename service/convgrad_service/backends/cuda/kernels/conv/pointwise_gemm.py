@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 from math import prod
 
@@ -81,9 +82,16 @@ class PointwiseGemm:
 
     name = "pointwise_gemm"
 
-    def __init__(self, config: Config | None = None, *, swapped: bool = False) -> None:
-        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``."""
-        self._config, self._swapped = config, swapped
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        swapped: bool = False,
+        most_s: float = math.inf,
+    ) -> None:
+        """``config`` where another than the chosen one is tried, with wgrad's rows ``swapped``. What is
+        expected to take longer than ``most_s`` is left to others."""
+        self._config, self._swapped, self._most_s = config, swapped, most_s
 
     def why_not(self, work: ConvWork, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
@@ -104,8 +112,13 @@ class PointwiseGemm:
         products = products_of(work)
         if not products:
             return "rows that do not lie evenly, in whole chunks of 16 bytes"
-        if self._config is None and chosen(products, device, COUNTERS) is None:
+        if self._config is not None:
+            return None
+        found = chosen(products, device, COUNTERS)
+        if found is None:
             return "no tile fits"
+        if found[0] > self._most_s:
+            return f"expected to take {found[0] * 1e6:.1f} us"
         return None
 
     def launches(self, work: ConvWork, device: CudaDevice) -> Fragment:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import OVERLAPPING, CudaDevice
 from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.plans.cuda.works import Operand
@@ -23,18 +23,7 @@ THREADS = 2**17
 DTYPES = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32)
 
 
-class LaneSumArgs(ctypes.Structure):
-    """See ``lane_sum.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
-        *((name, ctypes.c_int64 * 6) for name in ("extent", "stride", "accumulate_stride")),
-        ("results", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("splits", ctypes.c_int32),
-        ("lanes", ctypes.c_int32),
-    )
+LaneSumArgs = structure("core/lane_sum.cu", "LaneSumArgs")
 
 
 def lane_sum(

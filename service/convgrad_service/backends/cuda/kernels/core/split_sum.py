@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import sum_dtype
 from convgrad_service.plans.cuda.program import Instance, Launch
 from convgrad_service.plans.cuda.works import Operand
@@ -18,17 +18,7 @@ __all__ = ["split_sum", "split_sum_instances"]
 BLOCK = 256
 
 
-class SplitSumArgs(ctypes.Structure):
-    """See ``split_sum.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("partials", "result", "accumulate")),
-        *((name, ctypes.c_int64 * 6) for name in ("extent", "stride", "accumulate_stride")),
-        ("results", ctypes.c_int64),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("splits", ctypes.c_int32),
-    )
+SplitSumArgs = structure("core/split_sum.cu", "SplitSumArgs")
 
 
 def split_sum(

@@ -16,6 +16,7 @@ from typing import Any
 from convgrad.dtypes import DType
 from convgrad.errors import DeviceUnavailable
 from convgrad_service.backends.cuda.arguments import Packed, pack
+from convgrad_service.backends.cuda.structures import MAP_ALIGNMENT, MapField
 from convgrad_service.plans.cuda.works import Operand
 
 __all__ = [
@@ -29,9 +30,7 @@ __all__ = [
     "pack_maps",
 ]
 
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MapField = ctypes.c_uint64 * 16
-"""The type of a tensor map's field in a structure of arguments; its offset is a multiple of 64."""
+MAP_BYTES = 128
 
 MOST_SIZE, MOST_STRIDE, MOST_STEP = 2**32, 2**40, 8
 MOST_BOX, MOST_CHANNELS, MOST_PIXELS = 256, 256, 1024

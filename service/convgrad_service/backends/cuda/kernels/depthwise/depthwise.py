@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     PIECES,
     Kernel,
     Plane,
-    Planes,
     Tiling,
     chunk_rows,
     deep_plane_of,
@@ -29,6 +27,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
     ARCHITECTURES,
     CudaDevice,
@@ -97,21 +96,7 @@ STRIP_COLUMNS = 2.5
 NARROW_TILES = {(13, 13, 1): (Tile(1, 1, 2, architectures=architectures_before(NARROW_BEFORE)),)}
 
 
-class DepthwiseArgs(ctypes.Structure):
-    """See ``depthwise_args.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
-        *((name, ctypes.c_int32) for name in ("columns", "dilation", "activation")),
-        ("tiling", Tiling),
-        ("planes", Planes),
-    )
+DepthwiseArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -79,25 +79,7 @@ MMA_TILES = (
 )
 
 
-class DepthwiseMmaArgs(ctypes.Structure):
-    """See ``depthwise_mma.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "w", "y", "accumulate")),
-        ("x_pitch", ctypes.c_uint32),
-        ("y_pitch", ctypes.c_uint32),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("activation", ctypes.c_int32),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        ("x_channels", ctypes.c_int32),
-        ("multiplier", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
-        ("flipped", ctypes.c_int32),
-        ("tiling", StripTiling),
-    )
+DepthwiseMmaArgs = structure("depthwise/depthwise_mma.cu", "DepthwiseMmaArgs")
 
 
 class DepthwiseMma:

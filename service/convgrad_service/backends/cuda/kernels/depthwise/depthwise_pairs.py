@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.divider import Divider
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_strips import (
     DTYPES,
     STRIP_COLUMNS,
@@ -23,6 +22,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -88,25 +88,7 @@ PAIR_TILES = (
 )
 
 
-class DepthwisePairsArgs(ctypes.Structure):
-    """See ``depthwise_pairs.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y")),
-        *((f"{name}_stride", ctypes.c_uint32 * 3) for name in ("x", "y")),
-        ("w_stride", ctypes.c_int32 * 3),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad", "kernel", "dilation")),
-        ("w_first", ctypes.c_int32),
-        ("w_step", ctypes.c_int32 * 2),
-        *((name, ctypes.c_int32) for name in ("flipped", "left", "first_tap", "base", "rows")),
-        *((name, ctypes.c_int32) for name in ("tiles", "share", "strips", "read", "row_bytes")),
-        ("by_rows", Divider),
-        ("by_strips", Divider),
-        ("by_units", Divider),
-        ("by_dilation", Divider),
-    )
+DepthwisePairsArgs = structure("depthwise/depthwise_pairs.cuh", "DepthwisePairsArgs")
 
 
 class DepthwisePairs:
@@ -181,7 +163,7 @@ class DepthwisePairs:
         args.x_size[:] = plane.input if flipped else plane.output
         args.y_size[:], args.pad[:] = _result(work, plane)
         args.kernel[:], args.dilation[:] = plane.reach, plane.dilation
-        args.by_dilation = Divider.of(plane.dilation[1])
+        args.by_dilation = divider(plane.dilation[1])
         _, *steps = args.w_stride
         if flipped:
             args.w_first = sum(s * (k - 1) for s, k in zip(steps, plane.kernel, strict=True))
@@ -189,8 +171,8 @@ class DepthwisePairs:
         args.left, args.first_tap, reads = _columns(plane.reach[1], stride, args.pad[1])
         args.read = reads + 4 // stride
         args.base, args.rows, args.tiles, args.strips = cut.base, cut.rows, cut.tiles, cut.strips
-        args.by_rows, args.by_strips = Divider.of(cut.rows), Divider.of(cut.strips)
-        args.by_units = Divider.of(cut.strips + 1)
+        args.by_rows, args.by_strips = divider(cut.rows), divider(cut.strips)
+        args.by_units = divider(cut.strips + 1)
         args.row_bytes = cut.row_bytes
         args.share = share = share or cut.cost_and_share(device)[1]
         return Launch(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Plane
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import ARCHITECTURES, HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -21,13 +21,7 @@ STRIP_COLUMNS = 8
 TILE_STRIPS = 16
 
 
-class StripTiling(ctypes.Structure):
-    """See ``depthwise_strips.cuh``."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("strips", "units", "slots", "tiles", "chunks", "rows", "channel_tiles")
-    )
+StripTiling = structure("depthwise/depthwise_strips.cuh", "StripTiling")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import ZEROS_BYTES, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -40,21 +40,10 @@ CHUNK_BYTES = 16
 START_ROWS = 6
 
 
-class Tiling(ctypes.Structure):
-    """See ``depthwise_args.cuh``."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("groups", "chunks", "rows", "channel_tiles")
-    )
+Tiling = structure("depthwise/depthwise_args.cuh", "Tiling")
 
 
-class Planes(ctypes.Structure):
-    """See ``depthwise_args.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("x", "y", "kernel", "stride", "dilation", "pad")),
-        *((f"{name}_stride", ctypes.c_int64) for name in ("x", "y", "accumulate")),
-    )
+Planes = structure("depthwise/depthwise_args.cuh", "Planes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +219,7 @@ def kernel_of(plane: Plane, kernels: Iterable[Kernel]) -> Kernel | None:
     return min(holding, default=None)
 
 
-def fill_planes(planes: Planes, work: ConvWork, x: Operand, y: Operand) -> None:
+def fill_planes(planes: Any, work: ConvWork, x: Operand, y: Operand) -> None:
     """The planes of a work along D; ``x`` and ``y`` as in `fill_operands`."""
     backward = work.direction == "bwd_data"
     sizes = (work.output[0], work.input[0]) if backward else (work.input[0], work.output[0])

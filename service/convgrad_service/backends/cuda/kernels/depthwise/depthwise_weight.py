@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     PIECES,
     Kernel,
     Plane,
-    Planes,
     Tiling,
     chunk_rows,
     deep_plane_of,
@@ -29,13 +27,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
-    OPERANDS,
-    SIZES,
     buffers_of,
     elements_of,
     fill_weight,
     partials_of,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -97,16 +94,7 @@ WEIGHT_TILES: dict[Kernel, WeightTile] = {
 DEEP = ((3, 3, 1), (3, 3, 2))
 
 
-class DepthwiseWeightArgs(ctypes.Structure):
-    """See ``depthwise_args.cuh``."""
-
-    _fields_ = (
-        *OPERANDS,
-        *SIZES,
-        *((name, ctypes.c_int32) for name in ("kernel_rows", "columns", "dilation")),
-        ("tiling", Tiling),
-        ("planes", Planes),
-    )
+DepthwiseWeightArgs = structure("depthwise/depthwise_args.cuh", "DepthwiseWeightArgs")
 
 
 class DepthwiseWeight:

@@ -3,7 +3,6 @@ the partial sums of several blocks. The device's side is ``depthwise_weight_args
 
 from __future__ import annotations
 
-import ctypes
 from math import prod
 from typing import Any
 
@@ -11,21 +10,7 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import Pla
 from convgrad_service.plans.cuda.program import ZEROS, Workspace
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
-__all__ = ["OPERANDS", "SIZES", "buffers_of", "elements_of", "fill_weight", "partials_of"]
-
-OPERANDS: tuple[tuple[str, type[Any]], ...] = (
-    *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials", "arrived")),
-    *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("x", "y", "w", "accumulate")),
-)
-"""Fields of a structure of arguments, before its ``SIZES``."""
-
-SIZES: tuple[tuple[str, type[Any]], ...] = (
-    ("alpha", ctypes.c_double),
-    ("beta", ctypes.c_double),
-    ("batch", ctypes.c_int32),
-    ("channels", ctypes.c_int32),
-    *((name, ctypes.c_int32 * 2) for name in ("x_size", "y_size", "pad")),
-)
+__all__ = ["buffers_of", "elements_of", "fill_weight", "partials_of"]
 
 
 def elements_of(work: ConvWork, plane: Plane) -> int:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
-from convgrad_service.backends.cuda.kernels.core.divider import Divider
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     plane_of,
@@ -18,13 +17,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
-    OPERANDS,
-    SIZES,
     buffers_of,
     elements_of,
     fill_weight,
     partials_of,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -73,21 +71,9 @@ LEAST_COLUMNS = {1: 56, 2: 28}
 STRIP_COLUMNS, FILLED, LEAST_RAGGED_COLUMNS = 8, 0.85, 19
 
 
-class DepthwiseWeightDirectArgs(ctypes.Structure):
-    """See ``depthwise_weight_direct.cu``."""
-
-    _fields_ = (
-        *OPERANDS,
-        *SIZES,
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                *("vectors", "strips", "unit_warps", "units", "groups", "chunks"),
-                *("rows", "blocks"),
-            )
-        ),
-        *((f"by_{name}", Divider) for name in ("vectors", "unit_warps", "groups", "chunks")),
-    )
+DepthwiseWeightDirectArgs = structure(
+    "depthwise/depthwise_weight_direct.cu", "DepthwiseWeightDirectArgs"
+)
 
 
 class DepthwiseWeightDirect:
@@ -161,9 +147,9 @@ class DepthwiseWeightDirect:
         args.unit_warps, args.units = layout.unit_warps, layout.units
         args.groups, args.chunks, args.rows = groups, chunks, layout.rows
         args.blocks = blocks
-        args.by_vectors = Divider.of(layout.vectors)
-        args.by_unit_warps = Divider.of(layout.unit_warps)
-        args.by_groups, args.by_chunks = Divider.of(groups), Divider.of(chunks)
+        args.by_vectors = divider(layout.vectors)
+        args.by_unit_warps = divider(layout.unit_warps)
+        args.by_groups, args.by_chunks = divider(groups), divider(chunks)
         part = tile.kernel**2 * layout.vectors * tile.vector
         partials = partials_of(work, blocks, blocks * tiles * part)
         launch = Launch(

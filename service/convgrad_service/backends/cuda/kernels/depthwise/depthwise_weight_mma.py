@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -31,11 +30,11 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
-    OPERANDS,
     buffers_of,
     fill_weight,
     partials_of,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -84,27 +83,7 @@ WEIGHT_MMA_TILES = (
 )
 
 
-class DepthwiseWeightMmaArgs(ctypes.Structure):
-    """See ``depthwise_weight_mma.cu``."""
-
-    _fields_ = (
-        *OPERANDS,
-        ("x_pitch", ctypes.c_uint32),
-        ("y_pitch", ctypes.c_uint32),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        ("x_channels", ctypes.c_int32),
-        ("multiplier", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32 * 2)
-            for name in ("x_size", "y_size", "pad", "kernel", "dilation", "part")
-        ),
-        ("parts_across", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-        ("tiling", StripTiling),
-    )
+DepthwiseWeightMmaArgs = structure("depthwise/depthwise_weight_mma.cu", "DepthwiseWeightMmaArgs")
 
 
 class DepthwiseWeightMma:

@@ -3,14 +3,13 @@ product: ``hopper_depthwise_strips.cu``."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     Plane,
     chunk_counts,
@@ -19,13 +18,12 @@ from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import (
     why_not_plane,
 )
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_weight_args import (
-    OPERANDS,
-    SIZES,
     buffers_of,
     elements_of,
     fill_weight,
     partials_of,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -86,18 +84,9 @@ HOPPER_STRIPS_TILES = tuple(StripsTile(kernel, side) for kernel in (5, 7) for si
 LEAST_ELEMENTS, LEAST_FILLED = 12 * 10**6, 0.8
 
 
-class HopperDepthwiseStripsArgs(ctypes.Structure):
-    """See ``hopper_depthwise_strips.cu``."""
-
-    _fields_ = (
-        *((name, MapField) for name in ("x_map", "y_map")),
-        *OPERANDS,
-        *SIZES,
-        *(
-            (name, ctypes.c_int32)
-            for name in ("groups", "chunks", "rows", "items", "blocks", "slots")
-        ),
-    )
+HopperDepthwiseStripsArgs = structure(
+    "depthwise/hopper_depthwise_strips.cu", "HopperDepthwiseStripsArgs"
+)
 
 
 class HopperDepthwiseStrips:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 from convgrad_service.backends.cuda.arguments import Packed, pack
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.works import ConvWork, Operand
 
 __all__ = ["GatherArgs", "gather_args", "gather_sides"]
 
 
-class GatherArgs(ctypes.Structure):
-    """One convolution as a gather; the CUDA header says what each field means."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("batch", "groups", "in_channels", "out_channels")),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad", "phases")
-        ),
-        *((name, ctypes.c_int32) for name in ("backward", "activation", "lanes")),
-    )
+GatherArgs = structure("fallback/gather_args.cuh", "GatherArgs")
 
 
 def gather_sides(work: ConvWork) -> tuple[Operand, Operand]:

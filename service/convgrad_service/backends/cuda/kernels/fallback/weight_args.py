@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import Packed, pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.core.split_sum import split_sum
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, sum_dtype
 from convgrad_service.plans.cuda.program import Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -32,26 +32,7 @@ DTYPE_PAIRS: Sequence[tuple[DType, DType]] = (
 """What is read and what is written: the same, or float32 from 16 bits."""
 
 
-class WeightArgs(ctypes.Structure):
-    """One weight gradient; ``weight_args.cuh`` says what each field means."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "w", "accumulate", "partials")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "w", "y", "accumulate")),
-        ("alpha", ctypes.c_double),
-        ("beta", ctypes.c_double),
-        ("pixels", ctypes.c_int64),
-        ("split_pixels", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("splits", "batch", "groups", "in_channels", "out_channels")
-        ),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
-        ),
-        *((name, ctypes.c_int32) for name in ("x_lanes", "y_lanes")),
-    )
+WeightArgs = structure("fallback/weight_args.cuh", "WeightArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import DType
-from convgrad_service.backends.cuda.kernels.core.divider import Divider
 from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import (
     TILES,
     Schedule,
@@ -20,6 +19,7 @@ from convgrad_service.backends.cuda.kernels.fused.hopper_separable_tiles import 
 from convgrad_service.backends.cuda.kernels.layout.channels_last import (
     in_whole_chunks,
 )
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     Fragment,
@@ -34,37 +34,12 @@ __all__ = ["HopperSeparable"]
 DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 
 MAX_ITEMS, MAX_EXTENT = 2**31 - 2**16, 2**28
-# Measured on an H200 (NOTES.md): for 512 to 512 channels at 14 x 14 one launch takes as long as two
+# Measured on an H200: for 512 to 512 channels at 14 x 14 one launch takes as long as two
 # with 64 images, a third more with one to eight; for 1024 and 728 it takes longer.
 MOST_OUTPUTS = 256
 
 
-class HopperSeparableArgs(ctypes.Structure):
-    """See ``hopper_separable_args.cuh``."""
-
-    _fields_ = (
-        *((name, MapField) for name in ("x_map", "w1_map", "y_map")),
-        *((name, ctypes.c_uint64) for name in ("w0", "bias0", "bias1")),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "channels",
-                "outputs",
-                "chunks",
-                "slices",
-                "tiles_across",
-                "tiles_down",
-                "items",
-                "x_stages",
-                "w_stages",
-                "resident",
-                "activation0",
-                "activation1",
-            )
-        ),
-        ("pad", ctypes.c_int32 * 2),
-        *((name, Divider) for name in ("by_slices", "by_across", "by_down")),
-    )
+HopperSeparableArgs = structure("fused/hopper_separable_args.cuh", "HopperSeparableArgs")
 
 
 class HopperSeparable:
@@ -133,8 +108,8 @@ class HopperSeparable:
         args.activation0 = ACTIVATIONS[first.activation]
         args.activation1 = ACTIVATIONS[second.activation]
         args.pad[:] = first.pad[1:]
-        args.by_slices = Divider.of(args.slices)
-        args.by_across, args.by_down = Divider.of(args.tiles_across), Divider.of(args.tiles_down)
+        args.by_slices = divider(args.slices)
+        args.by_across, args.by_down = divider(args.tiles_across), divider(args.tiles_down)
         maps = {
             "x_map": (
                 first.x,

@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES, Axis, Phase, axis_of
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.program import ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
 
@@ -25,25 +27,13 @@ __all__ = [
 Size4 = tuple[int, int, int, int]
 
 
-class BoxStrides(ctypes.Structure):
-    """See ``grouped_box.cuh``."""
-
-    _fields_ = (("image", ctypes.c_int64), ("spatial", ctypes.c_int32 * 3))
+BoxStrides = structure("grouped/grouped_box.cuh", "BoxStrides")
 
 
-class BoxArgs(ctypes.Structure):
-    """See ``grouped_box.cuh``."""
-
-    _fields_ = (
-        ("extent", ctypes.c_int32 * 4),
-        ("chunks", ctypes.c_int32),
-        ("pitch", ctypes.c_int32),
-        ("columns_at_once", ctypes.c_int32),
-        ("rows_at_once", ctypes.c_int32),
-    )
+BoxArgs = structure("grouped/grouped_box.cuh", "Box")
 
 
-def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> BoxArgs:
+def box_args(extent: Sequence[int], chunks: int, pitch: int, threads: int) -> Any:
     """A box of `images, D, H, W` positions, copied by so many threads."""
     most = threads // chunks
     columns = min(most, extent[3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +13,6 @@ from convgrad_service.backends.cuda.kernels.core.elements import ACTIVATIONS, MA
 from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
-    BoxArgs,
-    BoxStrides,
     LatticeAxis,
     Size4,
     box_args,
@@ -34,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     why_not_packed,
 )
 from convgrad_service.backends.cuda.kernels.grouped.grouped_units import Unit, every_unit, unit_of
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork
@@ -68,64 +66,10 @@ class Box:
         return prod(self.tile)
 
 
-class PhaseArgs(ctypes.Structure):
-    """See ``grouped_gather.cu``."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("taps", "r0", "x0", "y0", "count"))
+PhaseArgs = structure("grouped/grouped_gather.cu", "Phase")
 
 
-class GroupedGatherArgs(ctypes.Structure):
-    """See ``grouped_gather.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "w", "y", "accumulate", "bias")),
-        ("x_group", ctypes.c_int64),
-        ("y_group", ctypes.c_int64),
-        ("y_stride", ctypes.c_int64 * 4),
-        ("w_group", ctypes.c_int64),
-        ("w_stride", ctypes.c_int32 * 6),
-        ("w_tap", ctypes.c_int32),
-        ("x_stride", BoxStrides),
-        ("box", BoxArgs),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "batch",
-                "groups",
-                "x_channels",
-                "y_channels",
-                "merged",
-                "merges",
-                "own",
-                "slice",
-                "w_vector",
-                "w_pitch",
-                "activation",
-                "plain",
-            )
-        ),
-        ("tile", ctypes.c_int32 * 4),
-        ("tiles", ctypes.c_int32 * 4),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "x_step", "x_tap", "lattice", "y_step", "r_step", "phases")
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "stage_bytes",
-                "weights_at",
-                "results_at",
-                "sources_at",
-                "digits_at",
-                "steps_at",
-                "rows_at",
-            )
-        ),
-        ("phase", (PhaseArgs * MAX_PHASES) * 3),
-    )
+GroupedGatherArgs = structure("grouped/grouped_gather.cu", "GroupedGatherArgs")
 
 
 class GroupedGather:

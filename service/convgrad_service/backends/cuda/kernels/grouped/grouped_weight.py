@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,10 +10,8 @@ from math import prod
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
-from convgrad_service.backends.cuda.kernels.core.gather_axes import MAX_PHASES
 from convgrad_service.backends.cuda.kernels.core.lane_sum import lane_sum, lane_sum_instances
 from convgrad_service.backends.cuda.kernels.grouped.grouped_box import (
-    BoxArgs,
     BoxStrides,
     LatticeAxis,
     Size4,
@@ -34,6 +31,7 @@ from convgrad_service.backends.cuda.kernels.grouped.grouped_merge import (
     widest,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, Workspace, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -98,49 +96,10 @@ class Share:
         return prod(self.tile)
 
 
-class PhaseArgs(ctypes.Structure):
-    """See ``grouped_weight.cu``."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("x0", "y0", "count"))
+PhaseArgs = structure("grouped/grouped_weight.cu", "Phase")
 
 
-class GroupedWeightArgs(ctypes.Structure):
-    """See ``grouped_weight.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "partials")),
-        ("x_group", ctypes.c_int64),
-        ("y_group", ctypes.c_int64),
-        ("x_stride", BoxStrides),
-        ("y_stride", BoxStrides),
-        ("x_box", BoxArgs),
-        ("y_box", BoxArgs),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "batch",
-                "groups",
-                "in_channels",
-                "out_channels",
-                "merged",
-                "slice",
-                "row_blocks",
-                "column_blocks",
-                "items",
-                "boxes",
-                "more",
-            )
-        ),
-        ("kernel", ctypes.c_int32 * 3),
-        ("tile", ctypes.c_int32 * 4),
-        ("tiles", ctypes.c_int32 * 4),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "x_step", "x_tap", "lattice", "y_step", "phases")
-        ),
-        *((name, ctypes.c_int32) for name in ("y_at", "stage_bytes", "sources_at", "rows_at")),
-        ("phase", (PhaseArgs * MAX_PHASES) * 3),
-    )
+GroupedWeightArgs = structure("grouped/grouped_weight.cu", "GroupedWeightArgs")
 
 
 class GroupedWeight:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.fallback.gather_args import gather_sides
 from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
     BARRIER_BYTES,
@@ -26,6 +25,7 @@ from convgrad_service.backends.cuda.kernels.grouped.hopper_grouped_cuts import (
     sizes_of,
 )
 from convgrad_service.backends.cuda.kernels.layout.channels_last import Prepared, prepare_weight
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import ConvWork, Operand
@@ -36,46 +36,7 @@ DTYPES = (DType.FLOAT16, DType.BFLOAT16)
 MAX_EXTENT, MAX_INDEX = 2**24, 2**31 - 1
 
 
-class HopperGroupedArgs(ctypes.Structure):
-    """See ``hopper_grouped.cuh``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("y_map", MapField),
-        ("w", ctypes.c_uint64),
-        ("w_group", ctypes.c_int64),
-        ("w_stride", ctypes.c_int32 * 4),
-        ("w_pairs", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("x_size", ctypes.c_int32 * 2),
-        ("y_size", ctypes.c_int32 * 2),
-        ("first", ctypes.c_int32 * 2),
-        ("units", ctypes.c_int32),
-        ("images", ctypes.c_int32),
-        ("piece", ctypes.c_int32 * 2),
-        ("pieces", ctypes.c_int32 * 2),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "row_pixels",
-                "box_rows",
-                "stages",
-                "stage_bytes",
-                "slot_rows",
-                "slots",
-                "slot_bytes",
-                "result_row",
-                "source_half",
-                "result_half",
-                "source_team",
-                "result_team",
-                "slots_at",
-                "weights_at",
-                "barriers_at",
-                "zeroes",
-            )
-        ),
-    )
+HopperGroupedArgs = structure("grouped/hopper_grouped.cuh", "HopperGroupedArgs")
 
 
 class HopperGrouped:

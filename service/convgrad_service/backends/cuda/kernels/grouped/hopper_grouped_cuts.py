@@ -41,7 +41,7 @@ PATTERN_BYTES = 1024
 RESERVED_BYTES = 1024
 BARRIER_BYTES = 8
 SLOTS = {1: 3, 2: 2}
-"""Of results, on their way out or filled, by teams (measured: NOTES.md)."""
+"""Of results, on their way out or filled, by teams, as measured."""
 MOST_STAGES = 16
 START_ROWS = 8
 """Rows that a multiprocessor might read while a unit begins and ends."""

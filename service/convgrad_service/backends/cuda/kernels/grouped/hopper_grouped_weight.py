@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES
 from convgrad_service.backends.cuda.kernels.core.gather_axes import divider
-from convgrad_service.backends.cuda.kernels.core.tensor_maps import MapField, TileMap, pack_maps
+from convgrad_service.backends.cuda.kernels.core.tensor_maps import TileMap, pack_maps
 from convgrad_service.backends.cuda.kernels.depthwise.depthwise_tiles import why_not_counted
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import HOPPER, CudaDevice
 from convgrad_service.plans.cuda.program import (
     ZEROS,
@@ -64,35 +65,7 @@ class Share:
     splits: int
 
 
-class HopperGroupedWeightArgs(ctypes.Structure):
-    """See ``hopper_grouped_weight.cu``."""
-
-    _fields_ = (
-        ("x_map", MapField),
-        ("y_map", MapField),
-        ("tiles", ctypes.c_int32),
-        ("more", ctypes.c_int32),
-        ("by_columns", ctypes.c_uint32 * 2),
-        ("by_rows", ctypes.c_uint32 * 2),
-        *((name, ctypes.c_int32) for name in ("row_tiles", "column_tiles")),
-        *((name, ctypes.c_int32) for name in ("tile_rows", "tile_columns", "images")),
-        ("pad", ctypes.c_int32 * 2),
-        ("stages", ctypes.c_int32),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("y_at", "stage_bytes", "x_bytes", "y_bytes", "x_gap")
-        ),
-        *((name, ctypes.c_int32) for name in ("outer_rows", "inner")),
-        *((name, ctypes.c_uint32) for name in ("x_row", "y_row", "x_image", "y_image")),
-        *((name, ctypes.c_uint32) for name in ("x_outer", "y_outer", "inner_bytes")),
-        *((name, ctypes.c_uint32) for name in ("x_eight", "y_eight")),
-        ("x_size", ctypes.c_int32 * 2),
-        *((name, ctypes.c_int32) for name in ("batch", "channels", "group_channels", "wide")),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        *((name, ctypes.c_uint64) for name in ("partials", "w", "accumulate", "met")),
-        ("w_stride", ctypes.c_int64 * 6),
-    )
+HopperGroupedWeightArgs = structure("grouped/hopper_grouped_weight.cu", "HopperGroupedWeightArgs")
 
 
 class HopperGroupedWeight:
@@ -285,16 +258,14 @@ def _clocks(work: ConvWork, share: Share, device: CudaDevice) -> float:
     return turns * (START_CLOCKS + loop) + added
 
 
-def _args(
-    work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice
-) -> HopperGroupedWeightArgs:
+def _args(work: ConvWork, boxes: _Boxes, splits: int, device: CudaDevice) -> Any:
     args = HopperGroupedWeightArgs()
     args.tiles, args.more = divmod(boxes.tiles, splits)
     args.w_stride[:], args.alpha, args.beta = work.w.strides, work.alpha, work.beta
     args.wide = work.result_dtype is DType.FLOAT32
     args.channels = work.groups * work.in_channels
     args.group_channels = work.in_channels
-    args.by_columns[:], args.by_rows[:] = divider(boxes.column_tiles), divider(boxes.row_tiles)
+    args.by_columns, args.by_rows = divider(boxes.column_tiles), divider(boxes.row_tiles)
     args.x_size[:], args.pad[:] = work.input[1:], work.pad[1:]
     share, args.batch = boxes.share, work.batch
     args.images, args.tile_rows, args.tile_columns = share.images, share.rows, share.columns

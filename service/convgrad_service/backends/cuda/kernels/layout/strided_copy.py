@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
@@ -22,24 +22,7 @@ LONGEST_RUN = 8
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
-class StridedCopyArgs(ctypes.Structure):
-    """See ``strided_copy.cu``."""
-
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("runs", ctypes.c_int64),
-        ("extent", ctypes.c_int64 * AXES),
-        ("source_stride", ctypes.c_int64 * AXES),
-        ("target_stride", ctypes.c_int64 * AXES),
-        ("limit", ctypes.c_int64 * BOUNDS),
-        ("outer", ctypes.c_int32 * BOUNDS),
-        ("inner", ctypes.c_int32 * BOUNDS),
-        ("pads", ctypes.c_int32),
-        ("run", ctypes.c_int32),
-        ("run_source", ctypes.c_int64),
-        ("run_target", ctypes.c_int64),
-    )
+StridedCopyArgs = structure("layout/strided_copy.cu", "StridedCopyArgs")
 
 
 class StridedCopy:
@@ -74,7 +57,10 @@ class StridedCopy:
         bounds = [(outer + missing, inner + missing, limit) for outer, inner, limit in work.bounds]
         bounds += [(-1, -1, 0)] * (BOUNDS - len(bounds))
         args.outer[:], args.inner[:], args.limit[:] = zip(*bounds, strict=True)
-        args.pads, args.target = work.pads, work.target_start * work.dtype.itemsize
+        args.pads = work.pads
+        args.source, args.target = (
+            start * work.dtype.itemsize for start in (work.source_start, work.target_start)
+        )
         launch = Launch(
             _instance(work.dtype.itemsize),
             linear_grid(args.runs, BLOCK),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import cast
+from typing import Any, cast
 
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Copy, CopyAxis
@@ -27,40 +27,15 @@ PLANES_BYTES, WIDE_EXTENT = 16384, 64
 OUTER, ROW_AXES = 4, 6
 # Shorter axes would leave most of a tile.
 LEAST_EXTENT = 8
+INSIDE = "the source starts inside its buffer"
 # A copy needs to know an element's size alone.
 _TYPES = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
-class TransposeArgs(ctypes.Structure):
-    """See ``transpose.cu``."""
-
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("extent", ctypes.c_uint32 * OUTER),
-        *((name, ctypes.c_int64 * OUTER) for name in ("source_stride", "target_stride")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("x_extent", "y_extent", "y_limit", "x_target", "y_source")
-        ),
-        ("elements", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("source_chunk", "target_chunk", "rows", "follows")),
-    )
+TransposeArgs = structure("layout/transpose.cu", "TransposeArgs")
 
 
-class RowCopyArgs(ctypes.Structure):
-    """See ``row_copy.cu``."""
-
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_int64 * ROW_AXES)
-            for name in ("extent", "source_stride", "target_stride")
-        ),
-        *((name, ctypes.c_int64) for name in ("chunks", "all_chunks", "elements")),
-        ("follows", ctypes.c_int32),
-    )
+RowCopyArgs = structure("layout/row_copy.cu", "RowCopyArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +90,8 @@ class Transpose:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         x, y = box.inner(source=True), box.inner(source=False)
@@ -193,6 +170,8 @@ class RowCopy:
     def why_not(self, work: Copy, device: CudaDevice) -> str | None:
         """See `Family.why_not`."""
         box = _box(work)
+        if work.source_start:
+            return INSIDE
         if box is None:
             return "its bounds are more than the end of one axis"
         inner = box.inner(source=False)
@@ -236,7 +215,7 @@ class RowCopy:
         return [_instance(self.name, itemsize) for itemsize in _TYPES]
 
 
-def _fill_axes(args: TransposeArgs | RowCopyArgs, axes: list[CopyAxis], count: int) -> None:
+def _fill_axes(args: Any, axes: list[CopyAxis], count: int) -> None:
     padded = [*[CopyAxis(1, 0, 0)] * (count - len(axes)), *axes]
     args.extent[:] = [axis.extent for axis in padded]
     args.source_stride[:] = [axis.source for axis in padded]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import Packed, pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import (
     Check,
@@ -30,20 +31,7 @@ BAD_INDEX = (
 )
 
 
-class PoolArgs(ctypes.Structure):
-    """See ``max_pool.cuh``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "indices", "grad", "grad_x", "bad")),
-        *((f"{name}_stride", ctypes.c_int64 * 6) for name in ("x", "y", "index", "grad", "grad_x")),
-        ("batch", ctypes.c_int32),
-        ("channels", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
-        ),
-        ("lanes", ctypes.c_int32),
-    )
+PoolArgs = structure("pool/max_pool.cuh", "PoolArgs")
 
 
 class MaxPoolForward:
@@ -129,7 +117,7 @@ def _too_many(work: PoolWork) -> str | None:
     return None
 
 
-def _args(work: PoolWork, lanes: Operand) -> PoolArgs:
+def _args(work: PoolWork, lanes: Operand) -> Any:
     args = PoolArgs()
     args.batch, args.channels = work.batch, work.channels
     args.x_size[:], args.y_size[:] = work.input, work.output

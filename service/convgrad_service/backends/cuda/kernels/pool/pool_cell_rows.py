@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
@@ -10,6 +9,7 @@ from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Operand, PoolWork, Size3
@@ -23,16 +23,7 @@ WINDOWS: tuple[Size3, ...] = ((1, 2, 2), (2, 2, 2))
 VECTORS = {2: (4, 2), 4: (2,), 8: (1,)}
 
 
-class CellRowArgs(ctypes.Structure):
-    """See ``pool_cell_rows.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
-        ("threads", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "cells")),
-    )
+CellRowArgs = structure("pool/pool_cell_rows.cu", "CellRowArgs")
 
 
 class PoolCellRows:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
 from convgrad.dtypes import FLOATING, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork, Size3
@@ -27,17 +27,7 @@ WINDOWS: tuple[tuple[Size3, Size3], ...] = (
 )
 
 
-class CellArgs(ctypes.Structure):
-    """See ``pool_cells.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
-        ("batch", ctypes.c_int32),
-        ("vectors", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "cells", "pad")),
-        ("lanes", ctypes.c_int32),
-    )
+CellArgs = structure("pool/pool_cells.cu", "CellArgs")
 
 
 def image_elements(work: PoolWork) -> int:

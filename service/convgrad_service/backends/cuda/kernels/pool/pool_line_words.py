@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,6 +12,7 @@ from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_lines import FULL, blocks_held
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES, in_words, per_word
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork
@@ -70,19 +70,7 @@ class Shape:
         return blocks_held(self.threads, self.registers, self.shared_bytes)
 
 
-class LineWordArgs(ctypes.Structure):
-    """See ``pool_line_words.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 4) for name in ("x", "grad", "grad_x")),
-        ("channel_tiles", ctypes.c_int32),
-        ("planes", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32 * 2)
-            for name in ("x_size", "y_size", "tiles", "box_offset", "window_offset")
-        ),
-    )
+LineWordArgs = structure("pool/pool_line_words.cu", "LineWordArgs")
 
 
 class PoolLineWords:

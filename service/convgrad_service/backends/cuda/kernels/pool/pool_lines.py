@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +10,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice, with_shared_bytes
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork, Size3
@@ -57,19 +57,7 @@ class Box:
         return cls((windows - 1) * stride + kernel, windows, tile, 0)
 
 
-class LineArgs(ctypes.Structure):
-    """See ``pool_lines.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
-        ("channels", ctypes.c_int32),
-        ("channel_tiles", ctypes.c_int32),
-        *((name, ctypes.c_int32 * 3) for name in ("x_size", "y_size", "pad")),
-        ("planes", ctypes.c_int32),
-        ("tiles", ctypes.c_int32 * 3),
-        *((name, ctypes.c_int32 * 2) for name in ("box_offset", "window_offset")),
-    )
+LineArgs = structure("pool/pool_lines.cu", "LineArgs")
 
 
 @dataclass(frozen=True, slots=True)

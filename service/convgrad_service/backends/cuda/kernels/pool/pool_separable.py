@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +11,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import PoolWork, Size3
@@ -32,24 +32,7 @@ TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 START_POSITIONS = 128
 
 
-class PoolSeparableArgs(ctypes.Structure):
-    """See ``pool_separable.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 4) for name in ("x", "grad", "grad_x")),
-        ("channels", ctypes.c_int32),
-        ("channel_tiles", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in (
-                *("x_size", "y_size", "kernel", "stride", "dilation", "pad"),
-                *("own", "box", "tiles"),
-            )
-        ),
-        ("sums_at", ctypes.c_int32),
-        ("places_at", ctypes.c_int32),
-    )
+PoolSeparableArgs = structure("pool/pool_separable.cu", "PoolSeparableArgs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
 from convgrad_service.backends.cuda.kernels.pool.pool_strips import DTYPES, in_words, per_word
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import (
     CudaDevice,
     architectures_before,
@@ -43,20 +43,7 @@ IN_PAIRS = (9, 0)
 STACK, OLDER_STACK = Stack(), Stack(rows=4)
 
 
-class StackArgs(ctypes.Structure):
-    """See ``pool_stacks.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 4) for name in ("x", "grad", "grad_x")),
-        ("words", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("size", ctypes.c_int32 * 3),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("stacks", "planes", "halo", "tiles", "strips", "strip")
-        ),
-    )
+StackArgs = structure("pool/pool_stacks.cu", "StackArgs")
 
 
 class PoolStacks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from convgrad.dtypes import DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.pool.pool_cells import image_elements
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Operand, PoolWork
@@ -40,18 +40,7 @@ WINDOWS: Mapping[int, tuple[Window, ...]] = {
 }
 
 
-class StripArgs(ctypes.Structure):
-    """See ``pool_strips.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "grad", "grad_x")),
-        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "grad", "grad_x")),
-        ("threads", ctypes.c_int64),
-        ("words", ctypes.c_int32),
-        ("x_size", ctypes.c_int32 * 3),
-        ("y_size", ctypes.c_int32 * 3),
-        *((name, ctypes.c_int32) for name in ("tiles", "strips", "strip")),
-    )
+StripArgs = structure("pool/pool_strips.cu", "StripArgs")
 
 
 class PoolStrips:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from math import prod
 
@@ -10,6 +9,7 @@ from convgrad.dtypes import FLOATING, INDEX, DType
 from convgrad_service.backends.cuda.arguments import pack
 from convgrad_service.backends.cuda.kernels.core.elements import CUDA_TYPES, MAX_BLOCKS, linear_grid
 from convgrad_service.backends.cuda.kernels.layout.channels_last import CHUNK_BYTES, in_whole_chunks
+from convgrad_service.backends.cuda.structures import structure
 from convgrad_service.plans.cuda.device import CudaDevice
 from convgrad_service.plans.cuda.program import Fragment, Instance, Launch, ceil_div
 from convgrad_service.plans.cuda.works import Operand, PoolWork
@@ -21,20 +21,7 @@ BLOCK = 128
 FAR = 2**29
 
 
-class WindowsArgs(ctypes.Structure):
-    """See ``pool_windows.cu``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "y", "indices")),
-        *((f"{name}_stride", ctypes.c_int64 * 5) for name in ("x", "y", "index")),
-        ("threads", ctypes.c_int64),
-        ("vectors", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32 * 3)
-            for name in ("x_size", "y_size", "kernel", "stride", "dilation", "pad")
-        ),
-        ("lanes", ctypes.c_int32),
-    )
+WindowsArgs = structure("pool/pool_windows.cu", "WindowsArgs")
 
 
 class PoolWindows:

@@ -1,0 +1,154 @@
+"""Kernel arguments as ctypes structures, read from the C++ that declares them.
+
+A structure is described once, where its kernel reads it. What may stand in one: numbers, pointers,
+tensor maps, other structures, and arrays of these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from typing import Any
+
+from convgrad_service.backends.cuda import sources
+
+__all__ = ["MAP_ALIGNMENT", "MapField", "structure"]
+
+MapField = ctypes.c_uint64 * 16
+"""The type of a tensor map's field; its offset is a multiple of `MAP_ALIGNMENT`."""
+MAP_ALIGNMENT = 64
+
+_NUMBERS: dict[str, Any] = {
+    "int": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "unsigned": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "signed char": ctypes.c_int8,
+    "unsigned char": ctypes.c_uint8,
+    "unsigned short": ctypes.c_uint16,
+}
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CONSTANT = re.compile(r"\bconstexpr int ([^;()]*);")
+_DECLARATION = re.compile(
+    r"(?:alignas\(\d+\)\s+)?(?:const\s+)?((?:un)?signed (?:char|short)|\w+)\s*(.*)", re.DOTALL
+)
+
+
+def structure(
+    source: str, name: str, /, *, anonymous: tuple[str, ...] = (), **constants: int
+) -> Any:
+    """The ctypes structure of a struct that ``source``, or a header that it includes, defines.
+
+    Args:
+        source: relative to the kernels' folder, as `Instance.source`.
+        name: of the struct.
+        anonymous: fields that are structures, whose fields can be used as the whole's own.
+        constants: of the macros that lengths of arrays name.
+
+    Returns:
+        A subclass of `ctypes.Structure`. Elements of an array of tensor maps are fields of their
+        own, numbered: ``source0``, ``source1``.
+
+    Raises:
+        LookupError: there is no such struct, or no such type or constant in it.
+    """
+    return _structure(source, name, anonymous, tuple(constants.items()))
+
+
+@cache
+def _structure(
+    source: str, name: str, anonymous: tuple[str, ...], constants: tuple[tuple[str, int], ...]
+) -> Any:
+    for header in sources.included(source):
+        found = re.search(
+            rf"\bstruct {name}\s*(?::\s*([\w<>]+)\s*)?\{{(.*?)\n\}};", _text(header), re.DOTALL
+        )
+        if found is not None:
+            if header != source:
+                # The same class, whichever source it was found by.
+                return _structure(header, name, anonymous, constants)
+            return _Reader(source, dict(constants)).read(name, found[1], found[2], anonymous)
+    raise LookupError(f"no struct {name} in {source} or what it includes")
+
+
+@cache
+def _text(header: str) -> str:
+    return _COMMENT.sub("", (sources.KERNELS / header).read_text(encoding="utf-8"))
+
+
+class _Reader:
+    """Of one structure."""
+
+    def __init__(self, source: str, constants: dict[str, int]) -> None:
+        self._source, self._given = source, constants
+        self._fields: list[tuple[str, Any]] = []
+
+    def read(self, name: str, base: str | None, body: str, anonymous: tuple[str, ...]) -> Any:
+        if base is not None:
+            self._inherit(base)
+        for declaration in filter(None, map(str.strip, body.split(";"))):
+            self._declare(declaration)
+        return type(name, (ctypes.Structure,), {"_anonymous_": anonymous, "_fields_": self._fields})
+
+    def _inherit(self, base: str) -> None:
+        """A base's fields come first; of a template, those of its argument before its own."""
+        base, _, argument = base.removesuffix(">").partition("<")
+        if argument:
+            self._inherit(argument)
+        found = re.search(
+            rf"\bstruct {base}\s*(?::[^{{]*)?\{{(.*?)\n?\}};", self._all_text(), re.DOTALL
+        )
+        if found is None:
+            raise LookupError(f"no struct {base} in {self._source} or what it includes")
+        for declaration in filter(None, map(str.strip, found[1].split(";"))):
+            self._declare(declaration)
+
+    def _declare(self, declaration: str) -> None:
+        found = _DECLARATION.fullmatch(declaration)
+        if found is None:
+            raise LookupError(f"not a field: {declaration!r} in {self._source}")
+        for one in found[2].split(","):
+            place = re.fullmatch(r"\s*(\*?)\s*(?:const\s+)?(\w+)((?:\[\w+\])*)\s*", one)
+            if place is None:
+                raise LookupError(f"not a field: {declaration!r} in {self._source}")
+            pointer, name, lengths = place.groups()
+            counts = [self._constant(length) for length in re.findall(r"\w+", lengths)]
+            if found[1] == "TensorMap":
+                names = [f"{name}{i}" for i in range(counts[0])] if counts else [name]
+                self._align()
+                self._fields += [(each, MapField) for each in names]
+                continue
+            kind = ctypes.c_uint64 if pointer else self._type(found[1])
+            for count in reversed(counts):
+                kind = kind * count
+            self._fields.append((name, kind))
+
+    def _align(self) -> None:
+        """Tensor maps are aligned to more than ctypes knows."""
+        probe: Any = type("_", (ctypes.Structure,), {"_fields_": [*self._fields, ("_", MapField)]})
+        gap = -probe._.offset % MAP_ALIGNMENT
+        if gap:
+            self._fields.append((f"_before_{len(self._fields)}", ctypes.c_char * gap))
+
+    def _type(self, name: str) -> Any:
+        # One class for all: macros lengthen arrays of the outermost structure alone.
+        return _NUMBERS[name] if name in _NUMBERS else structure(self._source, name)
+
+    def _constant(self, name: str) -> int:
+        if name.isdecimal():
+            return int(name)
+        if name in self._given:
+            return self._given[name]
+        for values in _CONSTANT.findall(self._all_text()):
+            for value in values.split(","):
+                left, _, right = (part.strip() for part in value.partition("="))
+                if left == name:
+                    return self._constant(right)
+        raise LookupError(f"no constant {name} in {self._source} or what it includes")
+
+    def _all_text(self) -> str:
+        return "\n".join(map(_text, sources.included(self._source)))
