@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from convgrad_service.grpc_api.infer_wire import (
 )
 from convgrad_service.http_api.json_body import parse_json_body
 from convgrad_service.http_api.protocol_limits import check_head
+from convgrad_service.oip.fields import described
 from convgrad_service.oip.http_head import read_infer_head
 from tests.support.h2_client import large_answer, pool_request
 from tests.support.http_server import EXAMPLE, binary_example
@@ -100,6 +102,36 @@ def test_parsers_refuse_or_read(name: str, examples: int) -> None:
         refuses_or_reads(parse, body)
 
     feed()
+
+
+SHAPES = [[0, 2**63, 1, 1], [2**63 - 1] * 4, [0, 2**62, 2**62, 1], [1] * 65, [0] * 65, [-1], []]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("given_as", [{"data": []}, {"data": [1.0]}, {"binary_data_size": 0}])
+def test_shapes_that_numpy_cannot_hold_are_refused(
+    shape: list[int], given_as: dict[str, Any]
+) -> None:
+    tensor: dict[str, Any] = {"name": "input", "shape": shape, "datatype": "FP32"}
+    if "data" in given_as:
+        tensor |= given_as
+    else:
+        tensor["parameters"] = given_as
+    body = json.dumps({"inputs": [tensor]}).encode()
+    refuses_or_reads(lambda text: read_all(read_infer_head(memoryview(text), OPERATION, 0)), body)
+    message = service_pb2.ModelInferRequest(model_name=OPERATION.name)
+    if all(0 <= extent < 2**63 for extent in shape):
+        found = message.inputs.add(name="input", datatype="FP32", shape=shape)
+        found.contents.fp32_contents.extend(given_as.get("data", []))
+        refuses_or_reads(
+            lambda text: read_all(read_infer_request(text)), message.SerializeToString()
+        )
+
+
+def read_all(request: Any) -> None:
+    """What becomes of a request's inputs before a problem is made of them."""
+    for tensor in request.inputs:
+        described(tensor)
 
 
 @settings(max_examples=300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,65 @@ def test_layers_import_downwards() -> None:
                 if ".".join(module.split(".")[:2]) in above:
                     wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, wrong
+
+
+def test_each_package_imports_of_others_what_it_may() -> None:
+    """Beside the order of layers: who may not know whom, top-level modules included."""
+    package = SERVICE / "convgrad_service"
+    # What of `server` is below everything: values that are read, and no part that composes others.
+    values = {"convgrad_service.server.settings", "convgrad_service.server.tls"}
+    wrong = []
+    for path in python_files(package):
+        place = path.relative_to(package)
+        whose = place.parts[0] if len(place.parts) > 1 else ""
+        for line, module in imports(path):
+            if not module.startswith("convgrad_service."):
+                continue
+            of = module.split(".")[1]
+            below = ".".join(module.split(".")[:3])
+            if (
+                (whose == "" and of in (*LAYERS, "server", "security"))
+                or (whose == "engine" and of == "backends" and not below.endswith(".base"))
+                or (whose in LAYERS and of == "server" and below not in values)
+                or (whose in LAYERS[:5] and of == "server")
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, wrong
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports for types alone count as well; those within functions do not."""
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for root in (CLIENT, SERVICE)
+        for path in python_files(root)
+    }
+    imported = {
+        name: {each for each in imports_at_once(path, modules) if each in modules} - {name}
+        for name, path in modules.items()
+    }
+    # Whatever imports nothing that is left cannot be part of a circle; nor can what is above it.
+    while leaves := [name for name, others in imported.items() if not others & imported.keys()]:
+        for name in leaves:
+            del imported[name]
+    assert not imported, sorted(imported)
+
+
+def imports_at_once(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """The modules that a file imports as it is imported itself, or for types."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                part = f"{node.module}.{alias.name}"
+                yield part if part in modules else node.module
+        waiting += ast.iter_child_nodes(node)
 
 
 def test_layers_exist() -> None:

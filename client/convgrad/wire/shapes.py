@@ -20,6 +20,7 @@ __all__ = [
     "checked_shape",
     "data_view",
     "dtype_of",
+    "reshaped",
 ]
 
 
@@ -116,6 +117,14 @@ def data_view(array: NDArray[Any]) -> memoryview:
         contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
     # Through uint8: the buffer protocol has no letter for bfloat16.
     return contiguous.reshape(-1).view(np.uint8).data
+
+
+def reshaped(array: NDArray[Any], shape: tuple[int, ...], *, name: str) -> NDArray[Any]:
+    """The array in a shape of as many elements, or MalformedRequest where NumPy has no such."""
+    try:
+        return array.reshape(shape)
+    except ValueError:
+        raise MalformedRequest(f"{name}: shape {shown(shape)} is too large") from None
 
 
 def _empty(shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:

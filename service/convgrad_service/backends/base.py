@@ -26,6 +26,7 @@ __all__ = [
     "Cancellation",
     "DeviceMemory",
     "DeviceTensor",
+    "MappingGuard",
     "OnHost",
     "Outcome",
     "Plan",
@@ -33,6 +34,7 @@ __all__ = [
     "ServingBackend",
     "Stopwatch",
     "Vitals",
+    "guard_mapping",
 ]
 
 
@@ -274,6 +276,29 @@ class ServingBackend(Backend, Protocol):
             UnsupportedProblem, DeviceOutOfMemory: as `run`, or it needs more than one piece.
         """
         ...
+
+
+class MappingGuard(Protocol):
+    """While it lasts, a page of a mapping that its file has lost reads as zeros."""
+
+    def lost(self) -> int | None:
+        """The offset of the first page that was missing when it was touched; None if none was."""
+        ...
+
+    def remove(self) -> None:
+        """End it; nothing may touch the range any more. Once."""
+        ...
+
+
+def guard_mapping(address: int, size_bytes: int) -> MappingGuard:
+    """Guard a mapping of a file that others may shorten, whatever backend computes in it.
+
+    Raises DeviceUnavailable where this system cannot.
+    """
+    # The handler of SIGBUS is in the CPU's library, which is loaded when it is first needed.
+    from convgrad_service.backends.cpu.guard import Guard
+
+    return Guard(address, size_bytes)
 
 
 class OnHost:

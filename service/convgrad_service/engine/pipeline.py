@@ -35,7 +35,6 @@ from convgrad_service.engine.request import (
     ComputeRequest,
     Decoded,
     Fields,
-    Transport,
     blank,
 )
 from convgrad_service.engine.scheduling.quotas import NO_LIMITS, Ticket
@@ -43,6 +42,7 @@ from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.shm.stored import TensorStoreClient, stored_fields
 from convgrad_service.engine.telemetry.record import Record
 from convgrad_service.engine.telemetry.timing import Timings
+from convgrad_service.engine.transport import Transport
 from convgrad_service.problems import Problem, problem_from
 
 __all__ = ["Pipeline"]

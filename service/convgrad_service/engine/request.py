@@ -1,10 +1,10 @@
-"""A request on its way between its transport and the pipeline, and what a transport does for it."""
+"""A request on its way between its transport and the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,13 @@ from convgrad.contract import Operation, Report, Request
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad_service.engine.deadline import Deadline
-from convgrad_service.engine.memory.lease import Lease
+from convgrad_service.engine.hub import JobHandle
 from convgrad_service.engine.scheduling.finished import Finished
 from convgrad_service.engine.scheduling.progress import Progress
 from convgrad_service.engine.scheduling.quotas import ANYBODY, Caller
 from convgrad_service.engine.shm.registry import RegionPart
 from convgrad_service.engine.telemetry.timing import Timings
 from convgrad_service.problems import Problem
-
-if TYPE_CHECKING:
-    from convgrad_service.engine.execution import Execution
-    from convgrad_service.engine.hub import JobHandle
 
 __all__ = [
     "SMALL_BYTES",
@@ -32,7 +28,6 @@ __all__ = [
     "Decoded",
     "Fields",
     "Result",
-    "Transport",
     "blank",
 ]
 
@@ -110,53 +105,6 @@ class Result(Protocol):
     @property
     def report(self) -> Report:
         """How they were computed, for the caller."""
-        ...
-
-
-class Transport(Protocol):
-    """What a transport does for one request: read bytes into it, and write its result out.
-
-    `Pipeline.run` calls the methods in the order in which they stand here.
-    """
-
-    streams: bool
-    """Whether the answer may begin before all of it is computed."""
-
-    keeps_deadline: bool
-    """Whether `head` keeps the deadline itself, and must not be cancelled at it."""
-
-    async def head(self) -> Hashable | None:
-        """Receive what stands before the tensors' data.
-
-        Returns a key that is the same for all requests that differ in their tensors' data alone, or
-        None. What was decoded of a request is remembered by its key.
-        """
-        ...
-
-    @property
-    def holds(self) -> Lease | None:
-        """What `decode` reads, if that lies in the arena."""
-        ...
-
-    @property
-    def quick(self) -> bool:
-        """Whether `decode` takes no time worth a thread."""
-        ...
-
-    def decode(self) -> Decoded:
-        """What the request says. May be called in a thread, and not at all if its key is known."""
-        ...
-
-    async def fill(self, execution: Execution) -> None:
-        """Receive or decode the tensors' data to where ``execution`` has its inputs."""
-        ...
-
-    def watch(self, gone: Callable[[], None] | None) -> None:
-        """Have ``gone`` called if the client goes away, until this is called with None."""
-        ...
-
-    async def send(self, execution: Execution, result: Result) -> None:
-        """Encode the result and send it; nothing may refer to its arrays once this returns."""
         ...
 
 

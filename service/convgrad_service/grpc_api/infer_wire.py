@@ -20,7 +20,7 @@ from convgrad.contract import Report
 from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import checked_shape, data_view, dtype_of
+from convgrad.wire.shapes import checked_shape, data_view, dtype_of, reshaped
 from convgrad_service.grpc_api.messages import message
 from convgrad_service.oip.answer import answer_names, answer_outputs, report_parameters
 from convgrad_service.oip.answer_parts import Rows
@@ -298,7 +298,7 @@ def _contents(contents: Any, dtype: DType, shape: tuple[int, ...], name: str) ->
             f"{name}: {expected} holds {array.size:,} elements; expected shape {shown(shape)}"
         )
     array.flags.writeable = False
-    return array.reshape(shape)
+    return reshaped(array, shape, name=name)
 
 
 def _output(tensor: Any) -> InferOutput:

@@ -1,1 +1,1 @@
-"""HTTP in front of the dataplane. `app.create_app` makes the application; start reading there."""
+"""HTTP in front of the dataplane. `app.app_on` makes the application; start reading there."""

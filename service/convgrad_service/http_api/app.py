@@ -16,8 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from convgrad import _version
 from convgrad.contract import OPERATIONS, Operation
 from convgrad.contract.examinations import PLANS, TIMINGS, VERIFICATIONS
-from convgrad_service.backends.base import ServingBackend
-from convgrad_service.engine.hub import Hub
 from convgrad_service.engine.pipeline import Pipeline
 from convgrad_service.engine.telemetry.tracing import traces_to
 from convgrad_service.http_api.catalogue import catalogue
@@ -35,23 +33,9 @@ from convgrad_service.http_api.page import add_page
 from convgrad_service.http_api.problem_details import from_http_exception, problem_details
 from convgrad_service.http_api.stored_tensors import stored_routes
 from convgrad_service.security.keys import KeyRing
-from convgrad_service.server.composition import embedded_pipeline
 from convgrad_service.server.settings import Settings
 
-__all__ = ["app_on", "create_app", "management_app"]
-
-
-def create_app(settings: Settings | None = None, backend: ServingBackend | None = None) -> FastAPI:
-    """The server as an ASGI application, with an engine of its own in this process.
-
-    ``settings`` default to the environment's, ``backend`` to the one that they name. The dataplane
-    is at ``app.state.pipeline``, for other transports and for tests.
-    """
-    settings = settings or Settings()
-    pipeline = embedded_pipeline(settings, backend)
-    hub = pipeline.engine
-    assert isinstance(hub, Hub)  # noqa: S101
-    return app_on(pipeline, settings, hub.close)
+__all__ = ["app_on", "management_app"]
 
 
 def app_on(

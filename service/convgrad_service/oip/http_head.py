@@ -17,7 +17,7 @@ from convgrad.dtypes import DType
 from convgrad.errors import MalformedRequest
 from convgrad.wire.json_values import array_from_values
 from convgrad.wire.sentences import shown
-from convgrad.wire.shapes import checked_shape
+from convgrad.wire.shapes import checked_shape, reshaped
 from convgrad_service.oip.datatypes import IN_JSON, dtype_named, protocol_name
 from convgrad_service.oip.json_text import parse_request_text
 from convgrad_service.oip.number_list import NumberList
@@ -130,7 +130,7 @@ def _numbers(
             f"{name}: data has the shape {shown(array.shape)}; expected {shown(shape)}, or all "
             f"{shown(math.prod(shape))} elements in one list"
         )
-    return array.reshape(shape)
+    return reshaped(array, shape, name=name)
 
 
 def _output(item: Mapping[str, Any], binary_by_default: bool) -> InferOutput:

@@ -17,8 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convgrad.errors import InvalidProblem
-from convgrad_service.backends.base import DeviceMemory, DeviceTensor
-from convgrad_service.backends.cpu.guard import Guard
+from convgrad_service.backends.base import (
+    DeviceMemory,
+    DeviceTensor,
+    MappingGuard,
+    guard_mapping,
+)
 from convgrad_service.engine.bounded_cache import BoundedCache
 from convgrad_service.engine.shm.registry import InRegion
 from convgrad_service.problems.base import TensorSpec
@@ -52,14 +56,14 @@ class _Segment:
             ) from None
         self.bytes = np.frombuffer(memory, np.uint8)
         address = int(self.bytes.ctypes.data)
-        self.guard = Guard(address, found.st_size)
+        self.guard = guard_mapping(address, found.st_size)
         if adopter is not None:
             adopter.adopt(address, found.st_size)
         ending = weakref.finalize(self.bytes, _let_go, memory, self.guard, adopter, address)
         ending.atexit = False
 
 
-def _let_go(memory: mmap.mmap, guard: Guard, adopter: Adopter | None, address: int) -> None:
+def _let_go(memory: mmap.mmap, guard: MappingGuard, adopter: Adopter | None, address: int) -> None:
     """Called when the last tensor in a mapping has gone.
 
     It holds the mapping until this is done: before that, no other may have its address.

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from convgrad_service.backends.base import ServingBackend
 from convgrad_service.engine.bounded_cache import BoundedCache
@@ -24,9 +24,6 @@ from convgrad_service.engine.memory.tensor_layout import Tensor, TensorLayout, t
 from convgrad_service.engine.shm.mappings import RegionMappings, shortened
 from convgrad_service.engine.shm.registry import InRegion
 from convgrad_service.engine.workers.execute import Finished, Job, run_job
-
-if TYPE_CHECKING:
-    from convgrad_service.engine.hub import Engine
 
 __all__ = ["InlineBackend", "InlineExecutor"]
 
@@ -48,6 +45,13 @@ class InlineBackend(NamedTuple):
 
     name: str
     make: Callable[[], ServingBackend]
+
+
+class _Engine(Protocol):
+    arena: Arena
+
+    @property
+    def backend(self) -> str: ...
 
 
 class _Copies(NamedTuple):
@@ -82,7 +86,10 @@ class InlineExecutor:
     """
 
     def __init__(
-        self, engine: Engine, beside: InlineBackend, region_file: Callable[[int], int] | None = None
+        self,
+        engine: _Engine,
+        beside: InlineBackend,
+        region_file: Callable[[int], int] | None = None,
     ) -> None:
         self._engine, self._beside, self._region_file = engine, beside, region_file
         self._tried: dict[TensorLayout, _Tried] = {}
